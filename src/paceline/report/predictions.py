@@ -16,7 +16,14 @@ from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
 from paceline.predict.curves import fit_curve, fit_line
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
-from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
+from paceline.predict.networks import (
+    AssumedFabric,
+    Fabric,
+    MeasuredFabric,
+    build_measured_fabric,
+    find_network,
+    find_networks,
+)
 from paceline.predict.search import (
     CapPoint,
     estimate_caps,
@@ -84,16 +91,25 @@ class PredictResult(Result):
         config = self.config
         self.profile = self.only(LayerProfileRecord)[0]
         self.job = build_job_from_profile(self.profile, config["gradients"])
-        self.fabrics: list[Fabric] = []
-        for network in find_networks(config["network"]) if config["network"] is not None else ():
-            inside = find_network(config["inside"] or "nvlink")
-            self.fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
-        if sweep := self.only(CollectiveRecord):
-            self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
+        per_node, measured = config["ranks_per_node"] or 1, self._build_sweep()
+        networks = find_networks(config["network"]) if config["network"] is not None else []
+        # A sweep next to a network of nodes is what joins the ranks of a node.
+        joins = measured is not None and networks and per_node > 1 and config["inside"] is None
+        inside = measured if joins and measured else find_network(config["inside"] or "nvlink")
+        self.fabrics: list[Fabric] = [
+            *(AssumedFabric(network, inside, per_node, config["algorithm"]) for network in networks),
+            *([measured] if measured and not joins else []),
+        ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         draws = draw_jobs(self.profile, self.job, DRAWS)
         found = (simulate_what_if(self.job, draws, f, config["ranks"], **self.scenario) for f in self.fabrics)
         self.rows = [row for rows in found for row in rows]
+
+    def _build_sweep(self) -> MeasuredFabric | None:
+        sweep, config = self.only(CollectiveRecord), self.config
+        per_node = config["ranks_per_node"] or 1
+        host = {"ranks_per_node": per_node if per_node > 1 else 0, "cores": config.get("cores", 0)}
+        return build_measured_fabric(sweep, config["backend"], config["algorithm"], **host) if sweep else None
 
     @property
     def step_s(self) -> float:

@@ -11,8 +11,14 @@ from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
 from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.environment import capture_environment
-from paceline.records.exchange import load_cap_times, load_layer_sizes, load_layer_times, load_table
-from paceline.records.store import Run, create_folder, load_run
+from paceline.records.exchange import (
+    list_collectives,
+    load_cap_times,
+    load_layer_sizes,
+    load_layer_times,
+    load_table,
+)
+from paceline.records.store import RUN_FILE, Run, create_folder, load_run
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
@@ -24,15 +30,16 @@ R = TypeVar("R", bound="Result")
 
 def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
-    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int = 1, inside: str | None = None,
-    algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None, straggler: str = "0%",
-    out: Place = None,
+    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
+    inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
+    straggler: str = "0%", out: Place = None,
 ) -> PredictResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
-    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep, scaled beyond its
-    ranks; `backend` chooses from it. `ranks_per_node` share a node, joined by the network `inside`. `algorithm` is
+    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep (a run,
+    nccl-tests' text or JSON, or a CSV), scaled beyond its ranks; `backend` chooses from it. `ranks_per_node` share a
+    node, joined by the network `inside`: given both a network and a sweep, the sweep joins them. `algorithm` is
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
@@ -47,25 +54,26 @@ def predict(
          "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
         (backend is not None and allreduce is None,
          f"--backend {backend} chooses from an --allreduce run, and there is none"),
-        (network is not None and inside is not None and ranks_per_node == 1,
+        (network is not None and inside is not None and ranks_per_node in (None, 1),
          f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
-        (network is None and (ranks_per_node != 1 or inside is not None),
-         "--ranks-per-node and --inside shape a --network, and there is none"),
+        (network is None and inside is not None, f"--inside {inside} shapes a --network, and there is none"),
+        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1"),
         (min(counts, default=0) < 1, f"ranks {ranks}: at least one number of at least 1 is needed"),
     )  # fmt: skip
     run = _get_run(profile)
     layers = find_profile(run)
-    records = [] if allreduce is None else _get_run(allreduce).records
-    sweep = [record for record in records if isinstance(record, CollectiveRecord)]
+    sweep, cores = ([], 0) if allreduce is None else _load_sweep(allreduce)
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
-        "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
+        "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
-            build_measured_fabric(sweep, backend, algorithm)
+            build_measured_fabric(
+                sweep, backend, algorithm, ranks_per_node=0 if ranks_per_node == 1 else ranks_per_node or 0, cores=cores
+            )
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
@@ -123,6 +131,16 @@ def find_profile(run: Run) -> LayerProfileRecord:
 
 def _get_run(source: Result | str | Path) -> Run:
     return load_run(source) if isinstance(source, str | Path) else source.run
+
+
+def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], int]:
+    """The collectives of a run or a table, and the cores of a run on the CPUs of one host, else 0."""
+    is_path = isinstance(source, str | Path)
+    if is_path and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
+        return load_table(source), 0
+    run = _get_run(source)
+    found = list_collectives(run, source if is_path else "the result")
+    return found, run.environment.cores if all(r.device == "cpu" and r.nodes == 1 for r in found) else 0
 
 
 def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
