@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """How wrong are networks that were not measured here? Against published tables, each held out by its source.
 
     python benchmarks/validate_networks.py [allreduce_public.csv] [--runs results/*/allreduce*]
@@ -140,10 +141,11 @@ def fit_correction(cases: Sequence[Case]) -> Correction:
     used = [case for case in cases if case.sheets and case.points]
 
     def loss(correction: Correction) -> float:
-        return statistics.fmean(
-            statistics.fmean(math.log(p / t) ** 2 for p, (_, t) in zip(estimate(case, correction), case.points, strict=True))
+        squares = (
+            [math.log(p / t) ** 2 for p, (_, t) in zip(estimate(case, correction), case.points, strict=True)]
             for case in used
-        )  # fmt: skip
+        )
+        return statistics.fmean(map(statistics.fmean, squares))
 
     best = min(
         (
@@ -275,10 +277,9 @@ def list_own_sweeps(paths: Sequence[Path]) -> list[Sweep]:
             times: dict[int, dict[int, float]] = defaultdict(dict)
             for r in kind:
                 times[r.world_size][r.num_bytes] = statistics.median(networks.list_seconds(r))
-            name = (
-                f"{path.parent.name}/{path.name}, {backend}{' shared' if memory == 'shared' else ''}, {device}, {dtype}"
-            )
+            what = f"{path.parent.name}/{path.name}, {backend}{' in shared memory' if memory == 'shared' else ''}"
             cores = run.environment.cores if device == "cpu" else 0
+            name = f"{what}, {device}, {dtype}"
             found.append(Sweep(name, backend, dict(times), dict.fromkeys(times, 1), cores, memory))
     return found
 
@@ -348,10 +349,9 @@ def main() -> None:
         print("\nfor 90 %, sd of held-out named networks:", "; ".join(calibrate([*named, *others])))
         print("\nnot judged:", *(f"- {count} rows of {name}" for name, count in apart.items()), sep="\n")
     ranks = judge_ranks([*list_public_sweeps(), *list_own_sweeps(arguments.runs)])
-    print_table("other numbers of ranks, each from those below it", (
-        *((where, [p for found, p in ranks if found == where]) for where in ("inside a node", "the first nodes", "beyond")),
-        *((name, [p for _, p in ranks if p.source == name]) for name in dict.fromkeys(p.source for _, p in ranks)),
-    ))  # fmt: skip
+    places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
+    groups = ((name, [point for _, point in judged]) for name, judged in places.items())
+    print_table("other numbers of ranks, each from those below it", groups)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ OPTIONS = {
     "network:scale": Option(MEASUREMENT, _NETWORKS, "10gbe,100gbe"),
     "csv": Option(JOB, "Instead: a folder with layer-sizes, layer-times and allreduce-times.", Path),
     "measured": Option(JOB, "With --csv: a table of bucket_size and step_s or backward_s to compare with.", Path),
-    "allreduce": Option(JOB, "All-reduce: a run, nccl-tests' text or JSON, or a CSV; beyond its ranks it is scaled.", Path),
+    "allreduce": Option(JOB, "All-reduce: a run, nccl-tests' output, or a CSV; beyond its ranks it is scaled.", Path),
     "ranks_per_node": Option(JOB, "Ranks that share a node, and its link. Default: 1, or the sweep's.", int),
     "inside": Option(JOB, "The network inside a node. Default: the sweep of --allreduce, else nvlink."),
     "algorithm": Option(JOB, "auto, ring, tree, two-level, gloo or shared", "auto"),

@@ -137,9 +137,8 @@ FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
     # A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once. One
     # more part stands for the start.
     "gloo": lambda x, p: (p * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x),
-    # Every rank reads 1/p of all p vectors and writes it to all: two passes over what a rank has of its own, its caches,
-    # and for each rank two over a memory they share; of small messages the one counts, of large ones the other. A barrier
-    # has a flag for each rank, after two of its own.
+    # Every rank reads 1/p of all p vectors and writes it to all: for each rank two passes over a memory they share, of
+    # which a part is in caches of its own, whatever p is. A barrier has a flag for each rank, and two to begin with.
     "shared": lambda x, p: (p + 2, (1.5 * p + 1) * x),
 }
 

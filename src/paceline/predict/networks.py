@@ -50,12 +50,12 @@ SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.35))
 CORRECTION = Correction(overhead_s=6e-6, latency=1.75, efficiency=0.8, ramp=1.25)
 # No table of a link up to 25 Gb/s was found: by one link of 1 Gb/s of our own, TCP fills it, and takes long to start.
 _SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, efficiency=0.95)
-# On other ranks a measured sweep is known worse, with the square root of the doublings between. Where the sweep is on one
-# node and the ranks are on several, messages of a size take a multiple, and even that is known badly.
+# On other ranks a measured sweep is known worse, with the square root of the doublings between. Where the sweep is on
+# one node and the ranks are on several, messages of a size take a multiple, and even that is known badly.
 ERROR_PER_DOUBLING = 0.27
 FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 3.0)), 0.5
-# By family, the threads of a rank that move its messages, and the power of (threads / cores) by which messages slow where
-# threads wait for a core. A barrier in shared memory waits for all of them.
+# By family, the threads of a rank that move its messages, and the power of (threads / cores) by which messages slow
+# where threads wait for a core. A barrier in shared memory waits for all of them.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
 
 
@@ -172,8 +172,8 @@ def describe_errors() -> str:
         for errors in (SHEET_ERRORS, SITE_ERRORS)
     )
     return (
-        f"{sheet} (one sd) on a data sheet, and {site} on a published network, more for small messages; for each "
-        f"doubling away from measured ranks {ERROR_PER_DOUBLING:.0%}, and {FIRST_NODE_ERROR:.0%} from one node to several"
+        f"{sheet} (one sd) on a data sheet and {site} on a published network, more for small messages; on other ranks "
+        f"{ERROR_PER_DOUBLING:.0%} for twice as many, and {FIRST_NODE_ERROR:.0%} from one node to several"
     )
 
 
@@ -271,7 +271,7 @@ def build_public_fabric(network: Network) -> MeasuredFabric:
     for sweep in sorted(network.sweeps, key=lambda sweep: sweep.ranks):
         by_size = sweeps.setdefault(sweep.ranks, {})
         for size, seconds in sweep.points:
-            by_size[size] = by_size.get(size, ()) + (seconds,)
+            by_size[size] = (*by_size.get(size, ()), seconds)
     points = [(size, sweep.ranks, seconds) for sweep in network.sweeps for size, seconds in sweep.points]
     fits = tuple(curves.fit_family(points, name) for name in ("ring", "tree"))
     sweeps = {count: dict(sorted(by_size.items())) for count, by_size in sweeps.items()}

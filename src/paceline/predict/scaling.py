@@ -102,7 +102,8 @@ class ScalingEvidence:
         # The sweeps where this wrapper's messages lie; None where there are none.
         wanted, memory = ("all_reduce", canonical_backend(backend)), "shared" if wrapper == "paceline" else "ordinary"
         sweeps = [r for r in sweeps if (r.collective, canonical_backend(r.backend)) == wanted]
-        self.fabric = build_measured_fabric(sweeps, backend, memory=memory, cores=at_hand) if sweeps else None
+        cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
+        self.fabric = build_measured_fabric(sweeps, backend, memory=memory, cores=cores) if sweeps else None
         # How far the steps of ranks lie apart without communication, as a standard deviation over their median.
         rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
         self.spread = min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
@@ -407,7 +408,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             "(one sd), as measured without communication",
         ]
     lines.append(
-        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on computing "
-        f"for each doubling away from what was measured, and on messages {describe_errors()}"
+        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on "
+        f"computing for each doubling away from what was measured, and on messages {describe_errors()}"
     )
     return lines

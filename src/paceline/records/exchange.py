@@ -167,7 +167,7 @@ def list_collectives(run: Run, place: str | Path, note: str = "") -> list[Collec
     """The collectives of a run, with the nodes that its ranks were on."""
     found = [record for record in run.records if isinstance(record, CollectiveRecord)]
     if not found:
-        raise RecordError(f"{place} has no record of a collective")
+        raise RecordError(f"{place} has no record of a collective: make one with `paceline bench allreduce`")
     details = run.environment.details
     hosts = int(details.get("hosts", 0))
     each = math.ceil(int(details.get("world_size", 1)) / hosts) if hosts > 1 else 0

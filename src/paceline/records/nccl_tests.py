@@ -1,4 +1,4 @@
-"""The output of nccl-tests (all_reduce_perf): its text, pasted into a file, and its JSON (`-J`). Times are out of place.
+"""The output of nccl-tests' all_reduce_perf: its text, pasted into a file, and its JSON (`-J`). Times are out of place.
 
 Ranks and nodes are those that the lines `# Rank` name. A table without them says its ranks all the same, since busbw is
 2(n-1)/n of algbw; that ratio is also checked, so that no other collective is taken for an all-reduce.
@@ -164,10 +164,10 @@ def _read_results(path: Path, results: Sequence[dict[str, Any]]) -> Iterator[_Ro
             mean_s=float(found["time"]) * 1e-6, count=len(each.get("times_us", ())) or None,
             stdev_s=float(each["stdev_us"]) * 1e-6 if "stdev_us" in each else None,
         )  # fmt: skip
-        widths = [(float(found[name]), 1e-6) for name in ("alg_bw", "bus_bw")]
+        alg, bus = ((float(found[name]), 1e-6) for name in ("alg_bw", "bus_bw"))
         yield _Row(
             place, int(row["size"]), _DTYPES.get(row["type"], "unknown"), row["redop"], int(row.get("root", -1)),
-            timing, *widths, None if wrong is None else int(wrong),
+            timing, alg, bus, None if wrong is None else int(wrong),
         )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ class PredictResult(Result):
         config = self.config
         self.profile = self.only(LayerProfileRecord)[0]
         self.job = build_job_from_profile(self.profile, config["gradients"])
-        per_node, measured = config["ranks_per_node"] or 1, self._build_sweep()
+        per_node, measured = config["ranks_per_node"] or 1, self.build_sweep(self.only(CollectiveRecord), config)
         networks = find_networks(config["network"]) if config["network"] is not None else []
         # A sweep next to a network of nodes is what joins the ranks of a node.
         joins = measured is not None and networks and per_node > 1 and config["inside"] is None
@@ -105,8 +105,9 @@ class PredictResult(Result):
         found = (simulate_what_if(self.job, draws, f, config["ranks"], **self.scenario) for f in self.fabrics)
         self.rows = [row for rows in found for row in rows]
 
-    def _build_sweep(self) -> MeasuredFabric | None:
-        sweep, config = self.only(CollectiveRecord), self.config
+    @staticmethod
+    def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
+        """The measured fabric of a prediction with this configuration, if it has one."""
         per_node = config["ranks_per_node"] or 1
         host = {"ranks_per_node": per_node if per_node > 1 else 0, "cores": config.get("cores", 0)}
         return build_measured_fabric(sweep, config["backend"], config["algorithm"], **host) if sweep else None

@@ -44,7 +44,6 @@ def predict(
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.predict.networks import build_measured_fabric
     from paceline.report.predictions import PredictResult
 
     check_algorithm(algorithm)
@@ -71,9 +70,7 @@ def predict(
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
-            build_measured_fabric(
-                sweep, backend, algorithm, ranks_per_node=0 if ranks_per_node == 1 else ranks_per_node or 0, cores=cores
-            )
+            PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
@@ -135,11 +132,10 @@ def _get_run(source: Result | str | Path) -> Run:
 
 def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], int]:
     """The collectives of a run or a table, and the cores of a run on the CPUs of one host, else 0."""
-    is_path = isinstance(source, str | Path)
-    if is_path and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
+    if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
         return load_table(source), 0
     run = _get_run(source)
-    found = list_collectives(run, source if is_path else "the result")
+    found = list_collectives(run, source if isinstance(source, str | Path) else "the result")
     return found, run.environment.cores if all(r.device == "cpu" and r.nodes == 1 for r in found) else 0
 
 
