@@ -99,20 +99,20 @@ def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
 def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
     """The sweeps of a CSV, and how many rows nothing stands for, or are disturbed."""
     sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
-    apart: dict[str, int] = defaultdict(int)
     with path.open() as file:
         for row in csv.DictReader(file):
             word = next((word for word in STANDS_FOR if word in row["interconnect"]), "")
-            if row["backend"].startswith("gloo") or not word:
-                apart[f"{row['source']}: interconnect {row['interconnect'] or 'not stated'} ({row['backend']})"] += 1
-                continue
-            key = row["source"], word, row["world_size"], row["nodes"]
+            named = "" if row["backend"].startswith("gloo") else word
+            key = row["source"], row["backend"], row["interconnect"], row["world_size"], row["nodes"], named
             sweeps[key].append((int(row["bytes"]), float(row["time_s"])))
-    cases = []
-    for (source, word, ranks, nodes), points in sweeps.items():
+    cases, apart = [], defaultdict(int)
+    for (source, backend, interconnect, ranks, nodes, named), points in sweeps.items():
         kept = drop_disturbed(points)
-        apart[f"{source}: disturbed"] += len(points) - len(kept)
-        cases.append(Case(source, int(ranks), int(nodes), tuple(kept), *STANDS_FOR[word]))
+        apart[f"{source}, {backend}: disturbed"] += len(points) - len(kept)
+        if named:
+            cases.append(Case(source, int(ranks), int(nodes), tuple(kept), *STANDS_FOR[named]))
+        else:
+            apart[f"{source}, {backend}: interconnect {interconnect or 'not stated'}"] += len(kept)
     return cases, {name: count for name, count in apart.items() if count}
 
 
@@ -157,7 +157,7 @@ def fit_correction(cases: Sequence[Case]) -> Correction:
     step = 1.4
     while step > 1.02:  # go downhill along each number in turn
         moves = [
-            replace(best, **{name: min(1.0, value * factor) if name == "efficiency" else value * factor})
+            replace(best, **{name: min(1.0, value * factor) if name in ("efficiency", "ramp") else value * factor})
             for name in ("overhead_s", "latency", "efficiency", "ramp")
             for value in (getattr(best, name) or 0.1,) for factor in (step, 1 / step)
         ]  # fmt: skip
@@ -295,7 +295,19 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
     return networks.build_measured_fabric(records, None, memory=sweep.memory, **options)
 
 
-def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
+# What came before: families that know neither nodes nor cores, with other latencies and passes.
+curves.FAMILIES["gloo before"] = lambda x, p: ((p - 1) * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x)
+curves.FAMILIES["shm before"] = lambda x, p: (p, 2 * p * x)
+
+
+def build_before(sweep: Sweep, counts: Sequence[int]) -> networks.MeasuredFabric:
+    names = (f"{sweep.backend} before",) if f"{sweep.backend} before" in curves.FAMILIES else ("ring", "tree")
+    points = [(x, n, s) for n in counts for x, s in sweep.times[n].items()]
+    fits = tuple(curves.fit_family(points, name) for name in names)
+    return replace(build_fabric(sweep, counts), fits=fits, ranks_per_node=0)
+
+
+def judge_ranks(sweeps: Sequence[Sweep], was_before: bool = False) -> list[tuple[str, Judged]]:
     """Each number of ranks from all below it, and where that is: inside a node, on the first nodes, or beyond."""
     judged = []
     for sweep in sweeps:
@@ -304,6 +316,7 @@ def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
         for place, target in enumerate(counts[1:], 1):
             known = counts[:place]
             fabric = build_fabric(sweep, known, cores=sweep.cores, ranks_per_node=per_node)
+            fabric = build_before(sweep, known) if was_before else fabric
             plain, shifted = (replace(fabric, shift=shift).build_curve(target) for shift in (0.0, 1.0))
             is_first = sweep.nodes[target] > 1 and sweep.nodes[known[-1]] == 1
             where = "inside a node" if sweep.nodes[target] == 1 else "the first nodes" if is_first else "beyond"
@@ -348,7 +361,10 @@ def main() -> None:
         print_table("named networks, source held out", split(named))
         print("\nfor 90 %, sd of held-out named networks:", "; ".join(calibrate([*named, *others])))
         print("\nnot judged:", *(f"- {count} rows of {name}" for name, count in apart.items()), sep="\n")
-    ranks = judge_ranks([*list_public_sweeps(), *list_own_sweeps(arguments.runs)])
+    swept = [*list_public_sweeps(), *list_own_sweeps(arguments.runs)]
+    before = group_by(judge_ranks(swept, was_before=True), lambda judged: judged[0])
+    print_table("other numbers of ranks, before", ((place, [p for _, p in found]) for place, found in before.items()))
+    ranks = judge_ranks(swept)
     places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
     groups = ((name, [point for _, point in judged]) for name, judged in places.items())
     print_table("other numbers of ranks, each from those below it", groups)

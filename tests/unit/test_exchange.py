@@ -118,7 +118,9 @@ def test_a_run_keeps_its_source_and_gives_its_collectives_only(tmp_path, build_c
     ("details", "nodes"),
     [({}, [0, 0, 0]), ({"hosts": 1, "world_size": 8}, [1, 1, 1]), ({"hosts": 2, "world_size": 8}, [1, 1, 2])],
 )
-def test_a_run_knows_the_nodes_of_its_ranks(tmp_path, build_collective, build_samples, build_environment, details, nodes):
+def test_a_run_knows_the_nodes_of_its_ranks(
+    tmp_path, build_collective, build_samples, build_environment, details, nodes
+):
     records = tuple(
         build_collective(world_size=n, timing=build_samples(0.1, ranks=n)) for n in (2, 4, 6)
     )  # fmt: skip

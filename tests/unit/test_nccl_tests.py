@@ -1,4 +1,4 @@
-"""The output of nccl-tests becomes records with its ranks and nodes, and what cannot be trusted is refused in one line."""
+"""The output of nccl-tests becomes records with its ranks and nodes; what cannot be trusted is refused in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 from paceline.errors import RecordError
 from paceline.records.exchange import load_table
 
-NAMES = "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong"
+NAMES = (
+    "#       size         count      type   redop    root     time   algbw   busbw #wrong"
+    "     time   algbw   busbw #wrong"
+)
 UNITS = "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)"
 END = "# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 12.5\n#"
 SIZES = (1024, 2**20, 2**25)
@@ -23,7 +26,9 @@ def list_ranks(hosts: dict[str, int], group: str = " Group  0") -> str:
     )
 
 
-def write_row(size: int, ranks: int, time_us: float = 0.0, factor: float | None = None, more: str = "  0", blocks: int = 2):
+def write_row(
+    size: int, ranks: int, time_us: float = 0.0, factor: float | None = None, more: str = "  0", blocks: int = 2
+):
     time_us = time_us or 20 + size / 1e4
     algbw = size / time_us / 1e3
     busbw = algbw * (2 * (ranks - 1) / ranks if factor is None else factor)

@@ -423,7 +423,12 @@ def test_doubts_and_assumptions_are_told():
     near, far = simulate_scaling(world.evidence(1, 2), (4, 16), networks)
     assert near.doubt == "" and "beyond twice the most whose steps calibrate it, 2" in far.doubt
     lines = " | ".join(describe_assumptions(world.evidence(1, 2), networks))
-    for words in ("calibrated on steps of 1, 2 ranks", "10gbe: 1.25 GB/s", "4 ranks fit this host", "27% for twice as many"):
+    for words in (
+        "calibrated on steps of 1, 2 ranks",
+        "10gbe: 1.25 GB/s",
+        "4 ranks fit this host",
+        "27% for twice as many",
+    ):
         assert words in lines
     assert "no steps on several ranks" in " | ".join(describe_assumptions(world.evidence(1)))
 

@@ -47,7 +47,7 @@ class Correction:
 Errors = Sequence[tuple[int, float]]
 SHEET_ERRORS: Errors = ((MIB // 4, 0.65), (4 * MIB, 0.45), (128 * MIB, 0.45))
 SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.35))
-CORRECTION = Correction(overhead_s=6e-6, latency=1.75, efficiency=0.8, ramp=1.25)
+CORRECTION = Correction(overhead_s=7e-6, latency=1.9, efficiency=0.76, ramp=1.0)
 # No table of a link up to 25 Gb/s was found: by one link of 1 Gb/s of our own, TCP fills it, and takes long to start.
 _SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, efficiency=0.95)
 # On other ranks a measured sweep is known worse, with the square root of the doublings between. Where the sweep is on
@@ -81,7 +81,7 @@ class Network:
     @property
     def as_written(self) -> Network:
         """Exactly the data sheet, as an emulation of it needs."""
-        return replace(self, correction=Correction(), sweeps=())
+        return replace(self, correction=Correction())
 
     def describe(self, place: str) -> str:
         if self.sweeps:
