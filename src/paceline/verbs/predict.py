@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
 from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
     list_collectives,
@@ -61,12 +63,19 @@ def predict(
     )  # fmt: skip
     run = _get_run(profile)
     layers = find_profile(run)
-    sweep, cores = ([], 0) if allreduce is None else _load_sweep(allreduce)
+    inputs, sweep, cores = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord](), 0
+    if allreduce is not None:
+        sweep, measured = _load_sweep(allreduce)
+        if measured is not None:
+            inputs["all-reduce"] = measured
+            cores = measured.environment.cores if all(r.device == "cpu" and r.nodes == 1 for r in sweep) else 0
+    doubts, busy = list_doubts(inputs)
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
         "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
+        "busy": busy,
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
@@ -74,7 +83,8 @@ def predict(
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
-    return _save(PredictResult(Run("predict", config, capture_environment(), (layers, *sweep))), out)
+    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    return _save(PredictResult(Run("predict", config, here, (layers, *sweep), tuple(doubts))), out)
 
 
 def predict_csv(
@@ -126,17 +136,23 @@ def find_profile(run: Run) -> LayerProfileRecord:
     return found[0]
 
 
+def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
+    """The doubts about the runs that a prediction is made from, with their names; and which a busy machine measured."""
+    found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
+    texts = [f"{name}: {doubt.text}" for name, doubts in found.items() for doubt in doubts]
+    return texts, [name for name, doubts in found.items() if is_busy(doubts)]
+
+
 def _get_run(source: Result | str | Path) -> Run:
     return load_run(source) if isinstance(source, str | Path) else source.run
 
 
-def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], int]:
-    """The collectives of a run or a table, and the cores of a run on the CPUs of one host, else 0."""
+def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
+    """The collectives of a run or of a table, and the run."""
     if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
-        return load_table(source), 0
+        return load_table(source), None
     run = _get_run(source)
-    found = list_collectives(run, source if isinstance(source, str | Path) else "the result")
-    return found, run.environment.cores if all(r.device == "cpu" and r.nodes == 1 for r in found) else 0
+    return list_collectives(run, source if isinstance(source, str | Path) else "the result"), run
 
 
 def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
