@@ -280,3 +280,11 @@ def test_an_older_profile_of_a_gpu_is_predicted_with_what_others_measured():
     assert here.exposed_s - there.exposed_s == pytest.approx(0.3 * 0.189 / 1.189, rel=0.1)
     assert here.high_s - here.low_s > there.high_s - there.low_s
     assert "copies and launches cost nothing" in lines and RankCosts().wrapper == ""
+
+
+def test_a_sweep_of_one_host_has_its_ranks_next_to_each_other(sweep):
+    assert sweep.ranks == (4,)
+    (four,) = predict_made(sweep, [4], slowed=1.3)
+    assert four.neighbours_s == pytest.approx(0.3 * MADE.plain_s)
+    nccl = replace(sweep, fits=tuple(replace(fit, algorithm="ring") for fit in sweep.fits))
+    assert predict_made(nccl, [4], slowed=1.3)[0].neighbours_s == 0

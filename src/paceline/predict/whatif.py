@@ -9,7 +9,7 @@ from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
 from paceline.predict.curves import Resample, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Fabric, MeasuredFabric, Network
+from paceline.predict.networks import AssumedFabric, Fabric, MeasuredFabric, Network, describe_errors
 from paceline.predict.predictor import Evidence, RankCosts, describe_rank, fit_rank
 from paceline.predict.scaling import estimate_slowdown, estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
@@ -90,7 +90,11 @@ def _build_costs(job: Job, fabric: Fabric, world_size: int, rank: RankCosts) -> 
 
 def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:
     """The job as a rank computes it next to the other ranks of its CPU host."""
-    here = min(world_size, fabric.ranks[-1] if isinstance(fabric, MeasuredFabric) else fabric.ranks_per_node)
+    per_host = fabric.ranks_per_node
+    if isinstance(fabric, MeasuredFabric):  # of the ranks of a host, unless it was not their cores that moved messages
+        is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
+        per_host = per_host or max(fabric.ranks) if is_of_cores else 1
+    here = min(world_size, per_host)
     if job.device != "cpu" or here <= rank.neighbours[0][0]:
         return job
     return job.stretch(estimate_slowdown(rank.neighbours, here, shift))
@@ -188,9 +192,8 @@ def describe_scenario(
         f"messages go in the order of the buckets, {queue}",
         varies if spread else "all ranks are equally fast",
         *([f"{accumulate} micro-batches in a step; gradients are sent behind the last backward"] * (accumulate > 1)),
-        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with one sd of {MODEL_ERROR:.0%} of what "
-        f"communication adds for what the model leaves out, {ASSUMED_ERROR:.0%} for a network that is only named, and "
-        f"{ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks; what is assumed is drawn, too",
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs and of what is assumed, with one sd of "
+        f"{MODEL_ERROR:.0%} of what communication adds for what the model leaves out, and {describe_errors()}",
     ]
 
 
