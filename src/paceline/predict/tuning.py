@@ -254,7 +254,7 @@ def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
 ) -> Tuning:
     """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it."""
-    model = Predictor(Evidence(records), settings.build_curve())
+    model = Predictor.fit(Evidence(records), settings.build_curve())
     default_cuts = model.cut_like(default_plan.bucket_bytes)
     choice, plan = model.choose(default_cuts, only_caps=not settings.takes_lists), default_plan
     if not choice.is_default:
