@@ -160,10 +160,10 @@ def _predict(
 
 add_command(
     app, "predict", _predict,
-    "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm accumulate "
-    "gradients straggler",
+    "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
+    "accumulate gradients straggler",
     "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
-    "From traces of your own job by torch.profiler (--trace), from a profile (--model-profile), or from tables (--csv).",
+    "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
 )  # fmt: skip
 add_command(
     app, "tune", "tune:tune",

@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.errors import RecordError, refuse
 from paceline.predict.simulate import SERVERS
-from paceline.predict.traces import BUCKET, Event, RankTrace, find_messages, is_collective
+from paceline.predict.traces import BUCKET, Event, Floats, RankTrace, find_messages, is_collective
 from paceline.records.samples import group_by
 from paceline.records.traced import TracedMessage, TracedStepRecord
 
@@ -59,7 +59,7 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     """The whole steps of one rank's trace, in order. RecordError says what the trace lacks."""
     timed = sorted((event for event in trace.events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
     ranges = [event for event in timed if event.get("cat") == "user_annotation"]
-    backwards, device = _find_backwards(timed, ranges), _Device(timed)
+    backwards, device, sizes = _find_backwards(timed, ranges), _Device(timed), _Sizes(timed)
     messages, calls = _find_sent(timed)
     refuse(
         (not backwards, "it has no backward: trace steps of training, with ProfilerActivity.CPU"),
@@ -77,9 +77,11 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
         chosen = max((k for k, pairs in enumerate(sent) if pairs), default=len(inside) - 1)
         alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k]]
         if inside:
-            step = _build_step(trace, len(steps), inside[chosen], sent[chosen], timed, device, (first, reached))
+            step = _build_step(trace, len(steps), inside[chosen], sent[chosen], sizes, device, (first, reached))
             steps.append(replace(step, alone_s=tuple((last - first) * 1e-6 for first, last in alone)))
-    refuse((not steps, "it has no whole step: trace two or more, up to the end of an optimizer step"), error=RecordError)
+    refuse(
+        (not steps, "it has no whole step: trace two or more, up to the end of an optimizer step"), error=RecordError
+    )
     return steps
 
 
@@ -118,7 +120,9 @@ class _Device:
 
     def __init__(self, timed: Sequence[Event]) -> None:
         called = {_get(e, "correlation"): float(e["ts"]) for e in timed if e.get("cat") in _CALLS}
-        linked = [(called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called]
+        linked = [
+            (called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called
+        ]
         linked.sort(key=lambda pair: pair[0])
         self.launched = {id(event): moment for moment, event in linked}
         self._all = _Kernels(linked)
@@ -134,15 +138,13 @@ class _Device:
         part = backward.begin, backward.end
         return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
 
-    def find_ready(self, backward: _Backward, moment: float) -> float:
-        """When the own work that a backward had launched at this moment is done."""
-        if not self.is_gpu:
-            return moment
-        return self._computing.find_end(backward.begin, moment, self.place(backward)[0])
+    def find_ready(self, begin: float, moment: float) -> float:
+        """When the own work is done that a backward, which began at `begin`, had launched at this moment."""
+        return self._computing.find_end(begin, moment, 0.0) if self.is_gpu else moment
 
-    def measure(self, node: Event) -> float:
-        """How long the work of a node takes."""
-        return self._computing.sum_up(node["ts"], _end(node)) if self.is_gpu else float(node["dur"])
+    def measure(self, begin: float, end: float) -> float:
+        """How long the work takes that the host did, or launched, from `begin` to `end`."""
+        return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
 
 
 class _Kernels:
@@ -170,90 +172,105 @@ def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     """The all-reduces, and the calls that launched them. Where our wrapper shows its buckets, these are the calls, or
     the messages where the backend does not show its own."""
     named = [(e, f"{e['name']} {_get(e, 'Collective name')}") for e in find_messages(timed) if e["cat"] != BUCKET]
-    messages, buckets = [e for e, name in named if _ALL_REDUCE.search(name)], [e for e in timed if e.get("cat") == BUCKET]
+    messages, buckets = (
+        [e for e, name in named if _ALL_REDUCE.search(name)],
+        [e for e in timed if e.get("cat") == BUCKET],
+    )
     if buckets and not any(event["cat"] == "kernel" for event in messages):
         return (messages, buckets) if len(messages) == len(buckets) else (buckets, [])
     return messages, [e for e in timed if e.get("cat") == "cpu_op" and _LAUNCH.match(e["name"])]
 
 
-def _pair(
-    backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device
-) -> list[_Pair]:
+def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> list[_Pair]:
     """The all-reduces of a backward. Every backend begins them in the order of the calls, so that the first ones are
     its own; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket."""
-    moments = ((device.launched.get(id(event), event["ts"]), event) for event in messages)
-    sent = [event for moment, event in moments if backward.begin <= moment < backward.limit]
+    moments = [device.launched.get(id(event), _begin(event)) for event in messages]
+    sent = [e for e, moment in zip(messages, moments, strict=True) if backward.begin <= moment < backward.limit]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
-    pairs = [_Pair(*pair) for pair in zip(own or [None] * len(sent), sent, strict=False)]
+    first: Sequence[Event | None] = own or [None] * len(sent)
+    pairs = [_Pair(call, event) for call, event in zip(first, sent, strict=False)]
     return [pair for pair in pairs if not _name_type(pair.message, pair.call).startswith(_INTEGERS)]
 
 
 def _build_step(
-    trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], timed: Sequence[Event],
-    device: _Device, span: tuple[float, float],
+    trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], sizes: _Sizes, device: _Device,
+    span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
     begin, end = device.place(backward)
     handed = [pair.handed for pair in pairs]
-    ready = []  # when its hook is over, or when that hands over a bucket
-    for node in (node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)):
-        ready.append((next((t for t in handed if node["ts"] <= t <= _end(node)), _end(node)), node))
-    ready.sort(key=lambda pair: pair[0])
-    bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
-    gradients, sizes, are_known = _find_sizes(pairs, [node for _, node in ready], bucket_of, timed, device)
-    backend = _name_backend(pairs)
-    messages, done = [], [begin] * SERVERS.get(backend, 1)
-    for pair, num_bytes in zip(pairs, sizes, strict=True):
-        launch = max(begin, device.find_ready(backward, pair.handed))
+    hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
+    # A gradient is ready when its hook is over, or when that hands over a bucket.
+    moments = [next((t for t in handed if node["ts"] <= t <= _end(node)), _end(node)) for node in hooks]
+    ready = sorted(zip(moments, hooks, strict=True), key=lambda pair: pair[0])
+    gradients, sent, are_known = sizes.find(pairs, ready, device)
+    backend, messages = _name_backend(pairs), list[TracedMessage]()
+    servers = SERVERS.get(backend, 1)
+    done = [begin] * servers
+    for pair, num_bytes in zip(pairs, sent, strict=True):
+        launch = max(begin, device.find_ready(backward.begin, pair.handed))
         # A range may begin before its data are there, or before a message in front of it is done.
-        start = max(launch, pair.message["ts"], sorted(done)[-SERVERS.get(backend, 1)])
+        start = max(launch, pair.message["ts"], sorted(done)[-servers])
         done.append(max(start, _end(pair.message)))
         messages.append(TracedMessage(num_bytes, *((moment - begin) * 1e-6 for moment in (launch, start, done[-1]))))
     calls = [pair.call["dur"] for pair in pairs if pair.call is not None and pair.call["cat"] != BUCKET]
+    there = (min(end, max(begin, device.find_ready(backward.begin, moment))) for moment, _ in ready)
     return TracedStepRecord(
         rank=trace.rank, world_size=trace.world_size, device="cuda" if device.is_gpu else "cpu", backend=backend,
         host=trace.host, number=number, before_s=max(0.0, begin - span[0]) * 1e-6, backward_s=(end - begin) * 1e-6,
         after_s=max(0.0, span[1] - max(end, *done)) * 1e-6, gradient_bytes=tuple(gradients),
-        ready_s=tuple((min(end, max(begin, device.find_ready(backward, t))) - begin) * 1e-6 for t, _ in ready),
-        messages=tuple(messages), are_sizes_known=are_known,
+        ready_s=tuple((moment - begin) * 1e-6 for moment in there), messages=tuple(messages), are_sizes_known=are_known,
         launch_s=statistics.median(calls) * 1e-6 if calls and not device.is_gpu else 0.0,
     )  # fmt: skip
 
 
-def _find_sizes(
-    pairs: Sequence[_Pair], nodes: Sequence[Event], bucket_of: Sequence[int], timed: Sequence[Event], device: _Device
-) -> tuple[list[int], list[int], bool]:
-    """Bytes of the gradients and of the messages, and whether the trace has those of gradients. Else the bytes of each
-    message are shared by the time that its gradients' hooks took: most of that is the copy into the bucket."""
-    inner, comms = ([e for e in timed if e["name"] == name] for name in (_ACCUMULATE, "record_param_comms"))
-    shapes = [size for node in nodes if (size := _count_bytes(node, *_find_within(node, inner)))]
-    sent = [size for p in pairs if (size := _count_bytes(p.message, p.call, *_find_within(p.call, comms)))]
-    if len(shapes) == len(nodes):
+class _Sizes:
+    """How many bytes gradients and messages have, by what the events inside hooks and calls say."""
+
+    def __init__(self, timed: Sequence[Event]) -> None:
+        self._inner, self._comms = (
+            [event for event in timed if event["name"] == name] for name in (_ACCUMULATE, "record_param_comms")
+        )
+
+    def find(
+        self, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
+    ) -> tuple[list[int], list[int], bool]:
+        """Bytes of the gradients and of the messages, and whether the trace has those of the gradients. Else the bytes
+        of each message are shared by the time that its gradients' hooks took: most of that copies into the bucket."""
+        handed = [pair.handed for pair in pairs]
+        bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
+        shapes = [size for _, node in ready if (size := _count_bytes(node, *_find_within(node, self._inner)))]
+        sent = [size for p in pairs if (size := _count_bytes(p.message, p.call, *_find_within(p.call, self._comms)))]
+        if len(shapes) < len(ready):
+            refuse(
+                (len(sent) < len(pairs),
+                 "it does not say how many bytes its all-reduces have: trace with profile(..., record_shapes=True)"),
+                error=RecordError,
+            )  # fmt: skip
+            times = [device.measure(node["ts"], moment) for moment, node in ready]
+            return _share_out(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
         if len(sent) < len(pairs):
-            sent = [max(1, sum(s for s, k in zip(shapes, bucket_of, strict=True) if k == n)) for n in range(len(pairs))]
-        rest, total = sum(sent) - sum(shapes), sum(sent)
-        if pairs and rest > 0:  # gradients of parameters that were not used are sent, too
-            shapes[-1] += rest
-        # A message that was compressed counts as the gradients that it stands for: caps count those.
-        return shapes, [round(size * sum(shapes) / total) for size in sent], True
-    refuse(
-        (len(sent) < len(pairs),
-         "it does not say how many bytes are in its all-reduces: trace with profile(..., record_shapes=True)"),
-        error=RecordError,
-    )  # fmt: skip
-    times = [device.measure(node) for node in nodes]
-    weights = np.array(times) - min(times) + 1e-3
-    gradients = np.zeros(len(nodes), dtype=np.int64)
+            members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
+            sent = [max(1, sum(sizes)) for sizes in members]
+        if pairs:  # gradients of parameters that were not used are sent, too
+            shapes[-1] += max(0, sum(sent) - sum(shapes))
+        # A message that was compressed counts as the gradients that it stands for: so do caps.
+        return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
+
+
+def _share_out(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:
+    """The bytes of messages over the gradients of each, by these weights."""
+    shares = np.zeros(len(weights), dtype=np.int64)
     for number, size in enumerate(sent):
         # Of buckets that were handed over together the first has all gradients: the others go with its last.
         own = [k for k, bucket in enumerate(bucket_of) if bucket == number]
         own = own or [max((k for k, bucket in enumerate(bucket_of) if bucket < number), default=0)]
         ends = np.round(np.cumsum(weights[own]) / weights[own].sum() * size / 4).astype(np.int64) * 4
-        gradients[own] += np.diff(np.minimum(ends, size), prepend=0)
-        gradients[own[-1]] += size - min(size, int(ends[-1]))
-    return gradients.tolist(), sent, False
+        ends[-1] = size
+        shares[own] += np.diff(ends, prepend=0)
+    return [int(share) for share in shares]
 
 
-def _find_within(event: Event | None, others: Sequence[Event]) -> list[Event]:
+def _find_within(event: Event | None, others: list[Event]) -> list[Event]:
     if event is None:
         return []
     return others[bisect.bisect_left(others, event["ts"], key=_begin) : bisect.bisect(others, _end(event), key=_begin)]
@@ -262,8 +279,8 @@ def _find_within(event: Event | None, others: Sequence[Event]) -> list[Event]:
 def _count_bytes(*events: Event | None) -> int:
     """The bytes that the arguments of the first event that has them speak of; 0 where none has."""
     for event in events:
-        count, dims = _get(event, "In msg nelems"), _get(event, "Input Dims")
-        if num_bytes := _get(event, "bytes") or (count or _count_elements(dims)) * _ITEM_BYTES.get(_name_type(*events), 4):
+        count = _get(event, "In msg nelems") or _count_elements(_get(event, "Input Dims"))
+        if num_bytes := _get(event, "bytes") or count * _ITEM_BYTES.get(_name_type(*events), 4):
             return int(num_bytes)
     return 0
 

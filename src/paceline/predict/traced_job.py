@@ -33,9 +33,11 @@ from paceline.units import KIB, format_bytes, format_duration, format_number_of
 _DRAWS, _SEED = 40, 17
 # Sizes within this factor are one point of the curve: their times differ by noise.
 _ALIKE = 1.25
-# What a message costs without its bytes, where the sizes of a trace do not tell it: about the smallest all-reduces of
-# the reference measurements. They are known to this factor, one standard deviation.
-_LATENCY_S, _LATENCY_FACTOR = {"gloo": 3e-4, "nccl": 3e-5, "shm": 2e-5}, 2.0
+# What a message between two ranks costs without its bytes, to a factor (one standard deviation): about what the
+# smallest all-reduces of the reference measurements take. A trace has few sizes, and moves this by `_REACH` at most.
+_LATENCY_S, _LATENCY_FACTOR, _REACH = {"gloo": 5e-4, "nccl": 3e-5, "shm": 3e-5}, 2.0, 4.0
+# How far messages are from a line of latency and bandwidth, as a standard deviation.
+_LINE_ERROR = 0.2
 # How much worse the time of a message is known with each doubling beyond the largest that was seen.
 _ERROR_PER_DOUBLING = 0.10
 # A trace of fewer steps than this does not tell how much they vary.
@@ -113,11 +115,14 @@ class TracedJob:
         """The calibrated job, and what else it might be given the spread of its steps and what is assumed."""
         source, times = random.Random(_SEED), [step.step_s for step in self.steps]
         draws = [self._fit(Resample(source)) for _ in range(_DRAWS)]
-        noise = _FEW_NOISE
-        if len(times) >= _FEW_STEPS:
-            noise = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / self.step_s
+        noise = _FEW_NOISE if self.is_short else 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / self.step_s
         job, costs = self.fit.job, self.fit.costs
         return Predictor(job, costs, [(fit.job, fit.costs) for fit in draws], job.local_s, noise)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the steps are too few to tell how much they vary."""
+        return len(self.steps) < _FEW_STEPS
 
     @property
     def where(self) -> str:
@@ -134,13 +139,13 @@ class TracedJob:
         last, sizes, curve = self.steps[-1], sorted(set(self.layout)), self.fit.costs.curve
         seen = format_bytes(sizes[0]) if len(sizes) == 1 else f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
         latency = format_duration(curve.estimate_s(1))
-        told = "fitted to them" if self.has_latency else "assumed, for their sizes are alike: known to a factor of 2"
+        told = "from their sizes" if self.has_latency else "assumed, for their sizes are alike"
         waits = "from the last rank's arrival" if len(self.compared) > 1 else "with its wait for later ranks"
         by = "the trace has their shapes" if last.are_sizes_known else "the bytes of each bucket by the times of copies"
         return [
             f"gradients: {len(self.gradients)}, {format_bytes(self.fit.job.num_bytes)}; their sizes: {by}",
             f"all-reduce: {format_number_of(len(self.layout), 'message')} of {seen} a step, each {waits}; a message "
-            f"takes {latency} without its bytes, {told}",
+            f"takes {latency} without its bytes, {told}: known to a factor of {_LATENCY_FACTOR:g}",
             f"contention: {self.fit.costs.contention.basis}",
         ]
 
@@ -148,13 +153,14 @@ class TracedJob:
         """Its messages as a sweep of all-reduce, for other numbers of ranks."""
         curve = self.fit.costs.curve
         assert isinstance(curve, MeasuredCurve)
-        shared = {"collective": "all_reduce", "backend": self.backend, "device": self.device, "op": "sum"}
-        return build_measured_fabric([
+        points = [
             CollectiveRecord(
-                **shared, dtype="float32", world_size=self.world_size, num_bytes=size, timing=Samples(((seconds,),))
+                collective="all_reduce", backend=self.backend, device=self.device, dtype="float32", op="sum",
+                world_size=self.world_size, num_bytes=size, timing=Samples(((seconds,),)),
             )
             for size, seconds in zip(curve.sizes, curve.seconds, strict=True)
-        ], None)  # fmt: skip
+        ]  # fmt: skip
+        return build_measured_fabric(points, None)
 
     def _build_gradients(self) -> tuple[Gradient, ...]:
         """Their bytes change between steps only where they were shared by times: there they are a mean."""
@@ -179,8 +185,8 @@ class TracedJob:
         servers = SERVERS.get(self.backend, 1)
         speeds = np.array([message_rate, message_rate / servers, 1.0, 1.0 / servers])
         every = [[self._splits[rank][int(k)].message_s @ speeds for k in drawn] for rank in self.compared]
-        curve = self._fit_curve(np.median(np.min(every, axis=0), axis=0).tolist(), resample)
-        costs = MachineCosts(curve, servers, launch_s, contention=contention, pair_rate=1 / servers)
+        costs = MachineCosts(self._fit_curve(np.min(every, axis=0), resample), servers, launch_s, contention=contention)
+        costs = replace(costs, pair_rate=1 / servers)
         return self._calibrate(job, costs, statistics.median(step.step_s for step in steps))
 
     def _fit_contention(self, steps: Sequence[TracedStepRecord], under_s: float, resample: Resample) -> Contention:
@@ -190,29 +196,39 @@ class TracedJob:
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
         rate = min(1.0, max(0.1, rate))
-        # What arithmetic loses moves the message; where it loses little, the message does, too.
+        # What arithmetic loses moves the message; where it loses little, so does the message.
         basis = f"fitted to {format_number_of(len(self.alone_s), 'backward')} without messages (no_sync) in the trace"
         return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
 
-    def _fit_curve(self, message_s: Sequence[float], resample: Resample) -> MeasuredCurve:
-        """The curve through the messages. Beyond their sizes it goes on as a line with the latency."""
-        points = _merge_alike(zip(self.layout, message_s, strict=True))
-        assumed_s = _LATENCY_S.get(self.backend, 1e-4)
-        latency_s = assumed_s
-        if self.has_latency and len(points) > 1:
-            try:  # few points with noise: none without a latency
-                latency_s = max(assumed_s / 4, fit_line(points).alpha_s)
-            except MeasurementError:  # larger messages were not slower
-                pass
+    def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
+        """The curve of messages, from a row of times for each step. Beyond the sizes that were sent it is a line; at
+        them it is between that line and the times, and the nearer to these the less they vary."""
+        sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
+        noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
+        latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR ** resample.gauss()
+        latency_s = min(latency_s, 0.9 * float(times.min()))
+        bytes_per_s = float(sizes.sum() / (times - latency_s).sum())
+        line = latency_s + sizes / bytes_per_s
+        weight = _LINE_ERROR**2 / (_LINE_ERROR**2 + noise**2)
+        points = _merge_alike(zip(self.layout, (line * (times / line) ** weight).tolist(), strict=True))
         (small, least_s), (large, most_s) = points[0], points[-1]
-        latency_s *= _LATENCY_FACTOR ** resample.gauss()
-        lows = [size for size in (small >> n for n in range(1, 40)) if size >= KIB]
-        first_s, last_s = min(latency_s, 0.9 * least_s), min(latency_s, 0.9 * most_s)
-        found = dict(points) | {size: first_s + (least_s - first_s) * size / small for size in [*lows, 1]}
-        shift, doublings = _ERROR_PER_DOUBLING * resample.gauss(), range(1, 2 + int(math.log2(sum(self.layout) / large)))
-        found |= {large << n: (last_s + (most_s - last_s) * 2**n) * math.exp(shift * n) for n in doublings}
-        sizes = tuple(sorted(found))
-        return MeasuredCurve(sizes, tuple(found[size] for size in sizes))
+        # Through the first and the last point, so that there is no step between them and the rest.
+        found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
+        shift, count = _ERROR_PER_DOUBLING * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
+        for n in range(1, count):
+            found[large << n] = (latency_s + (most_s - latency_s) * 2**n) * math.exp(shift * n)
+        ordered = tuple(sorted(found))
+        return MeasuredCurve(ordered, tuple(max(1e-9, found[size]) for size in ordered))
+
+    def _fit_latency(self, sizes: Floats, times: Floats) -> float:
+        assumed_s = _LATENCY_S.get(self.backend, 1e-4) * (1 + math.log2(max(2, self.world_size))) / 2
+        if not self.has_latency:
+            return assumed_s
+        try:
+            fitted_s = fit_line(zip(sizes.tolist(), times.tolist(), strict=True)).alpha_s
+        except MeasurementError:  # larger messages were not slower
+            return assumed_s
+        return min(_REACH * assumed_s, max(assumed_s / _REACH, fitted_s))
 
     def _calibrate(self, job: Job, costs: MachineCosts, step_s: float) -> _Fit:
         """The costs with which the traced buckets take as long as they did: by a factor on the time of messages and,
@@ -226,7 +242,7 @@ class TracedJob:
         error, factor = simulate(job, cuts, costs).step_s / step_s - 1, 1.0
         low, high = _LEAST_FACTOR, _MOST_FACTOR
         if simulate(job, cuts, scale(low)).step_s < step_s < simulate(job, cuts, scale(high)).step_s:
-            for _ in range(30):
+            for _ in range(16):
                 factor = (low + high) / 2
                 low, high = (factor, high) if simulate(job, cuts, scale(factor)).step_s < step_s else (low, factor)
         rest_s = step_s - simulate(job, cuts, scale(factor)).step_s
@@ -247,6 +263,11 @@ def _describe(layout: tuple[int, ...]) -> str:
 
 def _sum_messages(steps: Sequence[TracedStepRecord]) -> float:
     return statistics.median(sum(m.done_s - m.start_s for m in step.messages) for step in steps)
+
+
+def _halve(size: int) -> list[int]:
+    """Half of it, half of that, and so on down to a KiB; and a byte."""
+    return [1, *(part for part in (size >> n for n in range(1, 64)) if part >= KIB)]
 
 
 def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:

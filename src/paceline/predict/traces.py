@@ -102,7 +102,9 @@ def read_ranks(document: Any) -> list[RankTrace]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, RecordError):
             raise
-        raise RecordError(f"it is no trace of torch.profiler: {type(error).__name__}: {error}", code="damaged") from None
+        raise RecordError(
+            f"it is no trace of torch.profiler: {type(error).__name__}: {error}", code="damaged"
+        ) from None
 
 
 def _compact(event: Mapping[str, Any], first_us: float) -> Event:

@@ -22,7 +22,9 @@ class TracedMessage:
 
     def __post_init__(self) -> None:
         if self.num_bytes < 1 or not self.launch_s <= self.start_s <= self.done_s < math.inf:
-            raise RecordError(f"a message of {self.num_bytes} bytes from {self.start_s} to {self.done_s} s is not valid")
+            raise RecordError(
+                f"a message of {self.num_bytes} bytes from {self.start_s} to {self.done_s} s is not valid"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

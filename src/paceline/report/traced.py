@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NUM_CAPS = 8
+# A difference of this share between plans is none.
+_WORTH = 0.002
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,18 @@ class TracedResult(Result):
         self.model = self.traced.predictor
         self.job, self.costs = self.model.job, self.model.costs
         self._caps = enumerate_caps(self.job.sizes)
-        self._now_cuts = self.model.cut_like(self.traced.layout)
-        self.now = self._build_row("traced", self._now_cuts)
-        chosen = self.model.choose(self._now_cuts, only_caps=True).estimate.cuts
-        best = self._build_row("best", chosen)
-        is_better = best.gain[1] > 0 and best.gain[0] > PLATEAU
-        self.best, self.verdict = (best, "use") if is_better else (self.now, "keep")
+        default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
+        self._now_cuts, self._default_cuts = map(self.model.cut_like, (self.traced.layout, default.bucket_bytes))
+        self.is_default = self._now_cuts == self._default_cuts
+        self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
+        points = estimate_caps(self.job, self.costs).points
+        least_s = min(point.step.step_s for point in points)
+        # Of those that are as good the one with the fewest buckets: what each costs is known least.
+        close = [point for point in points if point.step.step_s <= least_s * (1 + _WORTH)]
+        self.candidate = self._build_row("best", min(close, key=lambda point: len(point.cuts)).cuts)
+        gain, low, _ = self.candidate.gain
+        self.verdict = "use" if low > 0 and gain > PLATEAU else "keep"
+        self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
     def _build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
@@ -109,9 +117,9 @@ class TracedResult(Result):
         draws = [job for job, _ in self.model.draws]
         return [row for fabric in self.fabrics for row in simulate_what_if(self.job, draws, fabric, ranks)]
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
-        """The best buckets with a cap for each, which torch 2.13 can take; gradients in the order of their readiness."""
+        """The best buckets with a cap for each, which torch 2.13 can take. Gradients are in ready order."""
         cuts, _ = find_best_cuts(self.job, self.costs, (self._now_cuts, self.best.estimate.cuts))
         return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, "free, from a trace")
 
@@ -121,28 +129,29 @@ class TracedResult(Result):
         where = f"The traced job on {self.traced.where}"
         if self.verdict == "use":
             return (
-                f"{where}: use bucket_cap_mb={best.cap_mib:g}, {format_number_of(best.estimate.num_buckets, 'bucket')}: a "
-                f"step takes {format_ms(best.estimate.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
+                f"{where}: use bucket_cap_mb={best.cap_mib:g}, "
+                f"{format_number_of(best.estimate.num_buckets, 'bucket')}: a step takes "
+                f"{format_ms(best.estimate.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
                 f"{low:.1%} to {high:.1%}). Simulated."
             )
-        most = max(0.0, *(row.gain[0] for row in self.rows))
-        plateau = "they are on the plateau of the best" if most <= PLATEAU else "no bucket size is sure to gain"
-        return (
-            f"{where}: keep its {format_number_of(now.num_buckets, 'bucket')}: {plateau}. A step takes "
-            f"{format_ms(now.step_s)} ms, of which communication adds {format_ms(max(0.0, now.exposed_s))}; another bucket size "
-            f"saves at most {most:.1%}. Simulated."
-        )
+        other, (gain, low, high) = self.candidate.cap_mib, self.candidate.gain
+        kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
+        plateau = "no bucket size is predicted to save more than 1 %"
+        if gain > PLATEAU:
+            plateau = f"bucket_cap_mb={other:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%}), which is not sure"
+        added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
+        return f"{where}: {kept}: {plateau}; {added}. Simulated."
 
     @cached_property
     def rows(self) -> list[CapRow]:
         """Bucket sizes over the whole range, no two with the same buckets: the traced ones first, torch's default and
         the best one among them."""
-        rows = {self._now_cuts: self.now, self.best.estimate.cuts: self.best}
-        default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
-        found = {self.model.cut_like(default.bucket_bytes): "default", self.job.cut(TORCH_CAP_BYTES): ""}
-        for cuts in (*found, *(self.job.cut(cap) for cap in choose_caps(self.job.sizes, _NUM_CAPS))):
+        rows = {self.candidate.estimate.cuts: self.candidate} | {self._now_cuts: self.now}
+        caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
+        for cuts in (self._default_cuts, *map(self.job.cut, caps)):
             if cuts not in rows:
-                rows[cuts] = self._build_row(found.get(cuts, ""), cuts)
+                rows[cuts] = self._build_row("default" if cuts == self._default_cuts else "", cuts)
+        rows = {self._now_cuts: self.now} | rows
         first, *others = rows.values()
         return [first, *sorted(others, key=lambda row: row.cap_bytes)]
 
@@ -153,10 +162,10 @@ class TracedResult(Result):
         without = f"; {left_out} with other buckets left out" if left_out else ""
         off = f"{abs(traced.fit.error):.1%} {'more' if traced.fit.error > 0 else 'less'}"
         free = self.model.estimate(self.model.cut_like(plan.bucket_bytes))
-        spread = "a spread of 5 % is assumed for so few" if count < 3 else f"their median is known to {self.model.noise:.1%}"
+        spread = f"their median is known to {self.model.noise:.1%}{' (assumed)' if traced.is_short else ''}"
         lines = [
-            f"traced: {format_number_of(count, 'step')} of rank {traced.rank}{without}; {format_ms(traced.step_s)} ms each, of "
-            f"which {format_ms(traced.exposed_s)} ms of messages behind backward; {spread}",
+            f"traced: {format_number_of(count, 'step')} of rank {traced.rank}{without}; {format_ms(traced.step_s)} ms "
+            f"each, of which {format_ms(traced.exposed_s)} ms of messages behind backward; {spread}",
             f"self-check: with the traced buckets the simulated step takes {off} than the traced one; messages are "
             f"multiplied by {traced.fit.factor:.2f} so that it takes as long",
             *traced.notes,
@@ -167,7 +176,9 @@ class TracedResult(Result):
             lines.append(f"a cap for each bucket (torch 2.13): {_write_arguments(plan)}, {format_ms(free.step_s)} ms")
         if any(row.is_beyond for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
-            lines.append(f"beyond the trace: its messages are from {sizes[0]} to {sizes[1]}; trace another bucket size, too")
+            lines.append(
+                f"beyond the trace: its messages are from {sizes[0]} to {sizes[1]}; trace another bucket size, too"
+            )
         if self.elsewhere:
             named = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
             lines += [f"elsewhere: {line}" for line in (*named, *describe_scenario(self.job, self.fabrics))]
@@ -179,7 +190,9 @@ class TracedResult(Result):
         messages = [(number, message, step.backward_s) for number, message in enumerate(step.messages)]
         found = [Table("caps", "a step by bucket size", CAPS, self.rows)]
         if self.elsewhere:
-            found.append(Table("elsewhere", "on other networks and ranks, each at its best bucket size", WHAT_IF, self.elsewhere))
+            found.append(
+                Table("elsewhere", "on other networks and ranks, each at its best bucket size", WHAT_IF, self.elsewhere)
+            )
         return [*found, Table("messages", "the messages of the last traced step", MESSAGES, messages)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
@@ -232,7 +245,9 @@ def plot_traced(result: TracedResult) -> Figure:
     at = best.cap_bytes or max(result.traced.layout)
     draw_caps(axes, points, lambda point: point.step.step_s, (at, best.estimate.step_s), result.job.local_s)
     rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)
-    sizes, low, high = zip(*((r.cap_bytes / MIB, r.estimate.low_s * 1e3, r.estimate.high_s * 1e3) for r in rows), strict=True)
+    sizes, low, high = zip(
+        *((r.cap_bytes / MIB, r.estimate.low_s * 1e3, r.estimate.high_s * 1e3) for r in rows), strict=True
+    )
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
     axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")

@@ -116,8 +116,9 @@ def predict_trace(
     """Which bucket size is best for a DDP job, and what would it cost elsewhere? From traces of torch.profiler alone.
 
     `traces` are the files (JSON, or compressed with gzip) of one or more ranks, or folders with them; `paceline.trace`
-    makes such ones, too. The answer is for the ranks and the network of the trace. `network` and `ranks` ask for others,
-    as in `predict`: without a network the traced messages are scaled. With `out` the run is saved in a folder there.
+    makes such ones, too. The answer is for the ranks and the network of the trace. `network` and `ranks` ask for
+    others, as in `predict`: without a network the traced messages are scaled. With `out` the run is saved in a folder
+    there.
     """
     from paceline.predict.curves import check_algorithm
     from paceline.report.traced import TracedResult
@@ -127,7 +128,8 @@ def predict_trace(
     counts = None if ranks is None else [ranks] if isinstance(ranks, int) else list(ranks)
     refuse(
         (not places, "no trace is given: give one or more files"),
-        (counts is not None and min(counts, default=0) < 1, f"ranks {ranks}: at least one number of at least 1 is needed"),
+        (counts is not None and min(counts, default=0) < 1,
+         f"ranks {ranks}: at least one number of at least 1 is needed"),
         (network is not None and inside is not None and ranks_per_node == 1,
          f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
         (network is None and (ranks_per_node != 1 or inside is not None),
@@ -159,11 +161,12 @@ def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
     for file in files:
         try:
             for trace in read_ranks(_load_document(file)):
-                first, world_size = seen.setdefault(trace.rank, (file, trace.world_size))
+                first, _ = seen.setdefault(trace.rank, (file, trace.world_size))
                 others = {size for _, size in seen.values()} - {trace.world_size}
+                there = f"it is of {trace.world_size} ranks, and others are of {min(others, default=0)}"
                 refuse(
                     (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace of each rank"),
-                    (others, f"it is of {trace.world_size} ranks, and others are of {min(others, default=0)}: give one job"),
+                    (others, f"{there}: give the traces of one job"),
                     error=RecordError,
                 )
                 records += read_steps(trace)
