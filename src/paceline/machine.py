@@ -1,9 +1,11 @@
 """What this host has: cores, memory, GPUs, the loopback interface; and the names of backends. Imports no torch."""
 
 import ctypes
+import math
 import os
 import platform
 import re
+import time
 from pathlib import Path
 
 import psutil
@@ -28,11 +30,16 @@ def _cgroup_value(name: str) -> str:
         return ""
 
 
+def read_quota() -> float:
+    """Cores that the container's CPU quota allows at a time; infinite without one."""
+    quota = re.fullmatch(r"(\d+) (\d+)", _cgroup_value("cpu.max"))
+    return int(quota[1]) / int(quota[2]) if quota else math.inf
+
+
 def count_cores() -> int:
     """Cores that this process may use: its affinity, cut by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    quota = re.fullmatch(r"(\d+) (\d+)", _cgroup_value("cpu.max"))
-    return min(cores, max(1, int(quota[1]) // int(quota[2]))) if quota else cores
+    return int(min(cores, max(1, read_quota())))
 
 
 def total_memory_bytes() -> int:
@@ -51,6 +58,18 @@ def available_memory_bytes() -> int:
 def read_stolen_s() -> float:
     """Seconds of all cores since boot that the host of this virtual machine gave to others; 0 where it does not say."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
+
+
+class StolenTime:
+    """The share of all cores' time, from its making on, that the host of this virtual machine gave to others."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic(), read_stolen_s()
+
+    def read_share(self) -> float:
+        """Of a second at least, for the counter is coarse."""
+        since_s, stolen_s = self._begun_s
+        return (read_stolen_s() - stolen_s) / (max(1.0, time.monotonic() - since_s) * (os.cpu_count() or 1))
 
 
 def count_gpus() -> int:

@@ -127,7 +127,7 @@ def test_memories_and_the_limit_are_told_everywhere(memories):
     assert [(r.backend, r.memory) for r in load_table(folder / "allreduce-times.csv")] == turns * 2
 
 
-def test_only_like_memory_stands_beside_like_and_the_other_run_is_named(command, memories, tmp_path):
+def test_only_like_memory_is_compared_and_the_other_run_is_named(command, memories, tmp_path):
     asked = ("--backend", "paceline", "--memory", "shared", "--compare", memories["run"])
     document = json.loads(command(*SMALL, *asked, "--json", "--out", str(tmp_path)).out)
     assert {row["fraction_of_memory"] for row in document["rows"]} == {None}  # without --limit
@@ -161,7 +161,7 @@ def test_a_range_of_sizes_as_nccl_tests_has_it(command, tmp_path):
     }
 
 
-def test_in_a_batch_shell_of_one_task_ranks_start_and_an_imported_table_stands_beside(command, tmp_path, monkeypatch):
+def test_in_a_batch_shell_of_one_task_ranks_start_and_an_imported_table_is_compared(command, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     table = tmp_path / "theirs.md"
@@ -173,8 +173,8 @@ def test_in_a_batch_shell_of_one_task_ranks_start_and_an_imported_table_stands_b
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     pairs = document["comparison"]
-    beside = [pair for pair in pairs if pair["here"] and pair["there"]]
-    assert [(p["here"]["num_bytes"], p["there"]["median_s"], p["there"]["source"]) for p in beside] == [
+    both = [pair for pair in pairs if pair["here"] and pair["there"]]
+    assert [(p["here"]["num_bytes"], p["there"]["median_s"], p["there"]["source"]) for p in both] == [
         (2**20, 0.0015, "imported")
     ]
     assert document["rows"][0]["world_size"] == 2

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
+from paceline import machine
 from paceline.measure import health
 from paceline.records.kinds import CheckRecord
 
@@ -61,3 +64,34 @@ def test_ranks_that_cannot_reduce_are_a_failure(command, monkeypatch):
     answer = command("doctor")
     assert answer.code == 1
     assert "rank 1 of 2 was killed by SIGKILL" in answer.out and "and more lines" not in answer.out
+
+
+@pytest.mark.parametrize(
+    ("load", "stolen_s", "status", "found"),
+    [
+        (0.5, 0.0, "ok", "0.5 on 2 cores"),
+        (16.0, 0.0, "warn", "load 16.0 on 2 cores"),
+        (16.0, 0.6, "warn", "the host took 60% of the cores' time for others, load 16.0 on 2 cores"),
+    ],
+)
+def test_a_loaded_machine_is_reported(command, monkeypatch, load, stolen_s, status, found):
+    without_ranks(monkeypatch)
+    times_s = iter((0.0, stolen_s * (os.cpu_count() or 1)))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(machine, "count_cores", lambda: 2)
+    monkeypatch.setattr(machine, "read_stolen_s", lambda: next(times_s))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    answer = command("doctor", "--json")
+    document = json.loads(answer.out)
+    (check,) = [check for check in document["checks"] if check["name"] == "load"]
+    assert answer.code == 0 and (check["status"], check["found"]) == (status, found)
+    assert bool(check["advice"]) is (status == "warn") and ("load" in document["answer"]) is (status == "warn")
+
+
+@pytest.mark.parametrize(("quota", "status"), [(float("inf"), "ok"), (8.0, "ok"), (1.5, "warn")])
+def test_a_quota_below_the_cores_is_reported(monkeypatch, quota, status):
+    monkeypatch.setattr(machine, "read_quota", lambda: quota)
+    monkeypatch.setattr(machine, "count_cores", lambda: int(min(4, quota)))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    cores = next(check for check in health._check_host() if check.name == "cores")
+    assert cores.status == status and ("1.5" in cores.advice) is (status == "warn")

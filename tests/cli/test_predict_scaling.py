@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.records import BlockTimes, CollectiveRecord, LayerProfileRecord, P
 from paceline.records.environment import Environment
 from paceline.records.store import Run, save_run
 from paceline.report.predictions import PredictResult
+from paceline.report.result import build_result
 from paceline.units import format_ms
 from tests.cli.test_train import type_command
 
@@ -24,23 +26,31 @@ KEYS = {
     "default_step_s", "gain", "keeps_default", "bound", "doubt", "source",
 }  # fmt: skip
 
+ENVIRONMENT = Environment(
+    host="box", system="Linux", cpu="Some CPU", cores=8, memory_bytes=2**34, python="3.11", versions={},
+    variables={}, command_line="", git_commit="", load_average=0.0, details={},
+)  # fmt: skip
+
 
 def samples(*times_s: float, ranks: int = 1) -> Samples:
     return Samples(seconds=tuple((time_s,) * ranks for time_s in times_s))
 
 
-def profile() -> LayerProfileRecord:
-    moments = [0.02 * (number + 1) for number in range(4)]
+def profile(step_s: tuple[float, ...] = (0.12, 0.13, 0.14)) -> LayerProfileRecord:
+    moments, count = [0.02 * (number + 1) for number in range(4)], len(step_s)
+
+    def same(seconds: float) -> Samples:
+        return samples(*(seconds,) * count)
+
     return LayerProfileRecord(
         model="toy", device="cpu", dtype="float32", batch_size=2,
         parameters=tuple(
-            ParameterTimes(f"{number}.weight", 40 * MIB, 10 * MIB, "float32", "all", (moment, moment, moment))
+            ParameterTimes(f"{number}.weight", 40 * MIB, 10 * MIB, "float32", "all", (moment,) * count)
             for number, moment in enumerate(moments)
         ),
-        blocks=(BlockTimes("all", (0.01,) * 3, (0.02,) * 3),),
-        timing=samples(0.12, 0.13, 0.14), forward=samples(0.03, 0.03, 0.03), backward=samples(0.08, 0.08, 0.08),
-        optimizer=samples(0.02, 0.02, 0.02), profiled_step=samples(0.13, 0.13, 0.13),
-        profiled_forward=samples(0.03, 0.03, 0.03), profiled_backward=samples(0.08, 0.08, 0.08),
+        blocks=(BlockTimes("all", (0.01,) * count, (0.02,) * count),), timing=samples(*step_s), forward=same(0.03),
+        backward=same(0.08), optimizer=same(0.02), profiled_step=same(0.13), profiled_forward=same(0.03),
+        profiled_backward=same(0.08),
     )  # fmt: skip
 
 
@@ -55,17 +65,15 @@ def allreduce(backend: str, world_size: int, size: int) -> CollectiveRecord:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("files")
-    environment = Environment(
-        host="box", system="Linux", cpu="Some CPU", cores=8, memory_bytes=2**34, python="3.11", versions={},
-        variables={}, command_line="", git_commit="", load_average=0.0, details={},
-    )  # fmt: skip
+    loaded = replace(ENVIRONMENT, load_average=16.0, cores=2)
     sweep = [allreduce("gloo", world, size) for world in (2, 4) for size in (1000, MIB, 100 * MIB)]
     both = [*sweep, *(allreduce("paceline", 2, size) for size in (1000, MIB, 100 * MIB))]
-    made = {"profile": [profile()], "gloo": sweep, "both": both}
+    made = {"profile": [profile()], "gloo": sweep, "both": both, "busy profile": [profile()], "busy gloo": sweep}
     for name, records in made.items():
         folder = root / name
         folder.mkdir()
-        save_run(Run(name, {}, environment, tuple(records)), folder / "run.json")
+        where = loaded if name.startswith("busy") else ENVIRONMENT
+        save_run(Run(name, {}, where, tuple(records)), folder / "run.json")
     return {name: str(root / name) for name in made}
 
 
@@ -220,3 +228,54 @@ def test_a_person_sees_the_ranks_on_a_terminal(command, files, tmp_path, monkeyp
     assert max(map(len, lines)) <= width
     firsts = [line.split()[0] for line in lines if line.startswith("  ") and line.split()]
     assert [first for first in firsts if first in ("8", "64", "1,024")] == ["8", "64", "1,024"]
+
+
+BUSY = "the machine was busy before the run (load 16.0 on 2 cores): other work may be in the times"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "busy", "marked"),
+    [
+        (("profile", "gloo"), [], []),
+        (("busy profile", "gloo"), ["profile"], ["10gbe", "gloo"]),
+        (("profile", "busy gloo"), ["all-reduce"], ["gloo"]),
+        (("busy profile", "busy gloo"), ["profile", "all-reduce"], ["10gbe", "gloo"]),
+    ],
+)
+def test_the_load_under_which_its_inputs_were_measured_travels_into_a_prediction(
+    command, files, tmp_path, monkeypatch, inputs, busy, marked
+):
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))  # a prediction times nothing
+    profile, allreduce = (files[name] for name in inputs)
+    asked = ("--network", "10gbe", "--allreduce", allreduce, "--ranks", "2,1024", "--out", str(tmp_path))
+    answer = command("predict", "--model-profile", profile, *asked, "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert [line for line in document["warnings"] if "busy" in line] == [f"{name}: {BUSY}" for name in busy]
+    assert document["answer"].endswith("Simulated, from times of a busy machine." if busy else "Simulated.")
+    doubts = {(row["network"], row["world_size"]): row["doubt"] for row in document["rows"]}
+    for (network, ranks), doubt in doubts.items():
+        names = [name for name in busy if name == "profile" or network == "gloo"]
+        assert doubt.endswith(f"measured on a busy machine: {', '.join(names)}") if names else "busy" not in doubt
+        assert bool(doubt) is (network in marked or (network, ranks) == ("gloo", 1024))
+    again = paceline.load_result(document["run"])
+    assert again.to_json() == document and again.run.environment.load_average is None
+    said = str(again)
+    assert all(f"{name}: the machine was busy" in said for name in busy)
+    shown = [
+        line for line in again.table().terminal(80).splitlines() if line.rstrip().endswith("yes") or " yes " in line
+    ]
+    assert len(shown) == sum(map(bool, doubts.values()))
+
+
+def test_the_interval_is_not_narrower_than_the_noise_of_an_unstable_profile():
+    steady, noisy = (0.12, 0.13, 0.14) * 4, (0.13, 0.13, 0.35, 0.13, 0.13, 0.4) * 2
+    for step_s, is_noisy in ((steady, False), (noisy, True)):
+        record = profile(step_s)
+        given = build_result(Run("profile layers", {}, ENVIRONMENT, (record,)))
+        result = paceline.predict(given, network="nvlink", ranks=1)
+        (row,) = result.rows
+        width = (row.high_s - row.low_s) / 2 / row.step_s
+        assert (width >= record.timing.noise) is is_noisy and (record.timing.noise > 0.25) is is_noisy
+        assert (row.doubt == "measured on a busy machine: profile") is is_noisy
+        assert any("the step is unstable" in line for line in result.warnings) is is_noisy

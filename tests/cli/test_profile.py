@@ -91,7 +91,7 @@ def test_phases_of_other_wrappers(out, phases_bare, wrapper):
     assert (row["wrapper"], row["world_size"], row["comm_overhead"]) == (wrapper, 1, 0.0)
 
 
-def test_two_runs_of_phases_beside_each_other(phases, phases_alone, phases_bare, command):
+def test_two_runs_of_phases_are_compared(phases, phases_alone, phases_bare, command):
     other = json.loads(phases_bare.out)
     first, second = find_run(phases_alone), other["run"]
     answer = command("profile", "--compare", str(first), second)
@@ -129,7 +129,7 @@ def test_a_trace_comes_with_an_overview_advice_and_a_picture(trace):
     assert {"overview.csv", "overview.md", "operators.csv", "run.json"} <= {path.name for path in run.iterdir()}
 
 
-def test_two_traces_beside_each_other(trace, phases, out, command):
+def test_two_traces_are_compared(trace, phases, out, command):
     extras = ("--shapes", "--memory-use", "--accumulate", "2", "--json")
     other = json.loads(type_alone(*TRACE, *extras, "--out", out).out)
     assert other["picture"] is None
@@ -256,3 +256,28 @@ def test_bad_input_is_one_line_and_nothing_is_written(command, tmp_path, argumen
     answer = command("profile", *arguments, "--out", str(tmp_path))
     assert (answer.code, answer.out) == (2, "") and words in answer.err and len(answer.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "asked", [(*LAYERS, "--strict"), ("scale", "batch", *SMALL, "--batch-size", "8", "--epochs", "2")]
+)
+def test_other_verbs_warn_of_a_busy_machine_as_bench_does(asked, monkeypatch, sketched, tmp_path):
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    answer = type_alone(*asked, "--json", "--out", str(tmp_path))
+    document = json.loads(answer.out)
+    (warning,) = (
+        line for line in document["warnings"] if line.startswith("the machine was busy before the run (load ")
+    )
+    assert warning in load_result(document["run"]).warnings
+    # The load alone is no failure with --strict: two repetitions are.
+    assert answer.code == (1 if "--strict" in asked else 0)
+    assert ("failed (--strict): 1 rank: fewer than 5 repetitions" in answer.err) is ("--strict" in asked)
+
+
+def test_torchs_dataparallel_on_one_gpu_is_said_to_replicate_nothing(monkeypatch, tmp_path):
+    for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
+        monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
+    asked = ("--wrapper", "dp", "--device", "cpu", "--json", "--out", str(tmp_path))
+    assert type_alone(*TRACE, *asked).code == 2  # there it does nothing at all
+    document = json.loads(type_alone(*TRACE, "--wrapper", "dp", "--json", "--out", str(tmp_path)).out)
+    assert document["warnings"][0].startswith("--wrapper dp on one GPU")

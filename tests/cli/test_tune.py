@@ -110,7 +110,7 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
 
 
 @pytest.mark.slow
-def test_on_shared_memory_with_messages_beside_backward(type_on_ranks, out):
+def test_on_shared_memory_with_messages_during_backward(type_on_ranks, out):
     # Wide enough that a message of 256 KiB fits twice into its gradients.
     wide = ("--hidden", "700", "--quick", "--backend", "paceline")
     document = read(type_on_ranks(*TUNE, *wide, "--json", "--out", out))

@@ -228,7 +228,7 @@ class Images(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex weights, with real ones beside them or alone."""
+    """Complex weights, with real ones or alone."""
 
     def __init__(self, dtype: torch.dtype, with_real: bool) -> None:
         super().__init__()
@@ -315,13 +315,11 @@ CASES = {
     "float32 and bfloat16": Case(build=lambda: TwoTypes(torch.bfloat16)),
     "bfloat16": Case(build=LowPrecision),
     "batchnorm": Case(build=Normed, by_shard=True, size=size_for_norms, optimizer=build_momentum),
-    "batchnorm beside bfloat16": Case(build=lambda: Normed(side=torch.bfloat16), by_shard=True, size=size_for_norms),
+    "batchnorm with bfloat16": Case(build=lambda: Normed(side=torch.bfloat16), by_shard=True, size=size_for_norms),
     "batchnorm in float64": Case(
         build=lambda: Normed(torch.float64, torch.float64), by_shard=True, size=size_for_norms
     ),
-    "batchnorm in float64 beside float32": Case(
-        build=lambda: Normed(torch.float64), by_shard=True, size=size_for_norms
-    ),
+    "batchnorm in float64 with float32": Case(build=lambda: Normed(torch.float64), by_shard=True, size=size_for_norms),
     "batchnorm in float32 and in float64": Case(build=NormedTwice, by_shard=True, size=size_for_norms),
     "batchnorm, accumulation": Case(build=Normed, by_shard=True, size=size_for_norms, micro=3),
     "batchnorm, uneven": Case(build=Normed, by_shard=True, options=BY_SAMPLES, size=size_for_norms_by_rank),

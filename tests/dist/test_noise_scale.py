@@ -121,7 +121,7 @@ def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
 
 
 def compare_with_textbook(settings: TrainSettings) -> list[tuple[float, float]]:
-    """Each small square beside that of the mean cross-entropy over all targets of its batch."""
+    """Each small square with that of the mean cross-entropy over all targets of its batch."""
     import torch.nn.functional as F
 
     from paceline.measure import noise_scale as measuring

@@ -161,7 +161,7 @@ def train_alone(case: Case, world_size: int) -> Record:
 
 
 def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]]) -> None:
-    """Each shard by itself: gradients weighed as the case says, and running statistics averaged."""
+    """Each shard alone: gradients weighed as the case says, and running statistics averaged."""
     samples = [sum(len(batch.y) for batch in shard) for shard in shards]
     by_samples = case.options.get("average") == "samples"
     before = [buffer.clone() for buffer in model.buffers()]

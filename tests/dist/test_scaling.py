@@ -185,7 +185,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     assert all((one.grads[0] != other.grads[0]).any() for one, other, *_ in silent)
     if cell.mode == "weak":
         return
-    # One rank by itself computed the same global batches: nobody else's gradients are in theirs.
+    # One rank alone computed the same global batches: nobody else's gradients are in theirs.
     alone = {step.number: step.grads for step in seen[0][1] if step.world_size == 1}
     shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "timed")).items()]
     compared = [(step.grads, alone[number]) for number, step in shared if number in alone]

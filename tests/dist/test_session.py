@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from paceline import machine
 from paceline.errors import ConfigError, LaunchError
 from paceline.records.kinds import CollectiveRecord
 from paceline.records.samples import Samples
@@ -451,11 +452,28 @@ def test_the_second_interrupt_ends_ranks_that_do_not_listen(play):
 
 def test_a_run_says_how_much_of_its_time_the_host_took(monkeypatch):
     times_s = iter((100.0, 100.0 + 0.5 * (os.cpu_count() or 1), 200.0))
-    monkeypatch.setattr(module, "read_stolen_s", lambda: next(times_s))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(machine, "read_stolen_s", lambda: next(times_s))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: 5.0))
     with open_session("bench allreduce", {}, ranks=2) as session:
         run = session.save([RECORD])
         assert run.environment.stolen == pytest.approx(0.5)  # of a second, the shortest time that is counted
         assert any("the host took 50% of the cores" in text for text in run.warnings)
         launched = replace(session, place=Place(1, 2, 1, 2, "torchrun"))
         assert launched.save([RECORD]).environment.stolen is None  # each rank would find another share
+
+
+def test_what_times_nothing_has_no_load_and_a_part_of_a_run_has_that_of_the_whole(monkeypatch):
+    loads = iter((16.0, 0.0, 99.0))
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr(machine, "count_cores", lambda: 2)
+    monkeypatch.setattr(machine, "read_stolen_s", lambda: 0.0)
+    with open_session("scale report", {}) as whole:
+        assert whole.save([RECORD]).warnings == (
+            "the machine was busy before the run (load 16.0 on 2 cores): other work may be in the times",
+        )
+        whole.is_timed = False
+        run = whole.save([RECORD])
+        assert run.warnings == () and run.environment.load_average is None and run.environment.stolen is None
+    with open_session("scale report", {}) as quiet, open_session("scale batch", {}) as part:
+        part.share_load(quiet)  # else its load would be that of the parts before it
+        assert part.save([RECORD]).warnings == ()

@@ -277,5 +277,5 @@ def distil(average: str) -> None:
 
 
 @pytest.mark.parametrize("average", ["ranks", "samples"])
-def test_a_frozen_teacher_inside_and_beside_the_model(job, average):
+def test_a_frozen_teacher_inside_and_outside_the_model(job, average):
     job(2, distil, average)

@@ -53,15 +53,15 @@ def count_after_changes() -> dict[str, tuple[int, int]]:
                 mine[2] = start[2].clone()
             elif change == "rounded otherwise":
                 mine = [parameter * (1 + 1e-7) for parameter in mine]
-            alone, beside = (count_wrong_parameters(mine, start, r, group, STEPS, 0.05) for r in (None, reference))
-            counts[change] = alone, beside
+            alone, with_torch = (count_wrong_parameters(mine, start, r, group, STEPS, 0.05) for r in (None, reference))
+            counts[change] = alone, with_torch
     return counts
 
 
 def test_a_replica_gone_astray_is_counted(on_ranks):
     by_rank = on_ranks(2, count_after_changes)
-    for change, (alone, beside_torch) in CHANGES.items():
-        assert [tuple(counts[change]) for counts in by_rank] == list(zip(alone, beside_torch, strict=True)), change
+    for change, (alone, with_torch) in CHANGES.items():
+        assert [tuple(counts[change]) for counts in by_rank] == list(zip(alone, with_torch, strict=True)), change
 
 
 def test_bfloat16_runs_under_autocast_and_is_checked(on_ranks):

@@ -56,7 +56,7 @@ def reduce_on_both(backend: str, names_gpu: bool) -> tuple:
     ("backend", "num_ranks", "names_gpu"),
     [("cpu:paceline,cuda:nccl", 1, True), ("cuda:nccl,cpu:paceline", 1, False), ("paceline", 2, False)],
 )
-def test_paceline_on_the_cpu_beside_a_backend_for_the_gpu(on_ranks, backend, num_ranks, names_gpu):
+def test_paceline_on_the_cpu_with_a_backend_for_the_gpu(on_ranks, backend, num_ranks, names_gpu):
     wanted = [float(num_ranks)] * 4, [float(num_ranks)] * 4, 21.0 * num_ranks
     assert on_ranks(num_ranks, reduce_on_both, backend, names_gpu) == [wanted] * num_ranks
 

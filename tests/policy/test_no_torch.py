@@ -1,4 +1,4 @@
-"""The starred half never imports torch, neither by itself nor through a module that it imports."""
+"""The starred half never imports torch, neither directly nor through a module that it imports."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def make_batches(rng):
 
 
 def make_scale(rng, world_size, compute_s, exposed_s=0.0, busy_s=None, mode="weak", cell_size=32, **changes):
-    """A step of compute and exposed seconds; one rank by itself has no wrapper."""
+    """A step of compute and exposed seconds; one rank alone has no wrapper."""
     alone = world_size == 1
     fields = {
         **JOB, "mode": mode, "cell_size": cell_size, "threads": 1, "accumulate": 1, "world_size": world_size,
@@ -56,7 +56,7 @@ CONTESTANTS = (("torch", "gloo", 1.0), ("paceline", "gloo", 0.9), ("paceline", "
 
 
 def make_cell(rng, mode, cell_size, counts=(2, 4)):
-    """One rank by itself and three wrappers on several numbers of ranks."""
+    """One rank alone and three wrappers on several numbers of ranks."""
     alone_s = 1e-3 + 2e-4 * cell_size
     records = [make_scale(rng, 1, alone_s, mode=mode, cell_size=cell_size)]
     for ranks in counts:

@@ -113,7 +113,7 @@ class MadeJob:
     def build_disturbed(
         self, draw: random.Random, num_bytes: int, compute_rate: float, message_rate: float, share: float = 1.0
     ) -> StepRecord:
-        """Three messages beside backward, each with this share of its bytes before the end of it."""
+        """Three messages during backward, each with this share of its bytes before the end of it."""
         alone_s = self.message_s(num_bytes)
         overlapped_s = share * alone_s / message_rate
         under_way_s = overlapped_s + (1 - share) * alone_s

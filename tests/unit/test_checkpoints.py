@@ -492,7 +492,7 @@ assert not any(name.startswith(".") for name in os.listdir(sys.argv[1]))
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
-    # Newer Pythons warn of a fork beside threads, such as those that numpy starts; here they are idle.
+    # Newer Pythons warn of a fork with threads, such as those that numpy starts; here they are idle.
     out, err = start("-W", "ignore", "-c", KILLED, str(tmp_path / "run"), "7").communicate(timeout=100)
     assert not err.strip(), err
     steps = [int(line.split()[0]) for line in out.splitlines()]

@@ -210,7 +210,7 @@ class Caller:
         return self.call
 
 
-@pytest.mark.parametrize("keep", ["in the place of all", "beside good data"])
+@pytest.mark.parametrize("keep", ["in the place of all", "with good data"])
 @pytest.mark.parametrize("function", [os.mkdir, eval, getattr])
 def test_a_pickle_that_calls_is_refused_and_calls_nothing(tmp_path, function, keep):
     folder, made = tmp_path / "batches", tmp_path / "made"

@@ -51,11 +51,13 @@ def test_unknown_types_and_empty_backwards_are_refused():
 
 
 def test_draws_vary_with_the_repetitions_and_are_the_same_every_time():
-    record = build_profile()
+    record = build_profile(timing=samples(1.5, 1.6))
     job = build_job_from_profile(record)
     draws = draw_jobs(record, job, 20)
     assert draws == draw_jobs(record, job, 20)
     assert {draw.backward_s for draw in draws} == {0.5, 0.75, 1.0}
+    unstable = build_profile()  # a median of draws would be less uncertain than its repetitions are
+    assert {draw.backward_s for draw in draw_jobs(unstable, job, 20)} == {0.5, 1.0}
     for draw in draws:
         assert draw.ready_s[0] / draw.backward_s == pytest.approx(job.ready_s[0] / job.backward_s)
 

@@ -125,3 +125,12 @@ def test_a_backend_has_one_name(given, canonical):
 def test_time_that_the_host_took_is_none_where_the_system_does_not_say(monkeypatch, times, stolen_s):
     monkeypatch.setattr(machine.psutil, "cpu_times", lambda: SimpleNamespace(**times))
     assert machine.read_stolen_s() == stolen_s
+
+
+def test_the_share_that_the_host_took_is_of_all_cores_and_of_a_second_at_least(monkeypatch):
+    now_s, stolen_s = iter((10.0, 10.1, 14.0)), iter((5.0, 6.0, 7.0))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    monkeypatch.setattr(machine, "read_stolen_s", lambda: next(stolen_s))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    stolen = machine.StolenTime()
+    assert stolen.read_share() == pytest.approx(1 / 2) and stolen.read_share() == pytest.approx(2 / (4 * 2))

@@ -141,7 +141,7 @@ def test_every_number_of_sources_for_float32(cpu, num_sources):
 
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
-def test_any_address_and_nothing_beside_it(cpu, dtype):
+def test_any_address_and_nothing_around_it(cpu, dtype):
     library.pln_use_cpu(cpu.encode())
     wide = DTYPES[dtype].itemsize
     for offset, count in itertools.product((1, 2, 3, 5, 7, 9, 15, 31, 33), (1, 31, 66, 517)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -172,6 +173,17 @@ def test_the_further_away_the_less_is_known(sweep):
         return times[94] - times[5]
 
     assert 0 < width(4) < 0.05 < width(8) < width(64) < width(1024)
+
+
+def test_a_draw_of_an_unstable_size_is_one_repetition(sweep, build_samples):
+    calm, *others = sweep(worlds=(2,))
+    wild = replace(others[0], timing=build_samples(*(others[0].time_s * factor for factor in (0.5, 1.0, 2.0)), ranks=2))
+    fabric = build_measured_fabric([calm, wild, *others[1:]], None)
+    source = random.Random(3)
+    draws = [fabric.draw(source).sweeps[2] for _ in range(50)]
+    assert {len(draw[calm.num_bytes]) for draw in draws} == {3} and {len(draw[wild.num_bytes]) for draw in draws} == {1}
+    times = [draw[wild.num_bytes][0] / wild.time_s for draw in draws]
+    assert sorted(set(times)) == pytest.approx([0.5, 1.0, 2.0])
 
 
 def test_shared_memory_is_preferred_for_the_backend_that_has_it(sweep):

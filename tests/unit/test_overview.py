@@ -25,7 +25,7 @@ from paceline.predict.traces import (
     union_time,
 )
 from paceline.report.plots import render_png, render_svg
-from paceline.report.profiles import KERNELS, OPERATORS, OVERVIEWS, plot_timeline
+from paceline.report.profiles import OPERATORS, OVERVIEWS, build_kernel_columns, plot_timeline
 from paceline.report.table import Table
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
@@ -312,7 +312,7 @@ def test_tables_say_what_the_overview_says():
     assert (first["GPU busy"], first["tensor cores"], first["source"]) == ("50.0%", "0.0%", "measured")
     assert "copies" not in header and "occupancy (est.)" not in header
     assert "GPU busy" not in Table("", "", OVERVIEWS, [on_cpu]).markdown()
-    kernels = Table("", "", KERNELS, on_gpu.kernels).markdown()
+    kernels = Table("", "", build_kernel_columns(on_gpu.kernels), on_gpu.kernels).markdown()
     assert f"| {SGEMM} | matmul | 1 | 4.0000 | 4000.0 | no |" in kernels
     assert "| aten::mm | 1 | 6.0000 | 6.0000 |" in Table("", "", OPERATORS, on_cpu.operators).markdown()
     row, other = both.rows_json()

@@ -132,7 +132,7 @@ def test_a_backend_in_ordinary_memory_alone_does_not_say_so(curve):
 
 
 @pytest.mark.parametrize(("least_s", "labels"), [(1e-6, {"0.001", "0.01", "1"}), (0.3e-3, {"0.5", "1"})])
-def test_times_are_written_out_beside_the_axis(build_collective, build_samples, least_s, labels):
+def test_times_are_written_out_at_the_axis(build_collective, build_samples, least_s, labels):
     times = {2**10: least_s, 2**20: 1.1e-3}
     records = [build_collective(num_bytes=n, timing=build_samples(*(t,) * 5)) for n, t in times.items()]
     svg = plots.render_svg(collectives.plot_time(records, "box")).decode()

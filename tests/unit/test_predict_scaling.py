@@ -42,7 +42,7 @@ def spread(seconds, ranks, noise=0.0, count=9, seed=0):
 
 @dataclass(frozen=True)
 class MadeWorld:
-    """A job and a host of which everything is known. `slowdown(n)` holds for computing, `factor` for messages beside
+    """A job and a host of which everything is known. `slowdown(n)` holds for computing, `factor` for messages during
     it; a step on b samples takes `fixed_s + b * sample_s`."""
 
     sizes: tuple[int, ...] = (2 * MIB,) * 12
@@ -146,7 +146,7 @@ class MadeWorld:
         return evidence
 
 
-# What messages cost beside those of a sweep, by ranks.
+# What messages cost compared with those of a sweep, by ranks.
 FACTORS = {1: 1.0, 2: 0.8, 4: 2.0}
 
 

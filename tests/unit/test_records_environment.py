@@ -1,13 +1,18 @@
 """The environment that a run records, what makes two of them incomparable, and each reason to doubt a measurement."""
 
+import random
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 
-from paceline.records import LayerTimeRecord, Samples, Summary
+from paceline.records import LayerTimeRecord, ParameterTimes, Samples, Summary
 from paceline.records import environment as module
-from paceline.records.environment import NOISY, capture_environment, find_doubts
+from paceline.records.doubts import NOISY, add_busy, find_doubts, is_busy
+from paceline.records.environment import capture_environment
+
+from .made_scaling import make_batch
+from .test_records_layers import build_profile, build_times
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +232,7 @@ def test_a_machine_that_is_too_busy_to_measure_says_that_nothing_can_be_conclude
     doubts = find_doubts(records, build_environment(**environment))
     assert [doubt.kind for doubt in doubts] == kinds and words in doubts[0].text if doubts else kinds == []
     if "inconclusive" in kinds:
-        assert "nothing can be concluded; repeat on a quiet machine" in doubts[0].text
+        assert "nothing can be concluded from the times; repeat on a quiet machine" in doubts[0].text
     wrong = find_doubts([*records, build_wrapper("torch", num_wrong=1)], build_environment(stolen=1.0))
     assert [doubt.kind for doubt in wrong][:2] == ["wrong", "inconclusive"]
 
@@ -254,8 +259,50 @@ def test_every_place_of_wrong_data_is_named(build_collective, build_environment)
     assert all(f"{size} MiB (5 of" in doubt.text for size in (1, 2, 4, 8))
 
 
-def test_a_run_that_times_nothing_is_not_too_busy(build_environment):
-    assert find_doubts([], build_environment(stolen=0.9)) == []
+def test_a_run_without_records_of_its_times_has_the_doubts_of_its_machine(build_environment):
+    assert find_doubts([], build_environment(load_average=None)) == []  # one that times nothing
+    (taken,) = find_doubts([], build_environment(stolen=0.9))
+    (loaded,) = find_doubts([], build_environment(load_average=16.0, cores=2))
+    assert (taken.kind, loaded.kind) == ("inconclusive", "busy") and "(load 16.0 on 2 cores)" in loaded.text
+
+
+def test_the_noise_of_a_profile_of_layers_is_doubted_as_that_of_steps(build_environment):
+    def find(*times_s, **environment):
+        count = len(times_s)
+        whole = {
+            name: build_times(*(time_s,) * count)
+            for name, time_s in (("profiled_forward", 0.5), ("profiled_backward", 1.0))
+        }
+        same = {name: build_times(*(0.1,) * count) for name in ("forward", "backward", "optimizer", "profiled_step")}
+        parameter = ParameterTimes("a", 8, 2, "float32", "", (0.1,) * count)
+        record = build_profile(timing=build_times(*times_s), parameters=(parameter,), blocks=(), **same, **whole)
+        return find_doubts([record], build_environment(**environment))
+
+    assert find(*(1.0,) * 12) == []
+    busy, unstable = find(*_swinging(1.0, 3.0), load_average=9.0)
+    assert (busy.kind, unstable.kind) == ("inconclusive", "unstable")
+    assert "(the step is unstable, load 9.0 on 8 cores)" in busy.text
+    assert unstable.text.startswith("1 rank: unstable at toy, batch 2 (1 s to 3 s) (p10 to p90): ")
+    assert [doubt.kind for doubt in find(1.0, 3.0)] == ["few"]
+
+
+def test_epochs_of_a_batch_size_are_few_but_must_agree(build_environment):
+    rng = random.Random(0)
+    steady = [make_batch(rng, size, timing=build_times(1.0, 1.1), data_wait=None) for size in (8, 16)]
+    assert find_doubts([*steady, make_batch(rng, 32, failure="does not fit")], build_environment()) == []
+    uneven = make_batch(rng, 32, timing=build_times(1.0, 3.0))
+    (doubt,) = find_doubts([*steady, uneven], build_environment())
+    assert doubt.kind == "unstable" and doubt.text.endswith("with more --epochs")
+    assert [doubt.kind for doubt in find_doubts([uneven], build_environment())] == ["inconclusive", "unstable"]
+
+
+def test_only_a_busy_machine_makes_predictions_doubtful(build_collective, build_environment, build_samples):
+    noisy = [build_collective(timing=build_samples(*_swinging(1.0, 9.0))), build_collective(world_size=9)]
+    assert not is_busy(find_doubts(noisy, build_environment()))
+    for environment in ({"load_average": 5.0}, {"stolen": 0.2}):
+        assert is_busy(find_doubts(noisy, build_environment(**environment)))
+    assert (add_busy("", ()), add_busy("far", ())) == ("", "far")
+    assert add_busy("far", ["profile", "all-reduce"]) == "far; measured on a busy machine: profile, all-reduce"
 
 
 def test_strict_fails_on_noise_alone():

@@ -79,8 +79,8 @@ def test_one_rank_has_no_communication(build_phases):
     assert record.compute_s == pytest.approx(0.010)
 
 
-def test_what_is_left_beside_the_phases_is_the_hosts(build_phases):
-    """10.1 ms, less 1 + 2 + 6 + 1: on each rank by itself, for ranks wait for each other inside a phase."""
+def test_what_is_outside_the_phases_is_the_hosts(build_phases):
+    """10.1 ms, less 1 + 2 + 6 + 1: on each rank alone, for ranks wait for each other inside a phase."""
     assert build_phases().gap_s == pytest.approx(0.0001)
     early_late = Samples(seconds=((0.0010, 0.0030),) * 10), Samples(seconds=((0.0060, 0.0040),) * 10)
     assert build_phases(data_wait=early_late[0], backward=early_late[1]).gap_s == pytest.approx(0.0001)
@@ -298,7 +298,7 @@ def test_what_was_not_timed_in_turns_is_not_compared(build_wrapper, changes):
         compare_steps(build_wrapper("paceline", **changes), build_wrapper("torch"))
 
 
-def test_each_wrapper_stands_beside_those_of_its_own_cell(build_wrapper):
+def test_each_wrapper_is_compared_with_those_of_its_own_cell(build_wrapper):
     records = [
         build_wrapper("bare", (1.0, 1.0)), build_wrapper("torch", (2.0, 2.0)), build_wrapper("paceline", (1.5, 1.5)),
         build_wrapper("torch", (8.0, 8.0), model="mlp"), build_wrapper("torch-tuned", (4.0, 4.0), model="mlp"),
@@ -381,7 +381,7 @@ def test_speedup_efficiency_and_noise_follow_from_the_seconds(rng, mode, ranks, 
     assert point.slowdown == pytest.approx(np.median(slowest(record.no_comm)) / share_s)
 
 
-def test_a_rank_beside_itself_is_1_without_noise():
+def test_a_rank_compared_with_itself_is_1_without_noise():
     (point,) = list_points([make_scale(make_rng(), 1, 1e-2)])
     assert (point.speedup, point.efficiency, point.efficiency_noise) == (1.0, 1.0, 0.0)
 

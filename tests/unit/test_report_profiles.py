@@ -12,7 +12,7 @@ from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts, advise
 from paceline.predict.traces import build_overview
 from paceline.records import BlockTimes, ParameterTimes
-from paceline.records.store import Run, save_run
+from paceline.records.store import Run, load_run, save_run
 from paceline.report.plots import render_png
 from paceline.report.profiles import (
     BLOCKS,
@@ -201,22 +201,52 @@ def test_a_saved_comm_table_reads_its_curves_again(build):
     assert result.findings[-1] == "without the networks of nowhere, which is not there"
 
 
-def test_a_comm_table_of_profiles_has_their_warnings_and_none_of_its_own(build, monkeypatch, tmp_path):
-    result = build("profile layers", build_profile())
-    save_run(replace(result.run, warnings=("noisy",)), tmp_path / "run.json")
+def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_own(
+    build, build_environment, monkeypatch, tmp_path
+):
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
-    assert paceline.comm_table(profiles=[tmp_path], network="10gbe", ranks=2).warnings == (f"{tmp_path}: noisy",)
+    names = {"quiet": 0.0, "busy": 16.0}
+    for name, load in names.items():
+        (tmp_path / name).mkdir()
+        run = build("profile layers", replace(build_profile(), model=name)).run
+        save_run(replace(run, environment=build_environment(load_average=load)), tmp_path / name / "run.json")
+    swept = load_run(RESULTS / "neoverse-n1-2-cores" / "allreduce-gloo")
+    (tmp_path / "curve").mkdir()
+    save_run(replace(swept, environment=build_environment(stolen=0.5)), tmp_path / "curve" / "run.json")
+    asked = {"profiles": [tmp_path / name for name in names], "network": "10gbe", "ranks": 2}
+    result = paceline.comm_table(**asked, curves=[tmp_path / "curve"], out=tmp_path / "runs")
+    doubts = {(row["model"], row["network"]): row["doubt"] for row in result.to_json()["rows"]}
+    on = "measured on a busy machine: "
+    assert doubts == {
+        ("quiet", "10gbe"): "", ("busy", "10gbe"): f"{on}{tmp_path / 'busy'}",
+        ("quiet", "gloo"): f"{on}--curve {tmp_path / 'curve'}",
+        ("busy", "gloo"): f"{on}{tmp_path / 'busy'}, --curve {tmp_path / 'curve'}",
+    }  # fmt: skip
+    assert "| yes |" in result.table().markdown() and load_result(result.folder).to_json() == result.to_json()
+    busy = "the machine was busy before the run (load 16.0 on 8 cores): other work may be in the times"
+    few = "1 rank: fewer than 5 repetitions at {}, batch 2: a median of these says little"
+    assert [line for line in result.warnings if not line.startswith("--curve")] == [
+        f"{tmp_path / 'quiet'}: {few.format('quiet')}", f"{tmp_path / 'busy'}: {few.format('busy')}",
+        f"{tmp_path / 'busy'}: {busy}",
+    ]  # fmt: skip
+    assert any("the host took 50%" in line for line in result.warnings)
+    here = build("profile comm-table", build_profile(), networks="10gbe", ranks=[2])
+    assert [row.step.doubt for row in here.rows] == [""]
+    loaded = build_result(replace(here.run, environment=build_environment(load_average=16.0)))
+    assert [row.step.doubt for row in loaded.rows] == [f"{on}profile"]  # it was measured by this run
 
 
 def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, build_environment, build_samples):
     first = build("profile phases", build_phases(), model="cnn", wrapper="torch")
     slow = build_samples(*(0.02,) * 10)
     second = build("profile phases", build_phases(timing=slow), model="cnn", wrapper="none")
+    second.run = replace(second.run, warnings=("noisy",))
     result = ComparisonResult.of(first, second, build_environment())
     step = next(row for row in result.to_json()["rows"] if row["name"] == "2 ranks, batch 16: step")
     assert (step["first"], step["second"], step["ratio"]) == pytest.approx((0.01, 0.02, 2.0))
     assert result.to_json()["settings_that_differ"] == {"wrapper": ["torch", "none"]}
     assert "2.00 times as long" in result.answer and not result.table().title.endswith("rank 0")
+    assert result.warnings == ("a run of profile phases: noisy",)
     other = build("profile phases", build_phases(batch_size=2))
     for two, is_alike in ((other, True), (traced(), False), (build("train"), False)):
         with pytest.raises(ConfigError, match=f"and a run of {two.run.verb} of `{two.run.verb}`") as caught:
@@ -268,6 +298,8 @@ def test_of_many_kernels_a_terminal_shows_the_largest_differences(build_environm
     table = ComparisonResult.of(*traces, build_environment()).table("kernels")
     assert [row.name for row in table.rows] == names[::-1]
     assert len(table.shown) == 10 and "10 largest changes of 12" in table.title
+    single = traces[0].table("kernels").terminal()
+    assert len({line.split()[0] for line in single.splitlines() if "sm80_…" in line}) == 12
     # Names that are alike but for a few characters are shown by these.
     shown = [line.split()[0] for line in table.terminal().splitlines()[3:13]]
     assert shown[:2] == ["sm80_…nn_…tilesize512x64x8_…", "sm80_…nn_…tilesize256x64x8_…"]

@@ -304,6 +304,19 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
     assert [row["error"] for row in rows[3:]] == ["", "", ""]
 
 
+def test_predictions_from_steps_of_a_busy_machine_are_doubtful():
+    run = load_run(RESULTS / "neoverse-n1-2-cores" / "scale-ranks")
+    kept = tuple(r for r in run.records if getattr(r, "cell", ("weak", 8)) == ("weak", 8))
+    steps = "measured on a busy machine: steps"
+    for load in (0.0, 16.0):
+        environment = replace(run.environment, load_average=load)
+        config = run.config | {"predict_ranks": "4", "network": "10gbe"}
+        result = build_result(replace(run, environment=environment, config=config, records=kept))
+        doubts = [row["doubt"] for row in result.table("predicted").rows_json()]
+        assert doubts and all(doubt.endswith(steps) is (load > 0) for doubt in doubts)
+        assert (steps in str(result.findings)) is (load > 0)
+
+
 def test_the_bands_of_a_prediction_hold_its_value():
     point = PredictedPoint("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0)
     assert (point.band(point.speedup), point.band(point.efficiency)) == ((1.0, 4.0), (0.25, 1.0))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,8 @@ from paceline.training.settings import TrainSettings
 from .made_training import EPOCH_ROWS, build_epoch_row
 
 
-def build_run(rows, **config):
-    environment = capture_environment()
+def build_run(rows, load=0.0, **config):
+    environment = replace(capture_environment(), load_average=load, cores=2)
     settings = TrainSettings(ranks=2, epochs=2).to_json()
     return TrainRunResult(Run("train", settings | config, environment, ()), rows=rows)
 
@@ -40,6 +41,16 @@ def test_the_answer_is_of_the_whole_run():
     assert "exposed communication" in answer and "data wait" in answer
     assert "not finished" in build_run(EPOCH_ROWS).answer
     assert build_run([]).answer == "No step was taken."
+
+
+def test_the_times_of_a_busy_machine_are_doubted_also_from_disk(tmp_path):
+    result = build_run(EPOCH_ROWS, load=16.0)
+    (warning,) = result.warnings
+    assert warning.startswith("the machine was busy before the run (load 16.0 on 2 cores)") and warning in result.text(
+        None
+    )
+    assert result.to_json()["warnings"] == [warning] and not build_run(EPOCH_ROWS).warnings
+    assert load_result(result.save(tmp_path / "run")).warnings == (warning,)
 
 
 def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
@@ -66,14 +77,14 @@ def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
 )
 def test_the_picture_shows_what_there_is(rows, labels):
     figure = plot_training(rows, "a run", "a machine")
-    main, *beside = figure.axes
+    main, *right = figure.axes
     assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
     line = main.get_lines()[0]
     assert list(line.get_xdata()) == [row["step"] for row in rows]
     assert list(line.get_ydata()) == pytest.approx([row["loss"] for row in rows], nan_ok=True)
-    if beside:
+    if right:
         tested = [row for row in rows if "test_accuracy" in row]
-        assert list(beside[0].get_lines()[0].get_ydata()) == [100 * row["test_accuracy"] for row in tested]
+        assert list(right[0].get_lines()[0].get_ydata()) == [100 * row["test_accuracy"] for row in tested]
 
 
 @pytest.mark.parametrize("loss", [None, math.nan])

@@ -13,7 +13,8 @@ from paceline import load_result
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.tuning import TuneSettings, judge_tuning
 from paceline.records import StepRecord
-from paceline.records.environment import capture_environment, find_doubts
+from paceline.records.doubts import find_doubts
+from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.report.plots import render_png, render_svg
 from paceline.report.predictions import TuneResult, describe_answer, describe_errors, plot_tuning
@@ -89,7 +90,7 @@ def test_the_default_is_kept_though_sizes_differ():
     ],
     ids=["a clear gain", "within the noise", "a gain within the noise", "a wrong prediction"],
 )
-def test_a_recommended_plan_beside_the_default(recommended_s, spread, words):
+def test_a_recommended_plan_and_the_default(recommended_s, spread, words):
     confirmed = {"default": 0.150, "recommended": recommended_s, "cap 1": 0.100}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed, spread)
     assert not tuning.choice.is_default and tuning.recommended == "recommended"

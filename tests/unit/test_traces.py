@@ -81,7 +81,7 @@ def test_messages_are_told_by_kind_and_name(kind, name, is_message):
     assert is_collective(kind, name) is is_message
 
 
-def test_a_bucket_does_not_count_beside_the_kernel_that_carries_it():
+def test_a_bucket_does_not_count_with_the_kernel_that_carries_it():
     made = MadeTrace().bucket(0, 5)
     assert len(find_messages(made.build().events)) == 1
     assert [e["cat"] for e in find_messages(made.kernel(NCCL, 3, 5).build().events)] == ["kernel"]

@@ -19,6 +19,10 @@ def test_the_configuration_is_written_again_only_if_it_has_changed(tmp_path, bui
     assert path.stat().st_ino == before
     update_config(tmp_path, epochs=3)
     assert path.stat().st_ino != before and json.loads(path.read_text())["settings"]["epochs"] == 3
+    for load, stolen, expected in ((9.0, None, [9.0, 0.0]), (1.0, 0.2, [9.0, 0.2])):  # a resumed run keeps the larger
+        update_config(tmp_path, environment=build_environment(load_average=load, stolen=stolen))
+        kept = json.loads(path.read_text())["environment"]
+        assert [kept["load_average"], kept["stolen"]] == expected
 
 
 @pytest.mark.parametrize(

@@ -111,16 +111,16 @@ def _profile(
 
 
 add_command(
-    profile, "phases", "profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup",
+    profile, "phases", "profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
     "Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy.",
     model="cnn", kind="phases",
 )  # fmt: skip
 add_command(
-    profile, "layers", "profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup",
+    profile, "layers", "profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
     "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn", kind="layers",
 )  # fmt: skip
 add_command(
-    profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot",
+    profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
     "Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.",
     model="cnn", plot=False,
 )  # fmt: skip
@@ -176,14 +176,15 @@ add_command(
 
 add_command(
     scale, "batch", "scale:batch",
-    f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume",
+    f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume "
+    "strict",
     "Which batch size keeps one rank busy? Whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )  # fmt: skip
 add_command(
     scale, "ranks", "scale:ranks",
     f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
-    "network:scale predict_ranks iters resume",
+    "network:scale predict_ranks iters resume strict",
     "Do more ranks help? Weak and strong scaling of all wrappers: speed-up, communication, bandwidth, prediction.",
 )  # fmt: skip
 add_command(

@@ -5,6 +5,7 @@ Imports torch late, because torch is one of the things that may be broken.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import re
@@ -20,14 +21,22 @@ from paceline import machine, transport
 from paceline.errors import PacelineError
 from paceline.measure.settings import CollectiveSettings
 from paceline.records import CollectiveRecord
+from paceline.records.doubts import describe_load
+from paceline.records.environment import Environment
 from paceline.records.kinds import CheckRecord
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool
-from paceline.units import MIB, format_duration, format_memory, format_rate
+from paceline.units import MIB, format_duration, format_memory, format_number_of, format_rate
 
 
-def check_health() -> Iterator[CheckRecord]:
-    """All checks, cheap ones first, each when it is done."""
+def check_health(environment: Environment) -> Iterator[CheckRecord]:
+    """All checks, cheap ones first, each when it is done. `environment` is from before them: they are work."""
+    stolen = machine.StolenTime()
+    yield from _check_parts()
+    yield _check_load(dataclasses.replace(environment, stolen=stolen.read_share()))
+
+
+def _check_parts() -> Iterator[CheckRecord]:
     yield from _check_host()
     yield _check_launcher()
     yield _check_interface()
@@ -51,9 +60,11 @@ def _report(name: str, found: str, advice: str = "", status: str = "warn") -> Ch
 
 def _check_host() -> Iterator[CheckRecord]:
     yield _report("Python", f"{platform.python_version()} ({sys.implementation.name}, {platform.machine()})")
-    cores, all_cores = machine.count_cores(), os.cpu_count() or 1
+    cores, all_cores, quota = machine.count_cores(), os.cpu_count() or 1, machine.read_quota()
     limited = f" of {all_cores} (limited by affinity or the container)" if cores < all_cores else ""
-    yield _report("cores", f"{cores}{limited}, {machine.cpu_name()}")
+    advice = f"the container may use {quota:g} at a time, and waiting for more looks like noise: raise its quota"
+    is_limited = quota < min(all_cores, cores + 1)  # and not by affinity alone
+    yield _report("cores", f"{cores}{limited}, {machine.cpu_name()}", advice if is_limited else "")
     free, total = machine.available_memory_bytes(), machine.total_memory_bytes()
     advice = "two ranks and a model need more: close something, or use a larger machine" if free < 1.5 * 2**30 else ""
     yield _report("memory", f"{format_memory(free)} free of {format_memory(total)}", advice)
@@ -67,6 +78,15 @@ def _check_host() -> Iterator[CheckRecord]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = "many ranks or loader workers need more: ulimit -n 4096" if 0 <= soft < 1024 else ""
     yield _report("open files", f"limit {soft}", advice)
+
+
+def _check_load(environment: Environment) -> CheckRecord:
+    """Whether times that are measured now could be trusted; the text is that of the doubt about a run."""
+    busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
+    if environment.load_average is not None:
+        quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"
+    advice = "times that are measured now include other work: stop it, or wait until it ends"
+    return _report("load", ", ".join(busy) or quiet, advice if busy else "")
 
 
 def _check_launcher() -> CheckRecord:

@@ -38,17 +38,19 @@ class CostCurve(ABC):
 
 class Resample:
     """Which repetitions a fit uses: all of them, or with a source those that a bootstrap draws with replacement. Series
-    of one length were measured in turns, so they share one draw: a slow spell is in all of them."""
+    of one length were measured in turns, so they share one draw: a slow spell is in all of them. Of an unstable series
+    (`UNSTABLE`) a draw is one repetition: what disturbs a busy machine is no error that a median of more removes."""
 
-    def __init__(self, source: random.Random | None = None) -> None:
-        self.source = source
+    def __init__(self, source: random.Random | None = None, is_unstable: bool = False) -> None:
+        self.source, self._is_unstable = source, is_unstable
         self._drawn: dict[int, Sequence[int]] = {}
 
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """The repetitions to use, of these."""
         count = len(seconds)
         if count not in self._drawn:
-            self._drawn[count] = self.source.choices(range(count), k=count) if self.source else range(count)
+            drawn = 1 if self._is_unstable else count
+            self._drawn[count] = self.source.choices(range(count), k=drawn) if self.source else range(count)
         return tuple(seconds[number] for number in self._drawn[count])
 
     def median(self, samples: Samples | Summary) -> float:

@@ -15,6 +15,7 @@ from paceline.plan import Gradient, cut_by_cap
 from paceline.predict.curves import Resample
 from paceline.records import LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.layers import OUTSIDE
+from paceline.records.samples import UNSTABLE
 from paceline.units import format_bytes, format_ms
 
 GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
@@ -121,9 +122,9 @@ def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float,
 
 def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -> list[Job]:
     """The same job as other repetitions of its profile might have given it. Whole repetitions are drawn, for their
-    phases are slow together; ready times stretch with backward."""
+    phases are slow together, and single ones of an unstable profile; ready times stretch with backward."""
     source, draws = random.Random(seed), []
-    for resample in (Resample(source) for _ in range(count)):
+    for resample in (Resample(source, record.timing.noise > UNSTABLE) for _ in range(count)):
         total_s = resample.median(record.backward)
         before_s, after_s = _find_around(record, resample)
         ready = tuple(min(total_s, moment * (total_s / job.backward_s)) for moment in job.ready_s)

@@ -19,7 +19,7 @@ from paceline.predict import curves
 from paceline.predict.curves import CostCurve, FamilyCurve
 from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples, group_by
+from paceline.records.samples import UNSTABLE, Samples, find_noise, group_by
 from paceline.units import format_duration, format_rate
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
@@ -227,7 +227,10 @@ class MeasuredFabric:
 
     def draw(self, source: random.Random) -> MeasuredFabric:
         sweeps = {
-            count: {size: curves.Resample(source).take(times) for size, times in by_size.items()}
+            count: {
+                size: curves.Resample(source, find_noise(times) > UNSTABLE).take(times)
+                for size, times in by_size.items()
+            }
             for count, by_size in self.sweeps.items()
         }
         return replace(self, sweeps=sweeps, shift=source.gauss(0, 1))

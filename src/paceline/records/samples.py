@@ -11,6 +11,8 @@ from paceline.errors import RecordError
 
 K = TypeVar("K")
 T = TypeVar("T")
+# Repetitions with more noise (`find_noise`) than this are unstable: their median says little.
+UNSTABLE = 0.25
 
 
 def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -28,6 +30,12 @@ def quantile(values: Sequence[float], q: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def find_noise(values: Sequence[float]) -> float:
+    """Half of p90 - p10, relative to the median."""
+    middle = statistics.median(values)
+    return (quantile(values, 0.9) - quantile(values, 0.1)) / 2 / middle if middle else 0.0
 
 
 def check_known(what: str, value: str, known: Iterable[str]) -> None:
@@ -112,7 +120,7 @@ class Samples:
     @property
     def noise(self) -> float:
         """Half of p90 - p10, relative to the median."""
-        return (self.p90_s - self.p10_s) / 2 / self.median_s if self.median_s else 0.0
+        return find_noise(self.reduced_s)
 
     @property
     def drift(self) -> float:

@@ -16,7 +16,14 @@ from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
 from paceline.predict.curves import fit_curve, fit_line
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
-from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
+from paceline.predict.networks import (
+    AssumedFabric,
+    Fabric,
+    MeasuredFabric,
+    build_measured_fabric,
+    find_network,
+    find_networks,
+)
 from paceline.predict.search import (
     CapPoint,
     estimate_caps,
@@ -35,6 +42,7 @@ from paceline.records import (
     LayerTimeRecord,
     StepRecord,
 )
+from paceline.records.doubts import add_busy
 from paceline.records.samples import Ratio, group_by
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, describe_job
@@ -63,6 +71,7 @@ WHAT_IF = (
     Column("step", "step_s", "ms", "step_s", priority=9),
     Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
     Column("efficiency", "efficiency", "percent.1", "efficiency", priority=7),
+    Column("doubtful", lambda r: bool(r.doubt) or None, "yes", priority=6),
     Column("exposed", "exposed_s", "ms", "exposed_s", priority=5),
     Column("of step", "exposed_share", "percent.1", "exposed_share"),
     Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
@@ -92,8 +101,12 @@ class PredictResult(Result):
             self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         draws = draw_jobs(self.profile, self.job, DRAWS)
-        found = (simulate_what_if(self.job, draws, f, config["ranks"], **self.scenario) for f in self.fabrics)
-        self.rows = [row for rows in found for row in rows]
+        self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
+        self.rows: list[WhatIfRow] = []
+        for fabric in self.fabrics:
+            busy = [name for name in self.busy if name == "profile" or isinstance(fabric, MeasuredFabric)]
+            rows = simulate_what_if(self.job, draws, fabric, config["ranks"], **self.scenario)
+            self.rows += [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
 
     @property
     def step_s(self) -> float:
@@ -118,16 +131,20 @@ class PredictResult(Result):
     def answer(self) -> str:
         row = max(self.rows, key=lambda row: row.world_size)
         buckets = "" if row.keeps_default else f"; buckets of {_advise(row)} save {max(0.0, row.gain):.1%}"
+        busy = ", from times of a busy machine" if self.busy else ""
         return (
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
             f"{format_ms(row.step_s)} ms (90 %: {format_ms(row.low_s)} to {format_ms(row.high_s)}), efficiency "
-            f"{row.efficiency:.0%}, bound by {row.bound}{buckets}. Simulated."
+            f"{row.efficiency:.0%}, bound by {row.bound}{buckets}. Simulated{busy}."
         )
 
     @property
     def findings(self) -> Sequence[str]:
         networks = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
-        doubtful = [f"{row.network} on {row.world_size:,} ranks: {row.doubt}" for row in self.rows if row.doubt]
+        doubtful = []
+        for doubt, rows in group_by((row for row in self.rows if row.doubt), lambda row: row.doubt).items():
+            places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in rows)
+            doubtful.append(f"{places if len(rows) < len(self.rows) else 'all rows'}: {doubt}")
         assumed = [*networks, *describe_scenario(self.job, self.fabrics, **self.scenario)]
         return [
             *(f"profile: {line}" for line in self.job.notes),

@@ -9,19 +9,20 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import ConfigError, RecordError, refuse
+from paceline.errors import ConfigError, RecordError
 from paceline.predict import traces as tracing
 from paceline.predict.advice import Advice, StepFacts, find_message_share
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
-from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
+from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records.doubts import add_busy, is_busy
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
@@ -264,7 +265,8 @@ class TraceResult(Result):
             Table("operators", "operators of rank 0", OPERATORS, operators, shown=shown),
         ]
         if kernels:
-            tables.append(Table("kernels", "kernels of rank 0", KERNELS, kernels, shown=kernels[:_MAX_ROWS]))
+            columns = build_kernel_columns(kernels)
+            tables.append(Table("kernels", "kernels of rank 0", columns, kernels, shown=kernels[:_MAX_ROWS]))
         if self._memory is not None:
             rows = list_memory(self._memory)
             tables.append(Table("memory", "memory of rank 0 over one step", MEMORY, rows))
@@ -339,21 +341,23 @@ OPERATORS = (
 )
 
 
-def _shorten(name: str, width: int = 44) -> str:
+def _shorten(name: str, width: int) -> str:
     """Names of templates run to thousands of characters; both ends say most."""
     return name if len(name) <= width else f"{name[: width - 16]}…{name[-15:]}"
 
 
-KERNELS = (
-    Column("kernel", lambda r: _shorten(r.name), is_key=True),
-    *text_columns("kind"),
-    Column("calls/step", "calls", "{:g}".format, "calls"),
-    Column("time (ms/step)", "time_s", format_ms, "time_s", priority=3),
-    Column("mean (µs)", lambda r: r.mean_s * 1e6, "{:.1f}".format, priority=1),
-    Column("occupancy (est.)", "occupancy", "percent.1", "occupancy", priority=-1),
-    *raw_columns("name", "mean_s", "uses_tensor_cores"),
-    Column("tensor cores", lambda r: r.uses_tensor_cores if r.uses_tensor_cores or r.kind == "matmul" else None, "yes"),
-)
+def build_kernel_columns(kernels: Sequence[KernelRow]) -> Sequence[Column]:
+    names = tuple(kernel.name for kernel in kernels)
+    return (
+        Column("kernel", lambda r: _shorten_all(names, 44)[r.name], is_key=True),
+        *text_columns("kind"),
+        Column("calls/step", "calls", "{:g}".format, "calls"),
+        Column("time (ms/step)", "time_s", format_ms, "time_s", priority=3),
+        Column("mean (µs)", lambda r: r.mean_s * 1e6, "{:.1f}".format, priority=1),
+        Column("occupancy (est.)", "occupancy", "percent.1", "occupancy", priority=-1),
+        *raw_columns("name", "mean_s", "uses_tensor_cores"),
+        Column("tensor cores", lambda r: r.uses_tensor_cores or (None if r.kind != "matmul" else False), "yes"),
+    )
 
 
 # The height of a row of buckets, and how many of their labels can be read.
@@ -418,10 +422,17 @@ class CommTableResult(Result):
     def _derive(self) -> None:
         self.rows: list[CommRow] = []
         self._lost = [path for path in self.config.get("curves", ()) if not Path(path).exists()]
+        ranks, profiles = self.config["ranks"], self.only(LayerProfileRecord)
+        parts: list[tuple[str, Any, Any]] = [("", find_networks(self.config["networks"]), ())]
         curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
-        sweeps = load_sweeps(curves, self.config["ranks"])
-        for profile in self.only(LayerProfileRecord):
-            self.rows += build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
+        parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
+        names = self.config.get("profiles") or ["profile"] * len(profiles)
+        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
+        for name, profile in zip(names, profiles, strict=True):
+            for curve, networks, sweeps in parts:
+                for row in build_comm_table(profile, networks, sweeps, ranks):
+                    doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
+                    self.rows.append(replace(row, step=replace(row.step, doubt=doubt)))
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))  # models are compared in each
         self.rows = [row for rows in groups.values() for row in rows]
 
@@ -456,18 +467,10 @@ class CommTableResult(Result):
         return [f"paceline predict --model-profile {self.folder} --network 10gbe"]
 
 
-def load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[MeasuredFabric]:
-    """The networks in runs of `bench allreduce` that were measured on some of these numbers of ranks."""
-    sweeps: list[MeasuredFabric] = []
-    for path in paths:
-        run = load_run(path)
-        records = [record for record in run.records if isinstance(record, CollectiveRecord)]
-        what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
-        refuse((not records, what), code="mismatch")
-        found = [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
-        refuse((not found, f"--curve {path}: no measured all-reduce of {', '.join(map(str, ranks))} ranks is in it"))
-        sweeps += found
-    return sweeps
+def load_sweeps(path: str | Path, ranks: Sequence[int]) -> list[MeasuredFabric]:
+    """The networks in a run of `bench allreduce` that were measured on some of these numbers of ranks."""
+    records = [record for record in load_run(path).records if isinstance(record, CollectiveRecord)]
+    return [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
 
 
 COMM = (
@@ -482,8 +485,9 @@ COMM = (
     Column("overhead", "overhead", "percent.1", "overhead", priority=2),
     Column("step", "step.step_s", "ms", "step_s", priority=3),
     Column("exposed", "step.exposed_share", "percent.1", "exposed_overhead", priority=3),
+    Column("doubtful", lambda r: bool(r.step.doubt) or None, "yes", priority=2),
     *raw_columns("backward_s", "compute_source", "step.algorithm", "step.low_s", "step.high_s", "step.exposed_s"),
-    *raw_columns("step.best_cap_bytes", "assumption", "step.source"),
+    *raw_columns("step.best_cap_bytes", "assumption", "step.doubt", "step.source"),
     Column("source", lambda r: f"compute {r.compute_source}, comm {r.step.source}", priority=-2),
 )
 
@@ -606,7 +610,9 @@ class ComparisonResult(Result):
             for kind, time in _TIMES.items():
                 config[kind] = [asdict(row) for row in _compare_times(first, second, kind, time)]
             config["accumulation"] = _compare_shares(first, second, unlike)
-        return cls(Run("profile --compare", config, environment, ()))
+        pairs = zip(names, (first, second), strict=True)
+        doubts = tuple(f"{name}: {line}" for name, one in pairs for line in one.warnings)
+        return cls(Run("profile --compare", config, environment, (), doubts))
 
     @property
     def rows(self) -> list[ComparedRow]:
@@ -693,21 +699,20 @@ def _say_change(seconds: float) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _shorten_all(names: tuple[str, ...]) -> dict[str, str]:
-    """Short names, of which those that would be equal are numbered."""
+def _shorten_all(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
+    """Short names: both ends where that is unique, else the words that differ; what is still equal is numbered."""
     short: dict[str, str] = {}
-    count: Counter[str] = Counter()
+    ends, count = Counter(_shorten(name, width) for name in names), Counter[str]()
     for name in names:
-        found = _shorten_among(name, names)
+        is_unique = ends[_shorten(name, width)] == 1
+        found = _shorten(name, width) if is_unique else _shorten_among(name, names, width)
         count[found] += 1
         short[name] = found if count[found] == 1 else f"{found} #{count[found]}"
     return short
 
 
-def _shorten_among(name: str, names: Sequence[str], width: int = 32) -> str:
+def _shorten_among(name: str, names: Sequence[str], width: int) -> str:
     """A long name as its first word and the words in which another of the names begins to differ from it."""
-    if len(name) <= width:
-        return name
     marks = {sum(itertools.takewhile(bool, map(eq, name, other))) for other in names if other != name}
     words = [(word[0], range(word.start(), word.end())) for word in re.finditer(r"[^\W_]+[\W_]*|[\W_]+", name)]
     kept = [word if 0 in place or marks.intersection(place) else "…" for word, place in words]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import RecordError
-from paceline.records.environment import NOISY, Doubt, find_doubts
+from paceline.records.doubts import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE

@@ -18,6 +18,7 @@ from paceline.errors import MeasurementError, PacelineError
 from paceline.predict.networks import find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
 from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, StepRecord
+from paceline.records.doubts import add_busy, is_busy
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio, group_by
@@ -629,6 +630,8 @@ class RanksResult(StudyResult):
                 found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
             points += found
             notes |= dict.fromkeys(lines)
+        busy = ["steps"] if is_busy(self.doubts) else []
+        points = [replace(point, doubt=add_busy(point.doubt, busy)) for point in points]
         return match_predictions(points, self.points), list(notes)
 
     @property

@@ -105,6 +105,11 @@ class TrainRunResult(Result):
             sent = f"exposed communication is {format_ms(exposed_s)} ({exposed_s / phases['step_s']:.1%}) of it"
         return (f"Median step {format_ms(phases['step_s'])} ms: {parts}; {sent}.",)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """With the load of the machine: its times are reported, too. That of a run on disk is in `config.json`."""
+        return (*super().warnings, *(doubt.text for doubt in self.doubts))
+
     def tables(self) -> list[Table]:
         return [Table("table", "", _COLUMNS, self.epochs, key="epochs")]
 
@@ -317,7 +322,7 @@ def load_training(folder: str | Path) -> TrainRunResult:
     try:
         environment = Environment(**found)
     except TypeError:  # of an older Paceline, which noted less
-        environment = dataclasses.replace(capture_environment(), cpu="another machine", details={})
+        environment = dataclasses.replace(capture_environment(), cpu="another machine", details={}, load_average=None)
     config = document["settings"] | {"outcome": document.get("outcome")}
     return TrainRunResult(Run("train", config, environment, ()), folder)
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.machine import read_stolen_s
-from paceline.records.environment import Environment, capture_environment, find_doubts
+from paceline.machine import StolenTime
+from paceline.records.doubts import find_doubts
+from paceline.records.environment import Environment, capture_environment
 from paceline.records.kinds import Record
 from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run
 from paceline.runtime.environment import Place, is_launched, read_place
@@ -78,8 +79,9 @@ class Session:
 
     `place` is None where the ranks are started here, or where this process alone is measured (`here`). `folder` is None
     where nothing is to be written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished`
-    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `saved` is set
-    by a verb that saves in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
+    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `is_timed` is
+    False where no time is a result, so that the load of the machine says nothing. `saved` is set by a verb that saves
+    in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
     """
 
     verb: str
@@ -94,6 +96,7 @@ class Session:
     is_finished: bool = False
     can_resume: bool = False
     warnings: list[str] = field(default_factory=list)
+    is_timed: bool = True
     saved: Callable[[], str] | None = None
     signal: int = 0  # the one for which ranks were asked to save and stop
     _posted: list[tuple[Record, ...]] = field(default_factory=list)  # by cells
@@ -103,7 +106,7 @@ class Session:
     _pools: dict[int, RankPool] = field(default_factory=dict)  # by the thread that uses them
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
-    _begun_s: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), read_stolen_s()))
+    _stolen: StolenTime = field(default_factory=StolenTime)
 
     @property
     def is_leader(self) -> bool:
@@ -219,6 +222,10 @@ class Session:
         with handle_requests(forward, end, signal.SIGINT, signal.SIGTERM):
             yield
 
+    def share_load(self, whole: Session) -> None:
+        """Of a part of a run, the load is the one before the whole: later it is that of the parts before it."""
+        self.environment = dataclasses.replace(self.environment, load_average=whole.environment.load_average)
+
     def close(self, at_once: bool = False) -> None:
         """End all ranks, also busy ones `at_once`; a thread that is about to start some is refused."""
         with self._lock:
@@ -227,6 +234,15 @@ class Session:
                 pool.close(at_once)
             self._pools.clear()
 
+    def observe(self) -> Environment:
+        """The environment, with the share of the cores' time that the host of a virtual machine took so far."""
+        if not self.is_timed:
+            return dataclasses.replace(self.environment, load_average=None)
+        if self.place is not None:  # its ranks would find different shares
+            return self.environment
+        stolen = max(self.environment.stolen or 0.0, self._stolen.read_share())
+        return dataclasses.replace(self.environment, stolen=stolen)
+
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
         """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
 
@@ -234,12 +250,9 @@ class Session:
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
-        environment = self.environment if details is None else dataclasses.replace(self.environment, details=details)
-        if self.place is None:  # ranks of a launched world would find different shares
-            since_s, stolen_s = self._begun_s
-            of_s = max(1.0, time.monotonic() - since_s) * (os.cpu_count() or 1)
-            environment = dataclasses.replace(environment, stolen=(read_stolen_s() - stolen_s) / of_s)
-        doubts = [doubt.text for doubt in find_doubts(records, environment)]
+        environment = self.observe()
+        environment = environment if details is None else dataclasses.replace(environment, details=details)
+        doubts = [doubt.text for doubt in find_doubts(records, environment)] if self.is_timed else []
         found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
         if self.folder is not None and self.is_leader:

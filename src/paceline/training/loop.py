@@ -157,8 +157,6 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
-        if settings.wrapper == "dp" and torch.cuda.device_count() < 2:
-            notes += ("--wrapper dp on one GPU: nn.DataParallel has nothing to share out, as if without a wrapper",)
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))

@@ -234,6 +234,12 @@ def check_job(settings: TrainSettings) -> None:
             raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
 
 
+def list_job_warnings(settings: TrainSettings) -> list[str]:
+    """What a job can be run with and says little of what was asked for."""
+    text = "--wrapper dp on one GPU: nn.DataParallel has nothing to share out, as if without a wrapper"
+    return [text] if settings.wrapper == "dp" and machine.count_gpus() < 2 else []
+
+
 def takes_cap_lists() -> bool:
     """Whether the DDP of the installed torch accepts a cap for each bucket. Imports no torch."""
     major, minor = version("torch").split(".")[:2]

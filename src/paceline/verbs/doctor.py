@@ -18,7 +18,7 @@ def doctor(*, progress: bool | None = None) -> DoctorResult:
     # Without a session: a set-up in which none can be opened must still be reported. There are about 15 checks.
     environment, checks = capture_environment(), list[CheckRecord]()
     with ProgressDisplay("doctor", progress) as display:
-        for check in check_health():
+        for check in check_health(environment):
             checks.append(check)
             display.hear("", Progress(min(len(checks), 15), 15, f"{check.name}: {check.status}"))
     return DoctorResult(Run("doctor", {}, environment, tuple(checks)))

@@ -6,13 +6,15 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
 from paceline.records import CollectiveRecord, LayerProfileRecord, TracedStepRecord
+from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import load_cap_times, load_layer_sizes, load_layer_times, load_table
 from paceline.records.store import Run, create_folder, load_run
@@ -59,13 +61,17 @@ def predict(
     )  # fmt: skip
     run = _get_run(profile)
     layers = find_profile(run)
-    records = [] if allreduce is None else _get_run(allreduce).records
-    sweep = [record for record in records if isinstance(record, CollectiveRecord)]
+    inputs, sweep = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord]()
+    if allreduce is not None:
+        inputs["all-reduce"] = measured = _get_run(allreduce)
+        sweep = [record for record in measured.records if isinstance(record, CollectiveRecord)]
+    doubts, busy = list_doubts(inputs)
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
         "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
+        "busy": busy,
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
@@ -73,7 +79,8 @@ def predict(
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
-    return _save(PredictResult(Run("predict", config, capture_environment(), (layers, *sweep))), out)
+    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    return _save(PredictResult(Run("predict", config, here, (layers, *sweep), tuple(doubts))), out)
 
 
 def predict_csv(
@@ -200,6 +207,13 @@ def find_profile(run: Run) -> LayerProfileRecord:
         what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
         raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     return found[0]
+
+
+def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
+    """The doubts about the runs that a prediction is made from, with their names; and which a busy machine measured."""
+    found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
+    texts = [f"{name}: {doubt.text}" for name, doubts in found.items() for doubt in doubts]
+    return texts, [name for name, doubts in found.items() if is_busy(doubts)]
 
 
 def _get_run(source: Result | str | Path) -> Run:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
 from paceline.measure.settings import check_counts, check_names
+from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run
 from paceline.runtime.session import find_place, open_session
-from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings
+from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
 from paceline.verbs.jobs import Counts, Place, build_settings, choose_worlds, finish, list_counts, open_job
-from paceline.verbs.predict import find_profile
+from paceline.verbs.predict import find_profile, list_doubts
 
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
@@ -63,6 +63,7 @@ def profile(
     with opened as session:
         records: list[Any] = []
         for number, given in enumerate(jobs):
+            session.warnings += list_job_warnings(given) if is_named and not number else []
             arguments = (given, kind, iters, warmup, number, len(jobs), max(sizes, default=0))
             records += session.ask(_ROOM + "measure_profile", arguments, getattr(given, "ranks", None))
         return finish(session, records)
@@ -86,6 +87,7 @@ def trace(
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
     with opened as session:
+        session.warnings += list_job_warnings(given) if isinstance(model, str) else []
         arguments = (given, 3 if warmup is None else warmup, steps, extras, session.place is not None)
         traces, facts = session.ask("paceline.measure.traces:trace_job", arguments)
 
@@ -119,28 +121,33 @@ def comm_table(
     check_counts(iters=iters, warmup=warmup)
     counts = list_counts(ranks)
     find_networks(network)
-    load_sweeps(curves, counts)  # refused before anything is measured
+    inputs: dict[str, Run] = {}
+    for path in curves:
+        inputs[f"--curve {path}"] = run = load_run(path)
+        is_sweep = any(isinstance(record, CollectiveRecord) for record in run.records)
+        what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
+        refuse((not is_sweep, what), code="mismatch")
+        what = f"--curve {path}: no measured all-reduce of {', '.join(map(str, counts))} ranks is in it"
+        refuse((not load_sweeps(path, counts), what))
     records: list[Any] = []
-    warnings: list[str] = []
     if profiles:
         others = {"model": model, "iters": iters, "warmup": warmup, **job}
         given = ", ".join(f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None)
         refuse((given, f"{given} with --model-profile: the profile was measured with its own; leave it out"))
         runs = [load_run(path) for path in profiles]
         config, records = {"profiles": list(map(str, profiles))}, [find_profile(run) for run in runs]
-        warnings = [f"{path}: {text}" for path, run in zip(profiles, runs, strict=True) for text in run.warnings]
+        inputs |= {str(path): run for path, run in zip(profiles, runs, strict=True)}
     elif isinstance(model, ProfileResult):
-        config, records, warnings = model.config, [model.profile], list(model.warnings)
+        config, records, inputs = model.config, [model.profile], inputs | {"profile": model.run}
         refuse((model.profile is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
     else:
         settings = _build_bare("cnn" if model is None else model, job)
         config = settings.to_json()
-    more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves]}
+    doubts, busy = list_doubts(inputs)
+    more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves], "busy": busy}
     with open_session("profile comm-table", config | more, out=out, progress=progress) as session:
-        if records:  # nothing is timed here, so that the load of this machine says nothing
-            session.warnings += warnings
-            session.environment = replace(session.environment, load_average=None)
-        else:
+        session.is_timed, session.warnings = not records, doubts
+        if not records:
             arguments = (settings, "layers", iters or 10, 2 if warmup is None else warmup)
             records = session.ask(_ROOM + "measure_profile", arguments)
         return cast("CommTableResult", finish(session, records))

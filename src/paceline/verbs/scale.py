@@ -254,6 +254,7 @@ def report(
             else:
                 opened = session.open_part(name, verb, config, same_machine=each.is_timed)
             with opened as study:  # one that is resumed has its own settings
+                study.share_load(session)
                 parts.append(_finish(study, name, type(each).from_json(study.config)))
         if session.is_finished and session.folder is not None:
             run = load_run(session.folder)
@@ -310,6 +311,7 @@ def _run_study(name: str, given: dict[str, Any]) -> Any:
 
 def _finish(session: Session, name: str, settings: StudySettings, at_once: int = 1) -> Any:
     """A finished study has its records in its run: no rank is started."""
+    session.is_timed = settings.is_timed
     return finish(session, [] if session.is_finished else STUDIES[name][2](session, settings, at_once))
 
 

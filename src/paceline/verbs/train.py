@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.errors import ConfigError, RecordError, refuse
+from paceline.records.environment import Environment
 from paceline.records.store import Run, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
 from paceline.report.result import Result, load_result
@@ -19,7 +20,7 @@ from paceline.report.training import TrainComparisonResult, TrainRunResult, rend
 from paceline.runtime.environment import is_launched
 from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
-from paceline.training.settings import NAMES, TrainSettings, check_job
+from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of
 from paceline.verbs.jobs import Counts, Place, choose_world, choose_worlds, list_counts
 from paceline.workloads.data import parse_data
@@ -126,6 +127,8 @@ def _train(
         "train", config, ranks=wanted.ranks, out=out, name=name, resume=resume, progress=progress, can_resume=True
     ) as session:
         folder = session.folder
+        if whole is not None:
+            session.share_load(whole)
         ends = "epochs" if wanted.steps is None else "steps"
         session.saved = lambda: _describe_saved(folder)
         if folder is not None and session.is_leader:
@@ -146,13 +149,13 @@ def _train(
             _interrupt(session.signal or outcome.signal)
         if whole is not None:
             whole.signal = session.signal
-        ended = {"steps": outcome.step, **outcome.facts}
+        ended, environment = {"steps": outcome.step, **outcome.facts}, session.observe()
         if folder is not None and session.is_leader:
-            update_config(folder, outcome=ended)
-        notes = list(outcome.notes)
+            update_config(folder, ended, environment if outcome.step != num_before else None)
+        notes = [*list_job_warnings(wanted), *outcome.notes]
         if outcome.step == num_before:
             notes.append(f"the run was already finished, after {outcome.step} steps; to train on, give more --{ends}")
-        run = Run("train", config | {"outcome": ended}, session.environment, (), tuple(notes))
+        run = Run("train", config | {"outcome": ended}, environment, (), tuple(notes))
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
         session.write(result)
         return result
@@ -162,13 +165,19 @@ def _interrupt(number: int) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: int) -> None:
-    """Note in `config.json` how a run ended, or that it is longer now, so that the next resume knows."""
+def update_config(
+    run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, **lengths: int
+) -> None:
+    """Note in `config.json` how a run ended and how busy the machine was, or that it is longer now."""
     document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
     if outcome is not None:
         document["outcome"] = outcome
+    if environment is not None and document.get("environment"):
+        for name in ("load_average", "stolen"):  # of a resumed run, the larger
+            known = document["environment"].get(name) or 0.0
+            document["environment"][name] = max(known, getattr(environment, name) or 0.0)
     if document != before:
         write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
 

@@ -1,0 +1,149 @@
+"""The one check of every verb: the reasons to doubt what a run measured, from its records and the machine's load."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from paceline.records.environment import Environment
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
+from paceline.records.layers import LayerProfileRecord
+from paceline.records.samples import UNSTABLE, Samples
+from paceline.records.steps import StepRecord
+from paceline.records.training import BatchRecord
+from paceline.units import format_bytes, format_duration, format_number_of
+
+# The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
+NOISY = ("inconclusive", "unstable", "drifting", "few")
+# Names of doubtful measurements in one line; of more, their number and the worst.
+_MOST_NAMES = 3
+# Of the time of all cores, what the host of a virtual machine may give to others; and the load before a run, per core.
+_MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
+# In order of gravity. Some have a text of their own and are the same kind to a program.
+_TEXTS = {
+    "wrong": "WRONG DATA at {}: do not use this backend for these messages",
+    "parameters": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
+    "above": "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
+    "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
+    "epochs": "unstable at {} (p10 to p90 of epochs): repeat on a quiet machine or with more --epochs",
+    "drifting": "not settled at {} (second half compared with the first): raise --warmup",
+    "few": "fewer than 5 repetitions at {}: a median of these says little",
+    "skewed": "ranks arrive far apart at {}: over half of the time is waiting for the last one",
+}
+_KINDS = {"parameters": "wrong", "epochs": "unstable"}
+
+
+class Doubt(NamedTuple):
+    """One reason to doubt a measurement, as one line for people; `kind` is for programs."""
+
+    kind: str
+    text: str
+
+
+_Step = StepRecord | LayerProfileRecord | BatchRecord
+_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | _Step
+
+
+def _name(record: _Timed) -> str:
+    """What distinguishes this record from the others on the same backend and ranks."""
+    if isinstance(record, StepRecord):
+        return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
+    if isinstance(record, LayerProfileRecord | BatchRecord):
+        return f"{record.model}, batch {record.batch_size}"
+    if isinstance(record, ChunksRecord):
+        return format_bytes(record.chunk_bytes)
+    if isinstance(record, MemoryRecord):
+        return f"{format_bytes(record.num_bytes)} ({record.operation})"
+    return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
+
+
+def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, float, str]]:
+    """The kinds of doubt that a record gives, each with how bad it is, and with its details."""
+    spread = f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
+    if num_wrong := getattr(r, "num_wrong", None):
+        kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
+        yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
+    if fraction is not None and fraction > 1.1:  # a little more than 1 is the noise of both
+        yield "above", fraction, f"{fraction:.2f} of memory"
+    if isinstance(r, BatchRecord):  # a repetition is an epoch: a few of them are many steps
+        if timing.noise > UNSTABLE:
+            yield "epochs", timing.noise, spread
+    elif timing.count < 5:
+        yield "few", -timing.count, ""
+    elif timing.noise > UNSTABLE:
+        yield "unstable", timing.noise, spread
+    elif abs(timing.drift) > 0.25:
+        yield "drifting", abs(timing.drift), f"{timing.drift:+.0%}"
+    # A pass over memory waits for nobody.
+    if not isinstance(r, MemoryRecord) and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
+        yield "skewed", (timing.skew_s or 0.0) / timing.median_s, ""
+
+
+def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
+    """What the host of a virtual machine took during the run, and the load before it; each empty unless too much."""
+    stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
+    took = f"the host took {stolen:.0%} of the cores' time for others"
+    worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"
+    return [took] if stolen > _MOST_STOLEN else [], [worked] if load > _MOST_LOAD * cores else []
+
+
+def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
+    """Every reason to doubt the measured records, the gravest first. An environment without a load is that of a run
+    which timed nothing, or whose load says nothing."""
+    bounds, cores = MemoryBounds(records), environment.cores
+    steps: list[tuple[_Step, bool]] = []
+    crowded: set[int] = set()
+    is_one_host = environment.details.get("hosts", 1) == 1
+    found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
+    totals: Counter[tuple[str, int]] = Counter()
+    for r in records:
+        if isinstance(r, _Timed) and isinstance(r.timing, Samples):
+            fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
+            backend = "memory" if isinstance(r, MemoryRecord) else getattr(r, "backend", "")
+            world_size = getattr(r, "world_size", 1)
+            totals[backend, world_size] += 1
+            reasons = list(_find_reasons(r, r.timing, fraction))
+            for kind, badness, details in reasons:
+                name = _name(r) + (f" ({details})" if details else "")
+                found[kind, backend, world_size].append((badness, name))
+            if isinstance(r, _Step):
+                steps.append((r, any(_KINDS.get(kind, kind) == "unstable" for kind, *_ in reasons)))
+            if r.device == "cpu" and world_size > cores and is_one_host:
+                crowded.add(world_size)
+    doubts = []
+    for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
+        names = ", ".join(name for _, name in places)
+        if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # of wrong data, every place counts
+            names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
+        place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
+        doubts.append(Doubt(_KINDS.get(kind, kind), f"{place}: {_TEXTS[kind].format(names)}"))
+    if crowded:
+        many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(cores, 'core')}"
+        doubts.append(Doubt("crowded", f"{many}: their times include waiting for a core"))
+    causes, load = describe_load(environment)
+    # A tuning is concluded from its candidates.
+    steps = [step for step in steps if getattr(step[0], "role", "") == "job"] or steps
+    unstable = [r for r, is_unstable in steps if is_unstable]
+    if 2 * len(unstable) > len(steps) and any(getattr(r, "world_size", 1) not in crowded for r in unstable):
+        many = f"{len(unstable)} of {len(steps)} variants of the step are unstable"
+        causes = [many if len(steps) > 1 else "the step is unstable", *causes]
+    because = ", ".join([*causes, *load])
+    if causes:
+        why = "nothing can be concluded from the times; repeat on a quiet machine"
+        text = f"the machine was too busy to measure ({because}): {why}"
+        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
+    elif load:
+        doubts.append(Doubt("busy", f"the machine was busy before the run ({because}): other work may be in the times"))
+    return doubts
+
+
+def is_busy(doubts: Sequence[Doubt]) -> bool:
+    """Whether the machine was too busy for what is predicted from such a run to be trusted."""
+    return any(doubt.kind in ("inconclusive", "busy") for doubt in doubts)
+
+
+def add_busy(doubt: str, names: Sequence[str]) -> str:
+    """A doubt about a prediction, with the inputs that a busy machine measured."""
+    busy = f"measured on a busy machine: {', '.join(names)}" if names else ""
+    return "; ".join(filter(None, (doubt, busy)))
