@@ -21,9 +21,10 @@ $(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/native/*)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Look at this machine, and find the best buckets for a small GPT-2 on two ranks (about a minute)
+demo: $(STAMP) ## Look at this machine, and find the best buckets for a small GPT-2 here and on a slow network (2 minutes)
 	$(BIN)/paceline doctor
 	$(BIN)/paceline tune --model gpt2-tiny --ranks 2 --quick
+	$(BIN)/paceline tune --model gpt2-tiny --network 1gbe --network-ranks 8 --threads 1 --quick
 
 # Two workers, each with warm ranks of its own; a file of tests stays on one of them. The long files come first, so that
 # both workers end at about the same time.

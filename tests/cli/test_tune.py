@@ -11,6 +11,7 @@ import pytest
 from paceline import load_result, load_run
 from paceline.cli.options import print_result
 from paceline.plan import Plan
+from paceline.predict.race import VERDICTS
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.report.predictions import TuneResult
 from tests.cli.test_train import type_alone, type_command
@@ -21,13 +22,14 @@ TINY = ("--channels", "2", "4", "--hidden", "16")
 CAPS = (16, 1024, 4 << 20)
 TUNE = ("tune", *TINY, "--batch-size", "1", "--samples", "16", "--caps", "16B,1KiB,4MiB", "--iters", "2")
 KEYS = {
-    "model", "wrapper", "backend", "world_size", "grid", "mape", "max_error", "exposed_error", "kendall_tau", "flat",
-    "noise", "best_predicted_cap_bytes", "best_measured_cap_bytes", "regret", "plan", "plan_measured_s",
-    "default_measured_s", "verdict",
+    "model", "wrapper", "backend", "world_size", "grid", "mape", "max_error", "exposed_error", "kendall_tau", "noise",
+    "best_predicted_cap_bytes", "best_measured_cap_bytes", "regret", "regret_high", "gain", "gain_low", "gain_high",
+    "plan", "plan_measured_s", "default_measured_s", "verdict", "answer", "race",
 }  # fmt: skip
 FILES = {
     "run.json", "plan.json", "grid.md", "grid.csv", "buckets.md", "buckets.csv", "tuning.png", "tuning.svg",
 }  # fmt: skip
+RACE_FILES = {"predictions.json", "race.md", "race.csv", "race.png", "race.svg"}
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +83,14 @@ def assert_complete(document: dict, wrapper: str, backend: str, world_size: int)
     assert document["mape"] == pytest.approx(sum(errors) / 3)
     assert document["best_measured_cap_bytes"] in CAPS and document["best_predicted_cap_bytes"] in CAPS
     assert document["regret"] >= 0 and document["default_measured_s"] > 0 and document["plan_measured_s"] > 0
-    assert {path.name for path in Path(document["run"]).iterdir()} == FILES
+    assert {path.name for path in Path(document["run"]).iterdir()} == FILES | RACE_FILES
+    written = json.loads((Path(document["run"]) / "predictions.json").read_text())["predictions"]
+    assert [one["label"] for one in written] == [row["plan"] for row in document["race"]]
+    assert [one["step_s"] for one in written] == [row["predicted_s"] for row in document["race"]]
+    assert len({tuple(one["bucket_bytes"]) for one in written}) == len(written) <= 6
     plan = Plan.from_json(Path(document["plan"]).read_text())
     run = load_run(Path(document["run"]))
-    assert run.complete and run.verb == "tune" and document["verdict"] == document["answer"]
+    assert run.complete and run.verb == "tune" and document["verdict"] in VERDICTS
     again = load_result(document["run"])
     assert isinstance(again, TuneResult) and again.to_json() == document and again.plan == plan
     (profile,) = (record for record in run.records if isinstance(record, LayerProfileRecord))
@@ -95,12 +101,13 @@ def assert_complete(document: dict, wrapper: str, backend: str, world_size: int)
 def test_everything_is_measured_predicted_and_written(on_gloo):
     assert_complete(on_gloo, "paceline", "gloo", 2)
     steps = steps_of(on_gloo)
-    assert all(record.timing.count == 2 and record.timing.num_ranks == 2 for record in steps)
+    assert all(len(record.turns_s) == 2 and record.timing.num_ranks == 2 for record in steps)
+    assert on_gloo["verdict"] in ("undecided", "flat")  # two rounds decide nothing
     assert {record.role for record in steps} == {"plain", "local", "job"}
     grid = [record for record in steps if record.role == "job" and not record.note]
     assert [record.cap_bytes for record in grid] == list(CAPS)
     confirmed = {record.label for record in steps if record.note == "confirmed"}
-    assert "default" in confirmed and ("recommended" in confirmed or on_gloo["keeps_default"])
+    assert confirmed == {row["plan"] for row in on_gloo["race"]} and "default" in confirmed
     assert all(record.source == "measured" for record in steps)
     sweep = [r for r in load_run(Path(on_gloo["run"])).records if isinstance(r, CollectiveRecord)]
     assert len(sweep) >= 2 and {record.world_size for record in sweep} == {2}
@@ -151,7 +158,7 @@ def test_a_network_that_does_not_exist(emulated):
     assert sources == {"plain": "measured", "local": "measured", "job": "emulated"}
     config = load_run(Path(emulated["run"])).config["tune"]
     assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
-    assert "10gbe, 16 ranks, emulated" in emulated["verdict"]
+    assert "10gbe, 16 ranks, emulated" in emulated["answer"]
 
 
 @pytest.mark.slow
@@ -186,6 +193,7 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
         (("--caps", "0"), "'0' has no unit"),
         (("--caps", "0B"), "size 0 in '0B'"),
         (("--caps", ","), "no size in"),
+        (("--budget", "0"), "--budget 0.0: above 0 seconds"),
         (("--iters", "1"), "--iters 1: 2 or more, to know the noise"),
         (("--batch-size", "4,8"), "--batch-size 4,8: one number is needed here"),
     ],

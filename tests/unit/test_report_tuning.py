@@ -11,13 +11,14 @@ import pytest
 
 from paceline import load_result
 from paceline.errors import ConfigError, RecordError
-from paceline.predict.tuning import TuneSettings, judge_tuning
+from paceline.predict.race import VERDICTS
+from paceline.predict.tuning import TuneSettings, judge_tuning, render_predictions
 from paceline.records import StepRecord
 from paceline.records.doubts import find_doubts
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.report.plots import render_png, render_svg
-from paceline.report.predictions import TuneResult, describe_answer, describe_errors, plot_tuning
+from paceline.report.predictions import TuneResult, describe_answer, describe_errors, plot_race, plot_tuning
 from paceline.units import MIB, format_ms
 from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob
@@ -31,9 +32,9 @@ SLOW = MadeJob(alpha_s=0.010, backend="paceline", disturbed=((2**20, 1.0, 1.0),)
 FREE = MadeJob(alpha_s=1e-6, bytes_per_s=1e12, launch_s=0.0, gather_s=0.0, disturbed=((2**20, 1.0, 1.0),))
 NOISY, CALM = (0.97, 1.0, 1.03, 0.98, 1.02), (0.999, 1.0, 1.001, 1.0, 1.0)
 JSON_KEYS = {
-    "model", "wrapper", "backend", "world_size", "grid", "mape", "max_error", "exposed_error", "kendall_tau", "flat",
-    "noise", "best_predicted_cap_bytes", "best_measured_cap_bytes", "regret", "plan", "plan_measured_s",
-    "default_measured_s", "verdict",
+    "model", "wrapper", "backend", "world_size", "grid", "mape", "max_error", "exposed_error", "kendall_tau", "noise",
+    "best_predicted_cap_bytes", "best_measured_cap_bytes", "regret", "regret_high", "gain", "gain_low", "gain_high",
+    "plan", "plan_measured_s", "default_measured_s", "verdict",
 }  # fmt: skip
 GRID_KEYS = {"cap_bytes", "num_buckets", "predicted_s", "low_s", "high_s", "measured_s"}
 
@@ -45,72 +46,105 @@ def tune(job, grid_s=(), confirmed_s=None, spread=CALM, settings=SETTINGS):
         sizes = tuple(plan_by_cap(job.gradients, ORDER, cap).bucket_bytes)
         times_s = [seconds * share for share in spread]
         records.append(job.build_plan_step(f"cap {cap}", times_s, cap_bytes=cap, bucket_bytes=sizes))
+    sizes = {"default": (MIB,) * 8, "recommended": (4 * MIB, 4 * MIB), "cap 8 MiB": (8 * MIB,)}
     for number, (label, seconds) in enumerate((confirmed_s or {}).items()):
-        times_s = [seconds * share for share in spread[number:] + spread[:number]]
-        records.append(job.build_plan_step(label, times_s, note="confirmed"))
+        times_s = [seconds * share for share in spread[number:] + spread[:number]] * 8
+        cap = 8 * MIB if label.startswith("cap") else 0
+        records.append(job.build_plan_step(label, times_s, note="confirmed", cap_bytes=cap, bucket_bytes=sizes[label]))
     return judge_tuning(settings, records, job.gradients, plan_by_cap(job.gradients, ORDER, MIB))
 
 
 def make_result(tuning, **config):
     """The result of a run that has the records of this tuning."""
-    config |= tuning.settings.to_json(tuning.recommended_plan.gradients, tuning.default_plan)
+    plan = tuning.candidates[0].plan
+    config |= tuning.settings.to_json(plan.gradients, plan)
     return TuneResult(Run("tune", config, capture_environment(), tuning.records))
 
 
 def test_flat():
-    tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070, "cap 1": 0.070}, NOISY)
+    tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070, "cap 8 MiB": 0.0701})
     answer = describe_answer(tuning)
-    assert answer.startswith("flat: keep the default, 8 buckets: ")
-    assert "all bucket sizes lie within 1.4%, the noise being 2.8%" in answer
-    assert tuning.plan is tuning.default_plan
+    assert answer == "flat: all 2 plans are within ±1 % of the default (8 buckets), 40 rounds in turns; keep it"
     result = make_result(tuning)
-    assert (result.verdict, result.plan, result.gain) == ("keep", tuning.plan, tuning.gain)
+    assert (result.verdict, result.plan, result.gain) == ("flat", tuning.candidates[0].plan, tuning.race.gain)
     assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
+    assert result.regret[1] <= 0.01
 
 
-def test_without_measured_sizes_there_is_no_noise():
-    answer = describe_answer(tune(FREE))
-    assert "the default, 8 buckets" in answer and answer.endswith("%, predicted")
-
-
-def test_the_default_is_kept_though_sizes_differ():
-    tuning = tune(FREE, (0.070, 0.080, 0.091), {"default": 0.070, "cap 1": 0.056})
-    answer = describe_answer(tuning)
-    assert answer.startswith("keep the default, 8 buckets: ") and "flat" not in answer
-    assert "all bucket sizes lie within 30.0%" in answer and answer.endswith("(regret 25.0%)")
+def test_plans_with_the_same_buckets_are_one():
+    tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070})
+    twin = next(r for r in tuning.records if isinstance(r, StepRecord) and r.note)
+    records = [*tuning.records, replace(twin, label="recommended"), replace(twin, label="cap 1 MiB", cap_bytes=MIB)]
+    again = judge_tuning(SETTINGS, records, FREE.gradients, tuning.candidates[0].plan)
+    assert [candidate.label for candidate in again.candidates] == ["default"]
+    assert describe_answer(again) == "flat: all plans have the buckets of the default (8 buckets)"
 
 
 @pytest.mark.parametrize(
-    ("recommended_s", "spread", "words"),
+    ("times_s", "spread", "verdict", "words"),
     [
-        (0.120, CALM, ("less than the default, and took 20.0% ± 0.1% less, measured in turns", "regret 20.0%")),
-        (0.149, NOISY, ("keep the default: ", "was predicted ", "more, measured in turns: within the noise")),
-        (0.143, NOISY, ("keep the default: ", "and took ", "less, measured in turns: within the noise")),
-        (0.165, CALM, ("keep the default: ", "turns: a wrong prediction", "and took 10.0% ± 0.1% more")),
+        ((0.150, 0.120, 0.130), CALM, "use",
+         ("use bucket size 4 MiB (2 buckets): 20.0% less than the default [19.", "40 rounds", "regret at most 0.0%")),
+        ((0.150, 0.120, 0.100), CALM, "use", ("use bucket size 8 MiB (1 bucket): 33.3% less than",)),
+        ((0.150, 0.149, 0.165), NOISY, "undecided",
+         ("undecided: the default (8 buckets) is within [-", "] of the best of 3 plans after 40 rounds; about ",
+          " more rounds (", ") would decide")),
+        ((0.150, 0.165, 0.180), CALM, "default",
+         ("the default (8 buckets) is the best of 3 plans: the others are slower",)),
+        ((0.150, 0.165, 0.150), CALM, "default",
+         ("the default (8 buckets) is the best of 3 plans: no other is more than 1 % faster", "regret at most 0.")),
     ],
-    ids=["a clear gain", "within the noise", "a gain within the noise", "a wrong prediction"],
-)
-def test_a_recommended_plan_and_the_default(recommended_s, spread, words):
-    confirmed = {"default": 0.150, "recommended": recommended_s, "cap 1": 0.100}
+    ids=["a clear gain", "the best of the sweep", "within the noise", "all slower", "one as good"],
+)  # fmt: skip
+def test_the_race_decides(times_s, spread, verdict, words):
+    confirmed = dict(zip(("default", "recommended", "cap 8 MiB"), times_s, strict=True))
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed, spread)
-    assert not tuning.choice.is_default and tuning.recommended == "recommended"
     answer = describe_answer(tuning)
     for part in words:
         assert part in answer
-    assert answer.startswith("use ") == (recommended_s == 0.120)
-    assert f"{tuning.choice.gain:.1%}" in answer and "\n" not in answer
     result = make_result(tuning)
-    assert result.verdict == ("use" if recommended_s == 0.120 else "keep")
-    assert result.plan == (tuning.recommended_plan if result.verdict == "use" else tuning.default_plan)
-    assert result.gain.value == pytest.approx(recommended_s / 0.150, rel=0.05)
+    assert result.verdict == verdict and "\n" not in answer
+    place = min(range(3), key=lambda number: times_s[number]) if verdict == "use" else 0
+    assert result.plan == tuning.candidates[place].plan
+    assert result.gain.value == pytest.approx(times_s[place] / 0.150, rel=0.01)
+    rows = result.table("race").rows_json()
+    assert [row["plan"] for row in rows] == list(confirmed)
+    assert [row["measured_s"] for row in rows] == pytest.approx(times_s, rel=0.03)
+    assert [row["status"] for row in rows][place] == "use"
+    labels = set(plot_race(result, "a box").axes[0].get_legend_handles_labels()[1])
+    assert {"to use", "predicted", "within 1 % of the default"} <= labels
+
+
+def test_what_races_is_the_default_the_predicted_best_the_best_of_the_sweep_and_what_may_be_as_good():
+    tuning = tune(SLOW, (0.150, 0.110, 0.090))
+    labels = [candidate.label for candidate in tuning.candidates]
+    assert labels[0] == "default" and "recommended" in labels and len(labels) == len(set(labels)) <= 6
+    assert len({candidate.plan.bucket_bytes for candidate in tuning.candidates}) == len(labels)
+    assert any(candidate.plan.bucket_bytes == (8 * MIB,) for candidate in tuning.candidates), "the best of the sweep"
+    assert [one["label"] for one in tuning.predictions] == labels
+    for one, candidate in zip(tuning.predictions, tuning.candidates, strict=True):
+        assert one["low_s"] < one["step_s"] < one["high_s"] and one["bucket_bytes"] == list(candidate.plan.bucket_bytes)
+
+
+def test_predictions_that_were_changed_are_found_out(tmp_path):
+    tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
+    result = make_result(tuning)
+    result.config["predictions"] = tuning.predictions
+    folder = result.save(tmp_path / "run")
+    (folder / "predictions.json").write_text(render_predictions(tuning.predictions))
+    assert any("predictions were written before the race began" in line for line in load_result(folder).findings)
+    changed = [one | {"step_s": 2 * one["step_s"]} for one in tuning.predictions]
+    (folder / "predictions.json").write_text(render_predictions(changed))
+    assert any("one of them was changed" in line for line in load_result(folder).findings)
 
 
 @pytest.mark.parametrize("takes_lists", [True, False])
 def test_a_prediction_that_nobody_confirmed(takes_lists):
     tuning = tune(SLOW, settings=replace(SETTINGS, takes_lists=takes_lists))
     answer = describe_answer(tuning)
-    assert answer.endswith(f"predicted {tuning.choice.gain:.1%} less than the default")
+    assert answer.endswith(f"predicted {tuning.choice.gain:.1%} less than the default; no plan was run")
     assert answer.startswith("use bucket size ") == (tuning.choice.cap_bytes > 0)
+    assert describe_answer(tune(FREE)).startswith("flat: keep the default (8 buckets): ")
     assert takes_lists or tuning.choice.cap_bytes > 0
     assert describe_errors(tuning) == []
     assert len(tuning.points) >= 4 and tuning.measured == []
@@ -123,7 +157,7 @@ def test_a_prediction_that_nobody_confirmed(takes_lists):
 
 
 def test_a_row_has_what_is_promised_and_the_numbers_of_the_tuning():
-    confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
+    confirmed = {"default": 0.150, "recommended": 0.120, "cap 8 MiB": 0.130}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed)
     result = make_result(tuning)
     result.folder = Path("a")
@@ -139,10 +173,11 @@ def test_a_row_has_what_is_promised_and_the_numbers_of_the_tuning():
     errors = [point["predicted_s"] / point["measured_s"] - 1 for point in row["grid"]]
     assert row["mape"] == pytest.approx(sum(map(abs, errors)) / 3)
     assert row["max_error"] == pytest.approx(max(map(abs, errors)))
-    assert (row["plan"], row["verdict"]) == ("a/plan.json", result.answer)
+    assert (row["plan"], row["verdict"], row["answer"]) == ("a/plan.json", "use", result.answer)
     assert row["best_measured_cap_bytes"] == 8 * MIB
     assert (row["plan_measured_s"], row["default_measured_s"]) == pytest.approx((0.120, 0.150))
-    assert row["regret"] == pytest.approx(0.2) and row["flat"] is False and row["keeps_default"] is False
+    assert (row["regret"], row["regret_high"], row["is_predicted"]) == (0.0, 0.0, False)
+    assert row["gain"] == pytest.approx(0.2, abs=0.01) and row["gain_low"] < row["gain"] < row["gain_high"]
 
 
 def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
@@ -176,6 +211,18 @@ def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
     busy = make_result(tune(SLOW, (0.150, 0.110, 0.100), spread=(0.3, 1.0, 1.9, 0.4, 1.7)))
     doubts = find_doubts(busy.records, replace(busy.run.environment, cores=2))
     assert "3 of 3 variants of the step are unstable" in doubts[0].text  # the steps of the calibration are steady
+    assert "nothing can be concluded" in doubts[0].text and len(busy.noise) > 0
+
+
+def test_the_race_allows_for_a_busy_machine():
+    spread, times_s = (0.3, 1.0, 1.9, 0.4, 1.7), (0.150, 0.110, 0.100)
+    decided = make_result(tune(SLOW, times_s, {"default": 9.0, "recommended": 0.120}, spread=spread))
+    doubts = find_doubts(decided.records, replace(decided.run.environment, cores=2))
+    assert "3 of 3 variants of the step are unstable" in doubts[0].text, "not the plans of the race"
+    assert "the race of plans allows for the noise" in doubts[0].text
+    assert decided.verdict == "use" and decided.noise == []
+    undecided = make_result(tune(SLOW, times_s, {"default": 0.121, "recommended": 0.120}, spread=spread))
+    assert undecided.verdict == "undecided" and undecided.noise == [undecided.answer]
 
 
 def test_tables_show_every_point_and_every_bucket():
@@ -184,7 +231,7 @@ def test_tables_show_every_point_and_every_bucket():
     assert (grid.name, buckets.name) == ("grid", "buckets")
     text = grid.markdown()
     assert "| 1 MiB" in text and "| 4 MiB" in text and text.count("measured |") == 2
-    count = len(tuning.choice.estimate.step.buckets)
+    count = len(tuning.answer.estimate.step.buckets)
     assert len(buckets.rows_json()) == count and buckets.markdown().count("simulated") == count
     assert set(buckets.rows_json()[0]) == {
         "bucket", "num_bytes", "ready_s", "launch_s", "start_s", "done_s", "source",
@@ -194,7 +241,7 @@ def test_tables_show_every_point_and_every_bucket():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_cuts_no_size_and_no_number(width):
-    confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
+    confirmed = {"default": 0.150, "recommended": 0.120, "cap 8 MiB": 0.130}
     result = make_result(tune(SLOW, (0.150, 0.110, 0.100), confirmed))
     text = result.text(width)
     assert max(map(len, text.splitlines())) <= width and "…" not in text
@@ -235,8 +282,8 @@ def test_what_is_confirmed_does_not_change_the_plan():
     records = job.build_calibration()
     later = [*records, job.build_plan_step("cap", (9.0,) * 5, cap_bytes=MIB)]
     first, again = (judge_tuning(SETTINGS, r, job.gradients, default) for r in (records, later))
-    plan = first.recommended_plan
-    assert (first.choice, plan) == (again.choice, again.recommended_plan)
+    plan = first.candidates[1].plan
+    assert (first.choice, plan) == (again.choice, again.candidates[1].plan)
     assert plan.rule.startswith("tuned: ") and plan.gradients == job.gradients
 
 
@@ -254,7 +301,7 @@ def test_the_emulated_network_is_what_messages_cost():
 
 
 def test_a_saved_run_gives_the_same_answer(tmp_path):
-    confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
+    confirmed = {"default": 0.150, "recommended": 0.120, "cap 8 MiB": 0.130}
     result = make_result(tune(SLOW, (0.150, 0.110, 0.100), confirmed))
     again = load_result(result.save(tmp_path / "run"))
     assert isinstance(again, TuneResult) and again.to_json() == result.to_json()
@@ -267,13 +314,13 @@ def test_a_saved_run_gives_the_same_answer(tmp_path):
 def test_every_stored_tuning_still_answers(folder):
     """They are of older versions, whose default plan follows from plan.json."""
     result = load_result(folder)
-    assert isinstance(result, TuneResult) and result.verdict in ("use", "keep")
+    assert isinstance(result, TuneResult) and result.verdict in VERDICTS
     grid = [r for r in result.records if isinstance(r, StepRecord) and r.role == "job" and not r.note]
     assert [point.measured for point in result.candidates] == grid and len(grid) >= 2
-    # What was found then is found again: the stored notes ended with the answer.
+    # What was shown to be better then still is, or too few rounds show it: the stored notes ended with the answer.
     was_kept = ": keep the default" in result.run.warnings[-1] or "flat: keep" in result.run.warnings[-1]
-    assert (result.verdict == "keep") == was_kept
-    assert result.answer not in result.warnings and result.plan.num_bytes == result.tuning.default_plan.num_bytes
+    assert was_kept or result.verdict in ("use", "undecided")
+    assert result.answer not in result.warnings and result.plan.num_bytes == result.tuning.candidates[0].plan.num_bytes
 
 
 def test_an_old_run_without_its_plan_is_refused(tmp_path):

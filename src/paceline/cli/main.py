@@ -167,8 +167,9 @@ add_command(
 )  # fmt: skip
 add_command(
     app, "tune", "tune:tune",
-    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters strict",
-    "Find the best buckets: measure this machine and model, predict every plan, confirm, and save the plan.\n\n"
+    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters budget "
+    "strict",
+    "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.",
     model="cnn",
 )  # fmt: skip

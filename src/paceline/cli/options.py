@@ -182,6 +182,7 @@ OPTIONS = {
     "confirm": Option(MEASUREMENT,
         "Predict only: the job is never run under a plan.", False, flags="--no-confirm", read=lambda *_: False),
     "caps": Option(MEASUREMENT, "Bucket sizes to run: 1MiB,4MiB,25MiB. Default: a range."),
+    "budget": Option(MEASUREMENT, "Seconds that the race of plans takes at most. Default: 60, with --quick 30.", float),
     "network_ranks": Option(MEASUREMENT, "Ranks on the network, this one included. Default: 8.", int),
     "predict_ranks": Option(MEASUREMENT, "Predict the curve for these ranks.", "64,1024", read=parse_counts),
     "seeds": Option(MEASUREMENT, "Runs of each recipe.", 3),

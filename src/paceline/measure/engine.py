@@ -249,12 +249,13 @@ def time_once(item: Timed, control: dist.ProcessGroup, repetition: int) -> None:
 
 def run_rounds(
     run_round: Callable[[int], float], control: dist.ProcessGroup, pace: Pace, iters: int | None, warmup: int | None,
-    report: Report | None, end_warmup: Callable[[int], None],
+    report: Report | None, end_warmup: Callable[[int], None], is_over: Callable[[int], bool] = lambda number: False,
 ) -> None:  # fmt: skip
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
     `end_warmup` is called with the number of warm-ups when they are over, `report` with the share of the repetitions
-    that is done. Collective: every rank of `control` must call this.
+    that is done. `is_over` is asked after each repetition, with their number, whether it was the last; all ranks must
+    answer alike. Collective: every rank of `control` must call this.
     """
     with no_garbage_collection():
         warm_s: list[float] = []
@@ -271,6 +272,8 @@ def run_rounds(
             run_round(len(warm_s) + repetition)
             if report is not None:
                 report((repetition + 1) / iters)
+            if is_over(repetition + 1):
+                break
 
 
 def agree_on_max(value: float, control: dist.ProcessGroup) -> float:

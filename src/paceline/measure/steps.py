@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -348,9 +349,9 @@ class Probe:
 class Variant:
     """One variant of the job and its times on this rank, by field of the record; no `replica` on a rank outside.
 
-    `labels` are fields of its record. Kinds of steps, each taken in every round: plain as it is; marked with its phases
-    marked; no_comm without communication; timed with its messages timed; messages with a probe's single messages timed;
-    profiled with a probe's own phases.
+    `labels` are fields of its record. Kinds of steps, each taken in every round until it `is_dropped`: plain as it is;
+    marked with its phases marked; no_comm without communication; timed with its messages timed; messages with a probe's
+    single messages timed; profiled with a probe's own phases.
     """
 
     labels: dict[str, Any]
@@ -362,6 +363,7 @@ class Variant:
     starts_s: list[float] = field(default_factory=list)
     bucket_bytes: tuple[int, ...] = ()
     sent: list[Sent] = field(default_factory=list)
+    is_dropped: bool = False
 
     def note(self, name: str, seconds: float) -> None:
         self.times.setdefault(name, []).append(seconds)
@@ -380,7 +382,7 @@ class StepBench:
     def __init__(
         self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
     ) -> None:
-        self.world, self.labels, self._loads_inside, self._steps_per_turn = world, labels, loads_inside, steps_per_turn
+        self.world, self.labels, self._loads_inside, self.steps_per_turn = world, labels, loads_inside, steps_per_turn
         self.meeting = build_control(world)
         self.variants = list[Variant]()
         self.num_warmup = self.num_warm_steps = 0  # rounds, and steps of each kind
@@ -404,15 +406,17 @@ class StepBench:
     def run(
         self, pace: Pace, iters: int | None = None, warmup: int | None = None, report: Report | None = None, *,
         after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
+        is_over: Callable[[int], bool] = lambda number: False,
     ) -> None:  # fmt: skip
-        """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
-        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups."""
-        turns = [[(variant, kind)] for variant in self.variants for kind in variant.kinds]
-        if self._steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
-            turns = [[(v, kind) for kind in v.kinds for _ in range(self._steps_per_turn)] for v in self.variants]
+        """All rounds. In each, every variant that is not dropped takes one step of each of its kinds, in an order that
+        changes. `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups;
+        `is_over(number)` after each further round."""
 
         def run_round(repetition: int) -> float:
-            begin_s = time.perf_counter()
+            begin_s, running = time.perf_counter(), [variant for variant in self.variants if not variant.is_dropped]
+            turns = [[(variant, kind)] for variant in running for kind in variant.kinds]
+            if self.steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
+                turns = [[(v, kind) for kind in v.kinds for _ in range(self.steps_per_turn)] for v in running]
             for place, index in enumerate(order_turns(len(turns), repetition)):
                 for variant, kind in turns[index]:
                     self._take(variant, kind)
@@ -421,10 +425,10 @@ class StepBench:
             return time.perf_counter() - begin_s
 
         def note_warmup(number: int) -> None:
-            self.num_warmup, self.num_warm_steps = number, number * self._steps_per_turn
+            self.num_warmup, self.num_warm_steps = number, number * self.steps_per_turn
             end_warmup()
 
-        run_rounds(run_round, self.meeting, pace, iters, warmup, report, note_warmup)
+        run_rounds(run_round, self.meeting, pace, iters, warmup, report, note_warmup, is_over)
 
     def _take(self, variant: Variant, kind: str) -> None:
         """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
@@ -499,7 +503,12 @@ class StepBench:
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
         defaults: dict[str, Any] = {"world_size": self.world.world_size, "backend": self.world.backend}
-        defaults |= {"device": device, "bucket_bytes": buckets, **agreed._asdict()}
+        defaults |= {
+            "device": device,
+            "bucket_bytes": buckets,
+            **agreed._asdict(),
+            "steps_per_turn": self.steps_per_turn,
+        }
         return StepRecord(timing=timing, **found, **(defaults | labels))
 
 
@@ -507,8 +516,11 @@ def order_turns(count: int, repetition: int) -> list[int]:
     """The order of the turns in one round: over many, each follows every other one equally often.
 
     A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition; every second time round it is reversed, which
-    also balances an odd number.
+    also balances an odd number. Then the places are drawn anew, so that nothing periodic meets one of them more often.
+    The first round has them in their order: a probe may need what an earlier one saw.
     """
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
-    return order[::-1] if (repetition // count) % 2 else order
+    block = repetition // (2 * count)
+    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # alike on all ranks
+    return [drawn[place] for place in (order[::-1] if (repetition // count) % 2 else order)]

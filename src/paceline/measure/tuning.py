@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 import sys
 import threading
@@ -23,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
-from paceline.measure.engine import Pace, Timed, Timing, build_samples, follow, time_once
+from paceline.measure.engine import Pace, Timed, Timing, agree_on_max, build_samples, follow, time_once
 from paceline.measure.profiles import Given, Layers, open_job
 from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, list_gradients, wrap
 from paceline.parallel import DDP
@@ -31,9 +32,13 @@ from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
+from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
-from paceline.predict.tuning import Candidate, TuneSettings, judge_tuning
+from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
+from paceline.records.steps import RACED, reduce_turns
+from paceline.runtime.session import Progress
+from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.step import Phases
 from paceline.units import format_bytes
@@ -47,28 +52,40 @@ _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 _SWITCH_S = 1e-4
 _CYCLES = 50_000_000
 
-# The records, the gradients in the order of the model's definition, and the default plan.
-Tuned = tuple[list[Record], tuple[Gradient, ...], Plan]
+# A turn of the race takes at least so long, in at most so many steps.
+_TURN_S, _MOST_STEPS, _MOST_ROUNDS = 0.02, 16, 1 << 16
+
+# The records, the gradients in the order of the model's definition, the default plan, and what was predicted for the
+# plans of the race.
+Tuned = tuple[list[Record], tuple[Gradient, ...], Plan, list[dict[str, Any]]]
 
 
 def tune_job(settings: TuneSettings, given: Given) -> Tuned:
-    """Measure on all ranks, choose on rank 0, confirm on all. Collective: every rank must call this."""
+    """Measure on all ranks, predict on rank 0, race on all. Collective: every rank must call this."""
     with open_job(given, is_bare=True) as (world, job):
         variants = _Variants(settings, job, world)
         try:
             records, default_plan = variants.calibrate()
+            predictions: list[dict[str, Any]] = []
             if settings.confirms:
-                found: list[Candidate] | PacelineError | None = None
+                found: list[Any] | PacelineError | None = None
                 if world.rank == 0:
                     try:
-                        found = judge_tuning(settings, records, variants.gradients, default_plan).candidates
+                        tuning = judge_tuning(settings, records, variants.gradients, default_plan)
+                        found = [tuning.candidates, tuning.predictions]
+                        # Before the first of these steps: nobody can say later that the predictions knew them.
+                        post(Progress(
+                            1, 2, "racing", tuple(records), files={PREDICTIONS: render_predictions(tuning.predictions)},
+                            config=settings.to_json(variants.gradients, default_plan, tuning.predictions),
+                        ))  # fmt: skip
                     except PacelineError as error:  # raised on all ranks: the others would wait for the answer
                         found = error
-                candidates = world.share(found)[0]
-                if isinstance(candidates, PacelineError):
-                    raise candidates
+                shared = world.share(found)[0]
+                if isinstance(shared, PacelineError):
+                    raise shared
+                candidates, predictions = shared
                 records += variants.confirm(candidates)
-            return records, variants.gradients, default_plan
+            return records, variants.gradients, default_plan, predictions
         finally:
             variants.close()
 
@@ -111,11 +128,12 @@ class _Variants:
                 self._add("job", f"cap {format_bytes(cap)}", self._group, cap)
         buffers = sum(buffer.nbytes for buffer in self._job.module.buffers() if buffer.is_floating_point())
         sweep = _build_sweep(self._world, self._channel, self._allocate(), settings.wrapper, buffers)
-        self._run("measuring", effort.budget_s, sweep)
+        self._run(sweep)
         timings = [build_samples(self._world.share(one.timing.seconds), self._bench.num_warmup) for one in sweep]
         records = [one.record(timing=timing) for one, timing in zip(sweep, timings, strict=True)]
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
         profile = layers.build_record(self._bench, plain)
+        self._step_s = profile.timing.median_s
         place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
         order = [place[parameter.name] for parameter in profile.parameters]
         plan = plan_like_torch(self.gradients, order)
@@ -124,12 +142,35 @@ class _Variants:
         return [*records, profile], plan
 
     def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
-        """Steps of the job under these plans, in turns."""
+        """The race of these plans: rounds until it is decided, or the time is over. A plan that is shown to be slower
+        than another leaves it."""
         self._bench.clear()
-        for label, cap_bytes, plan in candidates:
-            self._add("job", label, self._group, cap_bytes, plan)
-        self._run("confirming", self._settings.amount.confirm_s)
-        return [dataclasses.replace(self._bench.build_record(v), note="confirmed") for v in self._bench.variants]
+        for c in candidates:
+            self._add("job", c.label, self._group, c.cap_bytes, None if c.label == DEFAULT or c.cap_bytes else c.plan)
+        effort, bench = self._settings.amount, self._bench
+        # Very short steps are taken several to a turn: what changes between them would be most of it.
+        bench.steps_per_turn = max(self._job.steps_per_turn, min(_MOST_STEPS, math.ceil(_TURN_S / self._step_s)))
+        report, begin_s = follow(self._world, "racing", 1, 2), time.perf_counter()
+        most_s = effort.confirm_s if self._settings.race_s is None else self._settings.race_s
+
+        def is_over(number: int) -> bool:
+            spent = agree_on_max((time.perf_counter() - begin_s) / most_s, bench.meeting)
+            report(min(1.0, max(spent, number / (self._settings.iters or _MOST_ROUNDS))))
+            if not is_look(number):
+                return spent >= 1
+            mine = [variant.times["marked"][bench.num_warm_steps :] for variant in bench.variants]
+            by_plan, turns_s = zip(*self._world.share(mine), strict=True), dict[str, Sequence[float]]()
+            for candidate, by_rank in zip(candidates, by_plan, strict=True):
+                steps_s = [max(row) for row in zip(*by_rank, strict=True)]
+                turns_s[candidate.label] = reduce_turns(steps_s, bench.steps_per_turn)
+            race = judge_race(turns_s, DEFAULT)
+            for variant in bench.variants:
+                variant.is_dropped = variant.labels["label"] not in (*race.left, DEFAULT)
+            return race.is_decided or spent >= 1
+
+        pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
+        bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over)
+        return [dataclasses.replace(bench.build_record(variant), note=RACED) for variant in bench.variants]
 
     def close(self) -> None:
         self._bench.clear()
@@ -161,10 +202,10 @@ class _Variants:
             return torch.zeros(elements, device=self._world.device)
         return self._channel.allocate(elements, torch.float32, self._world.device)
 
-    def _run(self, what: str, budget_s: float, sweep: Sequence[_Messages] = ()) -> None:
+    def _run(self, sweep: Sequence[_Messages]) -> None:
         effort, num_parts = self._settings.amount, 2 if self._settings.confirms else 1
-        report = follow(self._world, what, int(what == "confirming"), num_parts)
-        pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
+        report = follow(self._world, "measuring", 0, num_parts)
+        pace = Pace(effort.budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
 
         # A few sizes after each step: a message in a step finds threads asleep and caches full of other data. Which,
         # changes from round to round.

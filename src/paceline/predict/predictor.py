@@ -127,12 +127,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The recommended buckets. `cap_bytes` is 0 where no single cap makes them; `is_default`: no gain is certain."""
+    """The buckets that are predicted best, and what the wrapper's default ones take. `cap_bytes` is 0 where no single
+    cap makes them; `is_clear`: they are better in nearly all draws, and by more than the noise."""
 
     estimate: Estimate
+    default: Estimate
     cap_bytes: int
-    is_default: bool
-    gain: float
+    is_clear: bool
+
+    @property
+    def gain(self) -> float:
+        return 1 - self.estimate.step_s / self.default.step_s
 
 
 class Predictor:
@@ -192,7 +197,7 @@ class Predictor:
         return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
-        """The best plan, unless the default is as good within what is known. `only_caps`: what one cap can make."""
+        """The best plan. `only_caps`: of those that one cap can make."""
         default, points = self.estimate(default_cuts), estimate_caps(self.job, self.costs).points
         least_s = min(point.step.step_s for point in points)
         # Of those that are as good, the one with the fewest buckets: what each costs is known least.
@@ -207,10 +212,9 @@ class Predictor:
             simulate(job, best.cuts, costs).step_s < simulate(job, default.cuts, costs).step_s
             for job, costs in self.draws
         )
-        gain = 1 - best.step_s / default.step_s
-        if best.cuts == default.cuts or wins < 0.9 * len(self.draws) or gain < max(_WORTH, self.noise):
-            return Choice(default, 0, True, gain)
-        return Choice(best, cap_bytes, False, gain)
+        choice = Choice(best, default, cap_bytes, False)
+        is_clear = wins >= 0.9 * len(self.draws) and choice.gain >= max(_WORTH, self.noise)
+        return replace(choice, is_clear=is_clear and best.cuts != default.cuts)
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:
         """The plan for a wrapper, whose gradients are in the order of the model's definition."""

@@ -1,11 +1,13 @@
 """A tuning run as a whole: from its records to the recommended plan, the answer, and how right the prediction was.
 Pure, so that a saved run gives the same answer again; measuring is in `measure.tuning`."""
 
+import hashlib
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,19 +18,31 @@ from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve, median_noise
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
-from paceline.predict.search import choose_caps
+from paceline.predict.race import Race, judge_race
+from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.records import LayerProfileRecord, Record, StepRecord
-from paceline.records.samples import Ratio, compare_times
 from paceline.units import MIB, format_bytes
 
-RECOMMENDED = "recommended"
-# A label and how to cut the job's gradients into buckets: a cap, a plan, or neither, which is the wrapper's default.
-Candidate = tuple[str, int, Plan | None]
+DEFAULT, RECOMMENDED, PREDICTIONS = "default", "recommended", "predictions.json"
+# As many plans are confirmed at most.
+_MOST_CANDIDATES = 6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan of the race, and what is predicted for it. A wrapper is given its cap where `cap_bytes` is not 0, nothing
+    where it is the default, else the plan."""
+
+    label: str
+    cap_bytes: int
+    plan: Plan
+    estimate: Estimate
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: caps of the job itself, rounds within a budget, and sizes of the messages that disturb."""
+    """How much is measured: caps of the job itself, rounds within a budget, seconds of the race, and sizes of the
+    messages that disturb."""
 
     num_caps: int
     min_rounds: int
@@ -39,16 +53,17 @@ class Effort:
 
 
 EFFORTS = {
-    "full": Effort(8, 12, 60, 75.0, 30.0, (MIB // 16, MIB, 8 * MIB)),
-    "quick": Effort(5, 8, 20, 20.0, 10.0, (MIB // 4, 4 * MIB)),
+    "full": Effort(8, 12, 60, 75.0, 60.0, (MIB // 16, MIB, 8 * MIB)),
+    "quick": Effort(5, 8, 20, 20.0, 30.0, (MIB // 4, 4 * MIB)),
 }
 
 
 @dataclass(frozen=True)
 class TuneSettings:
     """What a tuning is to do with a job. Without `caps_bytes` a range is chosen. `confirms` is whether the job itself
-    is run at all. With a `network`, one rank sends to `network_ranks - 1` others that do not exist. `takes_lists`: the
-    wrapper can be given a cap for each bucket."""
+    is run at all, and `race_s` how long plans race at most (by default as the effort says). With a `network`, one rank
+    sends to `network_ranks - 1` others that do not exist. `takes_lists`: the wrapper can be given a cap for each
+    bucket."""
 
     wrapper: str = "paceline"
     effort: str = "full"
@@ -58,6 +73,7 @@ class TuneSettings:
     network: str | None = None
     network_ranks: int = 2
     takes_lists: bool = True
+    race_s: float | None = None
 
     @property
     def amount(self) -> Effort:
@@ -86,11 +102,15 @@ class TuneSettings:
         refuse(
             (self.iters is not None and self.iters < 2, f"--iters {self.iters}: 2 or more, to know the noise"),
             (min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: at least 1 byte each"),
+            (self.race_s is not None and not 0 < self.race_s < math.inf, f"--budget {self.race_s}: above 0 seconds"),
         )
 
-    def to_json(self, gradients: Sequence[Gradient], default_plan: Plan) -> dict[str, Any]:
+    def to_json(
+        self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
         """What a saved run needs, besides its records, to be judged again."""
         return {
+            "predictions": list(predictions),
             "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes)},
             "gradients": [asdict(gradient) for gradient in gradients],
             "default_plan": json.loads(default_plan.to_json()),
@@ -134,42 +154,53 @@ class GridPoint:
 @dataclass(frozen=True)
 class Tuning:
     """The predictor fitted to the records that may calibrate it, what it chose, and how right it was. `points` are a
-    sweep of caps; `confirmed` has, by label, the steps of the plans that were run in turns."""
+    sweep of caps. `candidates` are the plans of the race, the default first; `race` is None where they did not run."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
     model: Predictor
     choice: Choice
-    default_plan: Plan
-    recommended_plan: Plan
     points: tuple[GridPoint, ...]
+    candidates: tuple[Candidate, ...]
     confirmed: Mapping[str, StepRecord]
+    race: Race | None
 
     @property
-    def recommended(self) -> str:
-        """The label of what was chosen."""
-        return "default" if self.choice.is_default else RECOMMENDED
+    def verdict(self) -> str:
+        """One of `race.VERDICTS`; where no plan ran, it is predicted."""
+        if self.race is not None:
+            return self.race.verdict
+        if self.choice.is_clear:
+            return "use"
+        steps = [candidate.estimate.step_s / self.choice.default.step_s - 1 for candidate in self.candidates]
+        return "flat" if max(map(abs, steps)) <= PLATEAU else "default"
 
     @property
-    def keeps_default(self) -> bool:
-        """Whether the default is the answer: nothing better was predicted, or it did not prove better."""
-        if self.gain is None:
-            return self.choice.is_default or self.is_flat
-        return not (self.gain.is_clear and self.gain.value < 1)
+    def answer(self) -> Candidate:
+        """The plan to use."""
+        label = RECOMMENDED if self.verdict == "use" else DEFAULT
+        label = label if self.race is None else self.race.winner
+        return next(candidate for candidate in self.candidates if candidate.label == label)
+
+    def find_cap(self, candidate: Candidate) -> int:
+        """The largest cap that makes these buckets; 0 where none does."""
+        return enumerate_caps(self.model.job.sizes).get(candidate.estimate.cuts, (0, 0))[1]
+
+    def estimate_more_s(self) -> float:
+        """How long the rounds would take that may decide the race."""
+        if self.race is None:
+            return 0.0
+        running = (self.confirmed[label] for label in {*self.race.left, DEFAULT})
+        return self.race.rounds_to_decide * sum(record.steps_per_turn * record.timing.median_s for record in running)
 
     @property
-    def plan(self) -> Plan:
-        """The answer."""
-        return self.default_plan if self.keeps_default else self.recommended_plan
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        """What is confirmed in turns: the default, the recommended plan if it is another, and the best cap."""
-        found: list[Candidate] = [("default", 0, None)]
-        if not self.choice.is_default:
-            found.append((RECOMMENDED, 0, self.recommended_plan))
-        best = self.best_measured
-        return found if best is None or best.measured is None else [*found, (best.measured.label, best.cap_bytes, None)]
+    def predictions(self) -> list[dict[str, Any]]:
+        """What is predicted for every plan that will run, for the record."""
+        return [
+            {"label": c.label, "cap_bytes": c.cap_bytes, "bucket_bytes": list(c.plan.bucket_bytes),
+             "step_s": c.estimate.step_s, "low_s": c.estimate.low_s, "high_s": c.estimate.high_s}
+            for c in self.candidates
+        ]  # fmt: skip
 
     @property
     def measured(self) -> list[GridPoint]:
@@ -199,7 +230,7 @@ class Tuning:
 
     @property
     def noise(self) -> float:
-        """The half-width of the 95 % interval of a median here."""
+        """The half-width of the 95 % interval of a median of the sweep."""
         noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
         return 1.96 * statistics.median(noises) if noises else 0.0
 
@@ -210,12 +241,6 @@ class Tuning:
         return max(times) / min(times) - 1
 
     @property
-    def is_flat(self) -> bool:
-        """Whether all caps cost the same within twice the noise."""
-        widths = [(p.estimate.high_s - p.estimate.low_s) / 2 / p.estimate.step_s for p in self.points]
-        return self.spread < 2 * (self.noise or statistics.median(widths))
-
-    @property
     def best_predicted(self) -> GridPoint:
         return min(self.points, key=lambda point: point.estimate.step_s)
 
@@ -223,22 +248,15 @@ class Tuning:
     def best_measured(self) -> GridPoint | None:
         return min(self.measured, key=lambda point: point.best_s, default=None)
 
-    @property
-    def regret(self) -> float | None:
-        """The recommended plan's time over the best measured one's, minus 1; of those that were confirmed in turns."""
-        if self.confirmed:
-            times = {label: record.timing.median_s for label, record in self.confirmed.items()}
-            return times[self.recommended] / min(times.values()) - 1
-        best, chosen = self.best_measured, self.best_predicted
-        return None if best is None or chosen.measured is None else chosen.best_s / best.best_s - 1
 
-    @property
-    def gain(self) -> Ratio | None:
-        """The recommended plan over the default, step by step."""
-        if self.recommended == "default" or "default" not in self.confirmed:
-            return None
-        mine, theirs = (self.confirmed[label].timing.reduced_s for label in (self.recommended, "default"))
-        return compare_times(mine, theirs)
+def hash_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(predictions, sort_keys=True).encode()).hexdigest()
+
+
+def render_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
+    """The file that is written before the race begins."""
+    document = {"unix_s": time.time(), "sha256": hash_predictions(predictions), "predictions": predictions}
+    return json.dumps(document, indent=1) + "\n"
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -255,29 +273,46 @@ def judge_tuning(
 ) -> Tuning:
     """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it."""
     model = Predictor.fit(Evidence(records), settings.build_curve())
-    default_cuts = model.cut_like(default_plan.bucket_bytes)
-    choice, plan = model.choose(default_cuts, only_caps=not settings.takes_lists), default_plan
-    if not choice.is_default:
-        what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
-        plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
-        if settings.wrapper == "torch":
-            plan.as_torch_kwargs()  # refuses what torch's rule cannot make, before anything is confirmed
+    choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     grid: list[tuple[int, StepRecord | None]] = [(record.cap_bytes, record) for record in jobs if not record.note]
     if not grid:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)
         grid = [(cap, None) for cap in caps]
     points = tuple(GridPoint(cap, model.estimate(model.job.cut(cap)), model.plain_s, record) for cap, record in grid)
-    confirmed = {record.label: record for record in jobs if record.note}
-    recommended = confirmed.get(RECOMMENDED)
-    if recommended is not None and recommended.bucket_bytes != plan.bucket_bytes:
-        # Judged is what was recommended when it was confirmed, not what would be recommended today.
-        estimate = model.estimate(model.cut_like(recommended.bucket_bytes))
-        plan = model.build_plan(gradients, estimate.cuts, "tuned")
-        choice = Choice(estimate, 0, False, 1 - estimate.step_s / model.estimate(default_cuts).step_s)
-    elif recommended is None and confirmed:
-        choice = replace(choice, is_default=True)
-    return Tuning(settings, tuple(records), model, choice, default_plan, plan, points, confirmed)
+
+    def build(label: str, cap_bytes: int, estimate: Estimate) -> Candidate:
+        what = f"cap {format_bytes(cap_bytes)}" if cap_bytes else "free"
+        return Candidate(label, cap_bytes, model.build_plan(gradients, estimate.cuts, f"tuned: {what}"), estimate)
+
+    default = Candidate(DEFAULT, 0, default_plan, choice.default)
+    ran = [record for record in jobs if record.note]
+    if ran:  # judged is what ran, not what would be chosen today
+        estimates = (model.estimate(model.cut_like(record.bucket_bytes)) for record in ran)
+        others = [build(r.label, r.cap_bytes, e) for r, e in zip(ran, estimates, strict=True) if r.label != DEFAULT]
+    else:
+        others = [build(RECOMMENDED, 0, choice.estimate)]
+        # The best of the sweep, and all that may be as good as the best by what is predicted.
+        best = min((point for point in points if point.measured is not None), key=lambda p: p.best_s, default=None)
+        may_win = (point for point in points if point.estimate.low_s < choice.estimate.high_s)
+        for point in [*filter(None, [best]), *sorted(may_win, key=lambda point: point.estimate.step_s)]:
+            others.append(build(f"cap {format_bytes(point.cap_bytes)}", point.cap_bytes, point.estimate))
+    confirmed, unique = {record.label: record for record in ran}, dict[tuple[int, ...], Candidate]()
+    for candidate in (default, *others):  # a plan with the buckets of another one is that one
+        record = confirmed.get(candidate.label)
+        unique.setdefault(candidate.plan.bucket_bytes if record is None else record.bucket_bytes, candidate)
+    kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or _can_torch(c.plan)]
+    kept = kept if ran else kept[:_MOST_CANDIDATES]
+    race = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if DEFAULT in confirmed else None
+    return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race)
+
+
+def _can_torch(plan: Plan) -> bool:
+    try:
+        plan.as_torch_kwargs()
+    except ConfigError:
+        return False
+    return True
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:

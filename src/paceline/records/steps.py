@@ -16,12 +16,18 @@ from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed")
+RACED = "confirmed"  # the note of steps of the job that raced under a plan
 # The samples of a record besides its timing; those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
 
 
 def _median_difference(here: Samples, there: Samples) -> float:
     return statistics.median(a - b for a, b in zip(here.reduced_s, there.reduced_s, strict=True))
+
+
+def reduce_turns(steps_s: Sequence[float], steps_per_turn: int) -> list[float]:
+    """The median step of each turn: those in a row are no independent samples."""
+    return [statistics.median(steps_s[at : at + steps_per_turn]) for at in range(0, len(steps_s), steps_per_turn)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,8 @@ class StepRecord(Record):
     `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).
     `num_parameters` counts tensors. `num_wrong` counts the parameters that differed between ranks, or from torch's, out
     of `num_checked`. `held_bytes` is what the replica and its wrapper hold between steps, `peak_step_bytes` what a step
-    adds at its peak, each on the rank with the most; 0 where it was not counted.
+    adds at its peak, each on the rank with the most; 0 where it was not counted. `steps_per_turn` repetitions in a row
+    were one turn of this variant.
     """
 
     kind: ClassVar[str] = "step"
@@ -83,6 +90,7 @@ class StepRecord(Record):
     num_checked: int | None = None
     held_bytes: int = 0
     peak_step_bytes: int = 0
+    steps_per_turn: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +106,7 @@ class StepRecord(Record):
         refuse(
             (is_empty or self.timing.median_s <= 0,
              f"{place}: {each} per rank in {self.timing.median_s} s: all must be positive"),
-            (min(*counts, *self.bucket_bytes) < 0,
+            (min(*counts, *self.bucket_bytes, self.steps_per_turn - 1) < 0,
              f"{place}: a number of bytes, messages, parameters or threads is negative"),
             (self.mode and self.threads < 1,
              f"{place}: {self.threads} threads per rank in a scaling study: at least 1 is needed"),
@@ -195,6 +203,11 @@ class StepRecord(Record):
         if found is None:
             raise RecordError(f"{self.place}: {name} was not measured")
         return found
+
+    @property
+    def turns_s(self) -> list[float]:
+        """The median step of each turn."""
+        return reduce_turns(self.timing.reduced_s, self.steps_per_turn)
 
     @property
     def gap_s(self) -> float:

@@ -6,9 +6,10 @@ What is concluded is in `predict`; nothing here decides anything.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,10 @@ from paceline.predict.networks import (
     find_network,
     find_networks,
 )
+from paceline.predict.predictor import Estimate
+from paceline.predict.race import Interval, Race
 from paceline.predict.search import (
+    PLATEAU,
     CapPoint,
     estimate_caps,
     estimate_closed_form,
@@ -32,7 +36,16 @@ from paceline.predict.search import (
     find_best_cuts,
 )
 from paceline.predict.simulate import MachineCosts
-from paceline.predict.tuning import GridPoint, Tuning, load_tuning
+from paceline.predict.tuning import (
+    DEFAULT,
+    PREDICTIONS,
+    Candidate,
+    GridPoint,
+    TuneSettings,
+    Tuning,
+    hash_predictions,
+    load_tuning,
+)
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import (
     CapTimeRecord,
@@ -43,11 +56,12 @@ from paceline.records import (
     StepRecord,
 )
 from paceline.records.doubts import add_busy
-from paceline.records.samples import Ratio, group_by
+from paceline.records.samples import group_by
+from paceline.records.store import load_json
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
-from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate
+from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -412,9 +426,36 @@ BUCKETS = (
 )
 
 
+RACE = (
+    Column("plan", "candidate.label", key="plan", is_key=True),
+    Column("buckets", "candidate.estimate.num_buckets", "count", "num_buckets", priority=1),
+    Column("predicted", "candidate.estimate.step_s", "ms", "predicted_s", priority=3),
+    Column("90 % (ms)", lambda r: _say_interval(r.candidate.estimate), str, priority=0),
+    Column("measured", "record.timing.median_s", "ms", "measured_s", priority=4),
+    Column("compared with the default", "ratio", lambda ratio: _say_difference(ratio), priority=5),
+    Column("rounds", lambda r: len(r.record.turns_s), "count", "num_rounds", priority=2),
+    Column("", "status", key="status", priority=4),
+    *raw_columns(ratio="ratio.value", low_s="candidate.estimate.low_s", high_s="candidate.estimate.high_s"),
+    Column(None, lambda r: r.ratio.low if r.ratio.is_known else None, key="ratio_low"),
+    Column(None, lambda r: r.ratio.high if r.ratio.is_known else None, key="ratio_high"),
+)
+
+
+@dataclass(frozen=True)
+class RaceRow:
+    """One plan of the race: what was predicted and measured, and its step over the default's."""
+
+    candidate: Candidate
+    record: StepRecord
+    ratio: Interval
+    status: str
+
+
 class TuneResult(Result):
-    """`tune`: `plan` is the answer, `gain` the measured ratio of its step to the default's (None if not confirmed),
-    `verdict` is "use" or "keep", `candidates` are the bucket sizes with what was predicted and measured."""
+    """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans take the
+    same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and `regret` how
+    much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates` are the
+    bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -423,19 +464,38 @@ class TuneResult(Result):
 
     @property
     def plan(self) -> Plan:
-        return self.tuning.plan
+        return self.tuning.answer.plan
 
     @property
-    def gain(self) -> Ratio | None:
-        return self.tuning.gain
+    def gain(self) -> Interval | None:
+        return None if self.tuning.race is None else self.tuning.race.gain
+
+    @property
+    def regret(self) -> tuple[float, float] | None:
+        return None if self.tuning.race is None else self.tuning.race.regret
 
     @property
     def verdict(self) -> str:
-        return "keep" if self.tuning.keeps_default else "use"
+        return self.tuning.verdict
 
     @property
     def candidates(self) -> Sequence[GridPoint]:
         return self.tuning.points
+
+    @property
+    def noise(self) -> list[str]:
+        """`--strict` fails where the race is undecided; where there was none, as everywhere."""
+        return super().noise if self.tuning.race is None else [self.answer] if self.verdict == "undecided" else []
+
+    @property
+    def rows(self) -> list[RaceRow]:
+        tuning, race = self.tuning, self.tuning.race
+        if race is None:
+            return []
+        return [
+            RaceRow(c, tuning.confirmed[c.label], race.to_default[c.label], _say_status(race, c.label))
+            for c in tuning.candidates
+        ]
 
     @property
     def step(self) -> StepRecord:
@@ -456,28 +516,46 @@ class TuneResult(Result):
     @property
     def findings(self) -> Sequence[str]:
         tuning = self.tuning
-        doubts = tuning.model.estimate_doubts(tuning.choice.estimate.cuts)
+        doubts = tuning.model.estimate_doubts(tuning.answer.estimate.cuts)
         first, listed = next(iter(doubts)), ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         return [
             *describe_errors(tuning),
             f"standard deviation of the predicted step by input: {listed}; to reduce it, measure {first} again",
             f"contention: {tuning.model.costs.contention.basis}",
+            *self._check_predictions(),
             describe_torch(tuning),
         ]
 
+    def _check_predictions(self) -> list[str]:
+        """Whether the predictions are those that were written before the race."""
+        path = None if self.folder is None else self.folder / PREDICTIONS
+        if path is None or not path.exists():
+            return []
+        written, now = load_json(path, "").get("sha256"), hash_predictions(self.config.get("predictions", ()))
+        if written != now:
+            return [f"{PREDICTIONS} does not hold the predictions of this run: one of them was changed"]
+        return [f"predictions were written before the race began ({PREDICTIONS}, sha256 {now[:12]})"]
+
     def tables(self) -> list[Table]:
-        choice = self.tuning.choice
-        step = choice.estimate.step
-        rows = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
-        title = "the default plan" if choice.is_default else "the plan predicted best"
-        return [Table("grid", "step by bucket size", GRID, self.candidates), Table("buckets", title, BUCKETS, rows)]
+        answer, rows = self.tuning.answer, self.rows
+        step = answer.estimate.step
+        buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
+        title = "the default plan" if answer.label == DEFAULT else "the plan to use"
+        return [
+            *([Table("race", "the race of the plans", RACE, rows)] if rows else []),
+            Table("grid", "step by bucket size", GRID, self.candidates),
+            Table("buckets", f"{title}, as predicted", BUCKETS, buckets),
+        ]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        title = f"Step time against bucket size: {self.title}"
-        return {"tuning": lambda: plot_tuning(self.tuning, title, self.machine)}
+        tuning, title = self.tuning, f"Step time against bucket size: {self.title}"
+        found = {"tuning": lambda: plot_tuning(tuning, title, self.machine)}
+        if tuning.race is not None:
+            found = {"race": lambda: plot_race(self, self.machine)} | found
+        return found
 
     def files(self) -> dict[str, str | bytes]:
-        return {"plan.json": self.tuning.plan.to_json()}
+        return {"plan.json": self.plan.to_json()}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -488,27 +566,49 @@ class TuneResult(Result):
         ranks = "" if self.tuning.settings.network else f" --ranks {self.step.world_size}"
         if self.verdict == "use":
             return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
+        if self.verdict == "undecided":
+            network = describe_network(self.tuning.settings)
+            more_s = self.tuning.estimate_more_s() + sum(sum(r.record.timing.reduced_s) for r in self.rows)
+            return (f"paceline tune {job}{ranks}{network} --budget {math.ceil(more_s / 10) * 10}",)
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
         tuning, step = self.tuning, self.step
         times = {label: record.timing.median_s for label, record in tuning.confirmed.items()}
-        best = tuning.best_measured
+        best, gain, regret = tuning.best_measured, self.gain, self.regret or (None, None)
+        bounds = (None, None) if gain is None or not gain.is_known else (1 - gain.high, 1 - gain.low)
         return super().to_json() | tuning.scores | {
             **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
-            **{name: getattr(tuning, name) for name in ("noise", "regret")},
             "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
-            "flat": tuning.is_flat,
+            "verdict": tuning.verdict, "answer": self.answer, "is_predicted": tuning.race is None,
+            "gain": None if gain is None else 1 - gain.value,
+            "gain_low": bounds[0], "gain_high": bounds[1], "noise": tuning.noise,
+            "regret": regret[0], "regret_high": None if regret[1] == math.inf else regret[1],
             "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
-            "keeps_default": tuning.keeps_default,
             "predicted_gain": tuning.choice.gain,
             "plan": None if self.folder is None else str(self.folder / "plan.json"),
-            "plan_measured_s": times.get("default" if tuning.keeps_default else tuning.recommended),
-            "recommended_measured_s": times.get(tuning.recommended),
-            "default_measured_s": times.get("default"),
-            "verdict": self.answer,
+            "plan_measured_s": times.get(tuning.answer.label),
+            "default_measured_s": times.get(DEFAULT),
         }  # fmt: skip
+
+
+def _say_interval(estimate: Estimate) -> str:
+    return f"{format_ms(estimate.low_s)} to {format_ms(estimate.high_s)}"
+
+
+def _say_difference(ratio: Interval) -> str:
+    """A ratio as a difference in percent, with its interval."""
+    if ratio.low == ratio.high:
+        return "0"
+    ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}" if ratio.is_known else "too few rounds"
+    return f"{ratio.value - 1:+.1%} ({ends})"
+
+
+def _say_status(race: Race, label: str) -> str:
+    if label == race.winner:
+        return "use"
+    return "slower" if label not in race.left else ""
 
 
 def describe_errors(tuning: Tuning) -> list[str]:
@@ -530,40 +630,85 @@ def describe_errors(tuning: Tuning) -> list[str]:
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
 
 
+def describe_plan(tuning: Tuning, candidate: Candidate) -> str:
+    count = format_number_of(candidate.estimate.num_buckets, "bucket")
+    cap = candidate.cap_bytes or tuning.find_cap(candidate)
+    if candidate.label == DEFAULT:
+        return f"the default ({count})"
+    return f"{f'bucket size {format_bytes(cap)}' if cap else 'the plan'} ({count})"
+
+
 def describe_answer(tuning: Tuning) -> str:
     """The answer in one sentence, without its end."""
-    choice, gain = tuning.choice, tuning.gain
-    count = format_number_of(choice.estimate.num_buckets, "bucket")
-    if choice.is_default or (gain is None and tuning.keeps_default):
-        sure = f"the noise being {tuning.noise:.1%}" if tuning.noise else "predicted"
-        sizes = f"all bucket sizes lie within {tuning.spread:.1%}, {sure}"
-        if tuning.is_flat:
-            return f"flat: keep the default, {count}: {sizes}"
-        regret = "" if tuning.regret is None else f" (regret {tuning.regret:.1%})"
-        return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
-    cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
-    predicted = f"predicted {choice.gain:.1%} less than the default"
-    if gain is None:
-        return f"use {cap}, {count}: {predicted}"
-    noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
-    took = f"took {abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}, measured in turns"
-    if gain.is_clear and gain.value <= 1:
-        return f"use {cap}, {count}: {predicted}, and {took}; regret {tuning.regret:.1%}"
-    why = "a wrong prediction" if gain.is_clear else "within the noise"
-    return f"keep the default: {cap}, {count}, was {predicted}, and {took}: {why}"
+    race, answer, choice = tuning.race, tuning.answer, tuning.choice
+    what = describe_plan(tuning, answer)
+    if race is None:
+        if tuning.verdict == "use":
+            return f"use {what}: predicted {choice.gain:.1%} less than the default; no plan was run"
+        why = "all plans are predicted within 1 % of it" if tuning.verdict == "flat" else "no gain is certain"
+        return f"{'flat: ' if tuning.verdict == 'flat' else ''}keep {what}: {why}; no plan was run"
+    rounds, count = format_number_of(race.num_rounds, "round"), len(tuning.candidates)
+    if count == 1:
+        return f"flat: all plans have the buckets of {what}"
+    regret = f"regret at most {race.regret[1]:.1%}"
+    if race.verdict == "use":
+        less = f"{1 - race.gain.value:.1%} less than the default [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
+        return f"use {what}: {less}, {rounds} in turns; {regret}"
+    if race.verdict == "flat":
+        return f"flat: all {count} plans are within ±1 % of {what}, {rounds} in turns; keep it"
+    if race.verdict == "default":
+        why = "the others are slower" if race.left == (DEFAULT,) else "no other is more than 1 % faster"
+        return f"{what} is the best of {count} plans: {why}, {rounds} in turns; {regret}"
+    more = f"about {race.rounds_to_decide:,} more rounds ({format_duration(tuning.estimate_more_s())}) would decide"
+    if not all(interval.is_known for interval in race.to_default.values()):
+        return f"undecided: {rounds} are too few to compare {count} plans; keep {what}; {more}"
+    rival = race.leader if race.leader != DEFAULT else min(
+        (label for label in race.left if label != DEFAULT), key=lambda label: race.to_default[label].low
+    )  # fmt: skip
+    low, high = 1 / race.to_default[rival].high - 1, 1 / race.to_default[rival].low - 1
+    return f"undecided: {what} is within [{low:.1%}, {high:.1%}] of the best of {count} plans after {rounds}; {more}"
+
+
+def describe_network(settings: TuneSettings) -> str:
+    """The options of an emulated network."""
+    return f" --network {settings.network} --network-ranks {settings.network_ranks}" if settings.network else ""
 
 
 def describe_torch(tuning: Tuning) -> str:
     """The same plan for torch's own wrapper."""
-    if tuning.keeps_default and tuning.settings.wrapper == "torch":
+    if tuning.answer.label == DEFAULT and tuning.settings.wrapper == "torch":
         return "for torch's own wrapper: DistributedDataParallel(model), without options"
     try:
-        arguments = tuning.plan.as_torch_kwargs()
+        arguments = tuning.answer.plan.as_torch_kwargs()
     except ConfigError as error:
         return f"no arguments for torch's wrapper: {error}"
     listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
     needs = " (torch 2.13 or newer)" if "bucket_cap_mb_list" in arguments else ""
     return f"for torch's own wrapper: DistributedDataParallel(model, {listed}){needs}"
+
+
+def plot_race(result: TuneResult, subtitle: str) -> Figure:
+    """Each plan's step over the default's, with the interval that decides; and what was predicted."""
+    rows, race, tuning = result.rows[::-1], result.tuning.race, result.tuning
+    assert race is not None
+    figure, axes = new_figure(f"{result.title}: {describe_answer(tuning)}", f"{subtitle}; predicted is simulated")
+    axes.axvspan(-100 * PLATEAU, 100 * PLATEAU, color=COLORS[6], alpha=0.08, lw=0, label="within 1 % of the default")
+    axes.axvline(0, color=COLORS[6], lw=1)
+    styles = {"use": (COLORS[2], "to use"), "slower": (COLORS[1], "shown to be slower"), "": (COLORS[0], "not decided")}
+    for place, row in enumerate(rows):
+        color, label = styles[row.status]
+        seen = {text.get_label() for text in axes.get_lines()}
+        value, low, high = (100 * (end - 1) for end in (row.ratio.value, row.ratio.low, row.ratio.high))
+        if row.ratio.is_known:
+            axes.plot([low, high], [place, place], "|-", color=color, lw=2, ms=9)
+        axes.plot([value], [place], "o", color=color, ms=7, label="_" if label in seen else label)
+        predicted = 100 * (row.candidate.estimate.step_s / tuning.choice.default.step_s - 1)
+        axes.plot([predicted], [place], "D", color=COLORS[6], mfc="none", ms=7, label="_" if place else "predicted")
+    names = [f"{r.candidate.label} ({format_number_of(r.candidate.estimate.num_buckets, 'bucket')})" for r in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8.5)
+    axes.set(ylim=(-0.6, len(rows) - 0.4), xlabel="step compared with the default (%), with its interval")
+    place_legend(figure, axes)
+    return figure
 
 
 def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NUM_CAPS = 8
-# A difference of this share between plans is none.
-_WORTH = 0.002
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,8 @@ class TracedResult(Result):
         self._now_cuts, self._default_cuts = map(self.model.cut_like, (self.traced.layout, default.bucket_bytes))
         self.is_default = self._now_cuts == self._default_cuts
         self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
-        points = estimate_caps(self.job, self.costs).points
-        least_s = min(point.step.step_s for point in points)
-        # Of those that are as good the one with the fewest buckets: what each costs is known least.
-        close = [point for point in points if point.step.step_s <= least_s * (1 + _WORTH)]
-        self.candidate = self._build_row("best", min(close, key=lambda point: len(point.cuts)).cuts)
+        choice = self.model.choose(self._now_cuts, only_caps=True)
+        self.candidate = self._build_row("best", choice.estimate.cuts)
         gain, low, _ = self.candidate.gain
         self.verdict = "use" if low > 0 and gain > PLATEAU else "keep"
         self.best = self.candidate if self.verdict == "use" else self.now

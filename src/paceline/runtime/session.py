@@ -22,7 +22,17 @@ from paceline.machine import StolenTime
 from paceline.records.doubts import find_doubts
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.kinds import Record
-from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run
+from paceline.records.store import (
+    RUN_FILE,
+    STUDY_FILE,
+    Run,
+    Study,
+    check_folder,
+    create_folder,
+    load_run,
+    save_run,
+    write_new,
+)
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, handle_requests, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
@@ -45,8 +55,8 @@ Describe = Callable[[Sequence[Record]], str]
 class Progress:
     """What a rank posts on its way: `done` of `total` cells or steps (one in progress counts in part).
 
-    `records` are those of a cell that is now finished; an interrupted run saves them. `line` is shown on a line of its
-    own, wherever the output goes.
+    `records` are those of a cell that is now finished; an interrupted run saves them, with what `config` adds to its
+    own. `line` is shown on a line of its own, wherever the output goes. `files` are written into the run's folder now.
     """
 
     done: float
@@ -54,6 +64,8 @@ class Progress:
     label: str = ""
     records: tuple[Record, ...] = ()
     line: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,6 +185,10 @@ class Session:
             if not task.name:  # of a run without tasks, the cells are those that the ranks post
                 self._posted += [message.records] if message.records else []
                 self._num_cells = message.total
+            self.config |= message.config
+            if self.folder is not None and self.is_leader:
+                for name, text in message.files.items():
+                    write_new(self.folder / name, text)
             display.hear(task.name, message)
 
         if self.place is not None or self.here:

@@ -89,16 +89,16 @@ _listener: Callable[[Any], None] | None = None
 
 
 def post(message: Any) -> None:
-    """Send a message to the launcher of this rank or, where another launcher started it, to this process's listener."""
-    if _link is not None:
-        _answer("message", message)
-    elif _listener is not None:
+    """Send a message to this process's listener, where a session runs in it, or else to the launcher of this rank."""
+    if _listener is not None:
         _listener(message)
+    elif _link is not None:
+        _answer("message", message)
 
 
 @contextlib.contextmanager
 def listen(listener: Callable[[Any], None]) -> Iterator[None]:
-    """Receive what this process posts, in a rank that torchrun or another launcher started."""
+    """Receive what this process posts."""
     global _listener
     before, _listener = _listener, listener
     try:

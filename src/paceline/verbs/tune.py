@@ -23,17 +23,19 @@ JOB_DEFAULTS = {"batch_size": 4}
 def tune(
     model: nn.Module | Callable[[], Any] | str, step: Callable[[nn.Module], Any] | None = None, *,
     ranks: int | None = None, wrapper: str = "paceline", quick: bool = False, confirm: bool = True, caps: Sizes = (),
-    network: str | None = None, network_ranks: int | None = None, iters: int | None = None, backend: str = "auto",
-    device: str = "auto", threads: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
+    network: str | None = None, network_ranks: int | None = None, iters: int | None = None,
+    budget: float | None = None, backend: str = "auto", device: str = "auto", threads: int | None = None,
+    out: Place = None, progress: bool | None = None, **job: Any,
 ) -> TuneResult:  # fmt: skip
-    """Which buckets? Measures the job, predicts every plan, confirms the best in turns, and returns the plan.
+    """Which buckets? Measures the job, predicts every plan, lets the best race in turns, and returns the plan.
 
     `model` is your module and `step(model)` runs one forward and backward of it (and may update), inside a launched
     world; or `model` is a factory that returns (model, step), which is started on `ranks` local ranks; or a name of
     `paceline train --model`, with the options of `paceline.train` as further arguments (`data`, `batch_size`, ...).
     `wrapper` is paceline or torch. `caps` are bucket sizes to run ("1MiB,25MiB"); by default a range. Without
-    `confirm` the job is never run under a plan. With `network`, one rank computes, and its buckets take as long as on
-    that network of `network_ranks` ranks. With `out` the run is saved in a folder there.
+    `confirm` the job is never run under a plan; `budget` is how many seconds the race may take at most. With `network`,
+    one rank computes, and its buckets take as long as on that network of `network_ranks` ranks. With `out` the run is
+    saved in a folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
     is_odd = network is None and network_ranks is not None
@@ -41,7 +43,7 @@ def tune(
     settings = TuneSettings(
         wrapper=wrapper, effort="quick" if quick else "full", caps_bytes=list_sizes(caps), confirms=confirm,
         iters=iters, network=network, network_ranks=8 if network_ranks is None else network_ranks,
-        takes_lists=wrapper != "torch" or takes_cap_lists(),
+        takes_lists=wrapper != "torch" or takes_cap_lists(), race_s=budget,
     )  # fmt: skip
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     refuse(
@@ -58,6 +60,6 @@ def tune(
     parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
     refuse((parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"))
     with opened as session:
-        records, gradients, default_plan = session.ask("paceline.measure.tuning:tune_job", (settings, given))
-        session.config |= settings.to_json(gradients, default_plan)
+        records, *found = session.ask("paceline.measure.tuning:tune_job", (settings, given))
+        session.config |= settings.to_json(*found)
         return cast("TuneResult", finish(session, records))

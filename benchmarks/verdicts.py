@@ -1,0 +1,138 @@
+#!/usr/bin/env python
+"""Are the verdicts of `paceline tune` right? Races between plans whose difference is known, and whole tunings.
+
+    benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
+
+Two ranks on gloo take steps of a small MLP. In an A/A trial both plans are the same, so that every winner is a false
+one. In a trial with a known effect the default waits for 5 % of its step after it, so that the other plan should win.
+A whole tuning (`tune --model mlp --quick --backend gloo`) is right if a race of four minutes, in a process of its own,
+agrees: a plan to use is within 1 % of the best there and faster than the default; a default is within 1 % of the best;
+flat is all within 1 %, by the medians. Prints one line for each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import time
+from typing import Any
+
+import paceline
+from paceline.measure.profiles import open_job
+from paceline.measure.steps import Variant
+from paceline.measure.tuning import _Variants
+from paceline.plan import Plan, plan_like_torch
+from paceline.predict.race import Race, judge_race
+from paceline.predict.tuning import DEFAULT, Candidate, TuneSettings
+from paceline.records import StepRecord
+from paceline.report.predictions import TuneResult
+from paceline.training.settings import TrainSettings
+
+TWIN = "twin"
+Trial = tuple[float, str, int, float, float]
+
+
+class Trials(_Variants):
+    """Races of the default plan against itself, in which the default takes longer by a known share."""
+
+    effect = 0.0
+
+    def _add(self, role: str, label: str, *rest: Any, **more: Any) -> Variant:
+        variant = super()._add(role, label, *rest, **more)
+        run, wait_s = variant.replica.run, self.effect * self._step_s
+        if label == DEFAULT and wait_s:
+
+            def run_and_wait(given: Any, phases: Any) -> None:
+                run(given, phases)
+                until_s = time.perf_counter() + wait_s
+                while time.perf_counter() < until_s:
+                    pass
+
+            variant.replica.run = run_and_wait
+        return variant
+
+    def race(self, plan: Plan) -> tuple[Race, float]:
+        begin_s = time.perf_counter()
+        records = self.confirm([Candidate(DEFAULT, 0, plan, None), Candidate(TWIN, 0, plan, None)])
+        steps = {r.label: r.turns_s for r in records if isinstance(r, StepRecord)}
+        return judge_race(steps, DEFAULT), time.perf_counter() - begin_s
+
+
+def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
+    """For each trial its effect, verdict, rounds, seconds and the ratio that was found; on every rank alike."""
+    settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
+    found = []
+    with open_job(settings, is_bare=True) as (world, job):
+        trials = Trials(TuneSettings(race_s=budget_s), job, world)
+        try:
+            plan = plan_like_torch(trials.gradients, range(len(trials.gradients))[::-1])
+            trials._step_s = 1.0  # one step to a turn, to see how long one is
+            trials._settings = TuneSettings(race_s=1.0)
+            records = trials.confirm([Candidate(DEFAULT, 0, plan, None)])
+            trials._step_s = records[0].timing.median_s
+            trials._settings = TuneSettings(race_s=budget_s)
+            for number, trials.effect in enumerate(effects):
+                race, took_s = trials.race(plan)
+                found.append((trials.effect, race.verdict, race.num_rounds, took_s, race.to_default[TWIN].value))
+                if world.rank == 0 and number % 20 == 19:
+                    print(f"  {number + 1} of {len(effects)} trials", flush=True)
+        finally:
+            trials.close()
+    return found
+
+
+def describe(name: str, found: list[Trial]) -> None:
+    counts = collections.Counter(verdict for _, verdict, *_ in found)
+    times_s, ratios = sorted(one[3] for one in found), sorted(one[4] for one in found)
+    middle, listed = len(found) // 2, ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
+    print(
+        f"{name}: {len(found)} trials: {listed}; {times_s[middle]:.1f} s each (median; at most {times_s[-1]:.1f}); "
+        f"the other plan over the default: median {ratios[middle]:.4f}, from {ratios[0]:.4f} to {ratios[-1]:.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200, help="A/A trials")
+    parser.add_argument("--found", type=int, default=40, help="trials with an effect of 5 %%")
+    parser.add_argument("--tunings", type=int, default=10, help="whole tunings")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of an A/A trial; those with an effect: 60")
+    asked = parser.parse_args()
+    if asked.trials:
+        describe("A/A", run_ranks([0.0] * asked.trials, asked.budget))
+    if asked.found:
+        describe("5 % less", run_ranks([0.05] * asked.found, 60.0))
+    if asked.tunings:
+        judge_tunings(asked.tunings)
+
+
+def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
+    return paceline.run_ranks(run_trials, 2, (effects, budget_s))[0]
+
+
+def judge_tunings(count: int) -> None:
+    def tune(**more: Any) -> TuneResult:
+        return paceline.tune("mlp", ranks=2, backend="gloo", quick=True, progress=False, **more)
+
+    truth = tune(budget=240.0)
+    ratios = {row.record.bucket_bytes: row.ratio.value for row in truth.rows}
+    best, worst = min(ratios.values()), max(ratios.values())
+    print(f"long race: {truth.answer}", flush=True)
+    right = collections.Counter[str]()
+    for number in range(count):
+        result = tune()
+        chosen = next(row.record.bucket_bytes for row in result.rows if row.status == "use")
+        ratio = ratios.get(chosen)
+        is_right = {
+            "use": ratio is not None and ratio < 1 and ratio <= 1.01 * best,
+            "default": best >= 0.99,
+            "flat": best >= 0.99 and worst <= 1.01,
+        }
+        said = "undecided" if result.verdict == "undecided" else "right" if is_right[result.verdict] else "wrong"
+        right[said if ratio is not None else "not in the long race"] += 1
+        print(f"tuning {number + 1}: {said}: {result.answer}", flush=True)
+    print(f"{count} tunings: {', '.join(f'{said} {times}' for said, times in right.most_common())}")
+
+
+if __name__ == "__main__":
+    main()
