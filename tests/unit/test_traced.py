@@ -178,6 +178,14 @@ def test_what_the_program_reduces_itself_is_no_bucket():
     assert len(step.messages) == len(CUTS)
 
 
+def test_a_message_whose_end_is_noted_late_was_done_when_the_optimizer_began():
+    made = made_on_cpu(JOB, FREE, CUTS)
+    expected = [step.after_s for step in read(made)]
+    last = max((e for e in made.events if e["name"] == "gloo:all_reduce"), key=lambda e: e["ts"])
+    last["dur"] += 1e4
+    assert [step.after_s for step in read(made)] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("without", "text"),
     [("all_reduce", "no all-reduce"), (NODE, "no backward"), ("Optimizer", "")],

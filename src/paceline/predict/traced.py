@@ -210,7 +210,8 @@ def _build_step(
         launch = max(begin, device.find_ready(backward.begin, pair.handed))
         # A range may begin before its data are there, or before a message in front of it is done.
         start = max(launch, pair.message["ts"], sorted(done)[-servers])
-        done.append(max(start, _end(pair.message)))
+        # The thread of a backend may note the end late, after the optimizer has begun with the result.
+        done.append(max(start, _end(pair.message) if device.is_gpu else min(_end(pair.message), backward.limit)))
         messages.append(TracedMessage(num_bytes, *((moment - begin) * 1e-6 for moment in (launch, start, done[-1]))))
     calls = [pair.call["dur"] for pair in pairs if pair.call is not None and pair.call["cat"] != BUCKET]
     there = (min(end, max(begin, device.find_ready(backward.begin, moment))) for moment, _ in ready)
