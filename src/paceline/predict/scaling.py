@@ -15,7 +15,13 @@ from paceline.plan import plan_like_torch
 from paceline.predict import curves
 from paceline.predict.curves import CostCurve, DerivedCurve, Resample
 from paceline.predict.job import build_job_from_profile, draw_jobs
-from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Network, build_measured_fabric
+from paceline.predict.networks import (
+    ERROR_PER_DOUBLING,
+    AssumedFabric,
+    Network,
+    build_measured_fabric,
+    describe_errors,
+)
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
@@ -96,7 +102,8 @@ class ScalingEvidence:
         # The sweeps where this wrapper's messages lie; None where there are none.
         wanted, memory = ("all_reduce", canonical_backend(backend)), "shared" if wrapper == "paceline" else "ordinary"
         sweeps = [r for r in sweeps if (r.collective, canonical_backend(r.backend)) == wanted]
-        self.fabric = build_measured_fabric(sweeps, backend, memory=memory) if sweeps else None
+        cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
+        self.fabric = build_measured_fabric(sweeps, backend, memory=memory, cores=cores) if sweeps else None
         # How far the steps of ranks lie apart without communication, as a standard deviation over their median.
         rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
         self.spread = min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
@@ -350,7 +357,7 @@ class _ScalingCurve:
         if self.fabric is None:
             raise RecordError(f"no all-reduce on {self.evidence.backend} was measured: use `bench allreduce`")
         if here not in self._inside:
-            self._inside[here] = self.fabric.build_continued_curve(here)
+            self._inside[here] = self.fabric.build_curve(here)
         inside = self._inside[here]
         return inside if nodes == 1 else curves.join_levels(inside, self.networks[place].build_curve(nodes))
 
@@ -393,8 +400,6 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
         lines.append(f"one rank's step by its share of the samples: log-linear between {sizes} samples")
     if curve.fabric:
         lines += curve.fabric.assumptions
-        if curve.fabric.is_continued:
-            lines.append("but half way to a line through the last two sweeps where that is more: ranks share the host")
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines += [
@@ -403,8 +408,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             "(one sd), as measured without communication",
         ]
     lines.append(
-        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {ERROR_PER_DOUBLING:.0%} on "
-        f"messages and {SLOWDOWN_ERROR:.0%} on computing for each doubling away from what was measured, and "
-        f"{ASSUMED_ERROR:.0%} on a network that is only named"
+        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on "
+        f"computing for each doubling away from what was measured, and on messages {describe_errors()}"
     )
     return lines

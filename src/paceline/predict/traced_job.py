@@ -149,7 +149,7 @@ class TracedJob:
             f"contention: {self.fit.costs.contention.basis}",
         ]
 
-    def build_fabric(self) -> MeasuredFabric:
+    def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 1) -> MeasuredFabric:
         """Its messages as a sweep of all-reduce, for other numbers of ranks."""
         curve = self.fit.costs.curve
         assert isinstance(curve, MeasuredCurve)
@@ -160,7 +160,8 @@ class TracedJob:
             )
             for size, seconds in zip(curve.sizes, curve.seconds, strict=True)
         ]  # fmt: skip
-        return build_measured_fabric(points, None)
+        per_node = ranks_per_node if ranks_per_node > 1 else 0
+        return build_measured_fabric(points, None, algorithm, ranks_per_node=per_node)
 
     def _build_gradients(self) -> tuple[Gradient, ...]:
         """Their bytes change between steps only where they were shared by times: there they are a mean."""

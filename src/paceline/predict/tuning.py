@@ -83,7 +83,7 @@ class TuneSettings:
         """What messages cost on the emulated network; None where they are measured."""
         if self.network is None:
             return None
-        network = find_network(self.network)
+        network = find_network(self.network).as_written
         return AssumedFabric(network, network).build_curve(self.network_ranks)
 
     def check(self, ranks: int) -> None:

@@ -8,7 +8,7 @@ from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
 from paceline.predict.curves import hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Fabric, MeasuredFabric, Network
+from paceline.predict.networks import AssumedFabric, Fabric, MeasuredFabric, Network, describe_errors
 from paceline.predict.scaling import estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
 from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
@@ -138,8 +138,7 @@ def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, 
         f"messages go in the order of the buckets, {queue}",
         varies if spread else "all ranks are equally fast",
         *([f"{accumulate} micro-batches in a step; gradients are sent behind the last backward"] * (accumulate > 1)),
-        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {ASSUMED_ERROR:.0%} (one sd) for a "
-        f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks",
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {describe_errors()}",
     ]
 
 

@@ -107,20 +107,31 @@ class PredictResult(Result):
         config = self.config
         self.profile = self.only(LayerProfileRecord)[0]
         self.job = build_job_from_profile(self.profile, config["gradients"])
-        self.fabrics: list[Fabric] = []
-        for network in find_networks(config["network"]) if config["network"] is not None else ():
-            inside = find_network(config["inside"] or "nvlink")
-            self.fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
-        if sweep := self.only(CollectiveRecord):
-            self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
+        per_node, measured = config["ranks_per_node"] or 1, self.build_sweep(self.only(CollectiveRecord), config)
+        networks = find_networks(config["network"]) if config["network"] is not None else []
+        # A sweep next to a network of nodes is what joins the ranks of a node.
+        joins = measured is not None and networks and per_node > 1 and config["inside"] is None
+        inside = measured if joins and measured else find_network(config["inside"] or "nvlink")
+        self.fabrics: list[Fabric] = [
+            *(AssumedFabric(network, inside, per_node, config["algorithm"]) for network in networks),
+            *([measured] if measured and not joins else []),
+        ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         draws = draw_jobs(self.profile, self.job, DRAWS)
         self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
         self.rows: list[WhatIfRow] = []
         for fabric in self.fabrics:
-            busy = [name for name in self.busy if name == "profile" or isinstance(fabric, MeasuredFabric)]
+            swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
+            busy = [name for name in self.busy if name == "profile" or swept]
             rows = simulate_what_if(self.job, draws, fabric, config["ranks"], **self.scenario)
             self.rows += [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
+
+    @staticmethod
+    def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
+        """The measured fabric of a prediction with this configuration, if it has one."""
+        per_node = config["ranks_per_node"] or 1
+        host = {"ranks_per_node": per_node if per_node > 1 else 0, "cores": config.get("cores", 0)}
+        return build_measured_fabric(sweep, config["backend"], config["algorithm"], **host) if sweep else None
 
     @property
     def step_s(self) -> float:

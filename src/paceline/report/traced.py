@@ -101,11 +101,11 @@ class TracedResult(Result):
 
     @cached_property
     def fabrics(self) -> list[Fabric]:
-        config = self.config
+        config, per_node = self.config, self.config["ranks_per_node"] or 1
         if config["network"] is None:
-            return [self.traced.build_fabric()] if config["ranks"] else []
-        inside, more = find_network(config["inside"] or "nvlink"), (config["ranks_per_node"], config["algorithm"])
-        return [AssumedFabric(network, inside, *more) for network in find_networks(config["network"])]
+            return [self.traced.build_fabric(config["algorithm"], per_node)] if config["ranks"] else []
+        inside, algorithm = find_network(config["inside"] or "nvlink"), config["algorithm"]
+        return [AssumedFabric(network, inside, per_node, algorithm) for network in find_networks(config["network"])]
 
     def _predict_elsewhere(self) -> list[WhatIfRow]:
         ranks = self.config["ranks"] or [self.traced.world_size]

@@ -16,8 +16,14 @@ from paceline.machine import canonical_backend
 from paceline.records import CollectiveRecord, LayerProfileRecord, TracedStepRecord
 from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
-from paceline.records.exchange import load_cap_times, load_layer_sizes, load_layer_times, load_table
-from paceline.records.store import Run, create_folder, load_run
+from paceline.records.exchange import (
+    list_collectives,
+    load_cap_times,
+    load_layer_sizes,
+    load_layer_times,
+    load_table,
+)
+from paceline.records.store import RUN_FILE, Run, create_folder, load_run
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
@@ -30,20 +36,20 @@ R = TypeVar("R", bound="Result")
 
 def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
-    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int = 1, inside: str | None = None,
-    algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None, straggler: str = "0%",
-    out: Place = None,
+    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
+    inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
+    straggler: str = "0%", out: Place = None,
 ) -> PredictResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
-    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep, scaled beyond its
-    ranks; `backend` chooses from it. `ranks_per_node` share a node, joined by the network `inside`. `algorithm` is
+    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep (a run,
+    nccl-tests' text or JSON, or a CSV), scaled beyond its ranks; `backend` chooses from it. `ranks_per_node` share a
+    node, joined by the network `inside`: given both a network and a sweep, the sweep joins them. `algorithm` is
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.predict.networks import build_measured_fabric
     from paceline.report.predictions import PredictResult
 
     check_algorithm(algorithm)
@@ -53,34 +59,42 @@ def predict(
          "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
         (backend is not None and allreduce is None,
          f"--backend {backend} chooses from an --allreduce run, and there is none"),
-        (network is not None and inside is not None and ranks_per_node == 1,
-         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
-        (network is None and (ranks_per_node != 1 or inside is not None),
-         "--ranks-per-node and --inside shape a --network, and there is none"),
-        (min(counts, default=0) < 1, f"ranks {ranks}: at least one number of at least 1 is needed"),
     )  # fmt: skip
+    _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
     layers = find_profile(run)
-    inputs, sweep = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord]()
+    inputs, sweep, cores = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord](), 0
     if allreduce is not None:
-        inputs["all-reduce"] = measured = _get_run(allreduce)
-        sweep = [record for record in measured.records if isinstance(record, CollectiveRecord)]
+        sweep, measured = _load_sweep(allreduce)
+        if measured is not None:
+            inputs["all-reduce"] = measured
+            cores = measured.environment.cores if all(r.device == "cpu" and r.nodes == 1 for r in sweep) else 0
     doubts, busy = list_doubts(inputs)
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
-        "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
+        "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
         "busy": busy,
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
-            build_measured_fabric(sweep, backend, algorithm)
+            PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     return _save(PredictResult(Run("predict", config, here, (layers, *sweep), tuple(doubts))), out)
+
+
+def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int | None, inside: str | None) -> None:
+    refuse(
+        (network is not None and inside is not None and ranks_per_node in (None, 1),
+         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
+        (network is None and inside is not None, f"--inside {inside} shapes a --network, and there is none"),
+        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1"),
+        (min(ranks, default=0) < 1, f"ranks {list(ranks)}: at least one number of at least 1 is needed"),
+    )  # fmt: skip
 
 
 def predict_csv(
@@ -118,7 +132,7 @@ def predict_csv(
 
 def predict_trace(
     traces: str | Path | Sequence[str | Path], *, network: str | None = None, ranks: int | Sequence[int] | None = None,
-    ranks_per_node: int = 1, inside: str | None = None, algorithm: str = "auto", out: Place = None,
+    ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", out: Place = None,
 ) -> TracedResult:  # fmt: skip
     """Which bucket size is best for a DDP job, and what would it cost elsewhere? From traces of torch.profiler alone.
 
@@ -135,19 +149,17 @@ def predict_trace(
     counts = None if ranks is None else [ranks] if isinstance(ranks, int) else list(ranks)
     refuse(
         (not places, "no trace is given: give one or more files"),
-        (counts is not None and min(counts, default=0) < 1,
-         f"ranks {ranks}: at least one number of at least 1 is needed"),
-        (network is not None and inside is not None and ranks_per_node == 1,
-         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
-        (network is None and (ranks_per_node != 1 or inside is not None),
-         "--ranks-per-node and --inside shape a --network, and there is none"),
+        (ranks_per_node is not None and network is None and ranks is None,
+         f"--ranks-per-node {ranks_per_node} shapes other networks and ranks: give --network, --ranks, or both"),
     )  # fmt: skip
+    _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
     records = load_traced_steps([file for place in places for file in _list_traces(Path(place))])
     config = {
         "traces": [Path(place).name for place in places], "network": network, "ranks": counts, "inside": inside,
         "ranks_per_node": ranks_per_node, "algorithm": algorithm,
     }  # fmt: skip
-    return _save(TracedResult(Run("predict trace", config, capture_environment(), records)), out)
+    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    return _save(TracedResult(Run("predict trace", config, here, records)), out)
 
 
 def _list_traces(place: Path) -> list[Path]:
@@ -218,6 +230,14 @@ def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
 
 def _get_run(source: Result | str | Path) -> Run:
     return load_run(source) if isinstance(source, str | Path) else source.run
+
+
+def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
+    """The collectives of a run or of a table, and the run."""
+    if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
+        return load_table(source), None
+    run = _get_run(source)
+    return list_collectives(run, source if isinstance(source, str | Path) else "the result"), run
 
 
 def _read_spread(straggler: str, record: LayerProfileRecord) -> float:

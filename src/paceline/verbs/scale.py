@@ -21,7 +21,7 @@ from paceline.measure.settings import (
     StudySettings,
     check_counts,
 )
-from paceline.predict.networks import find_networks
+from paceline.predict.networks import find_links
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
@@ -106,7 +106,7 @@ def _build_ranks(
 ) -> ScaleSettings:  # fmt: skip
     _refuse(job, ("plan",), "wrappers are compared with their default buckets")
     _refuse(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
-    find_networks(network)  # refuses an unknown one
+    find_links(network)  # refuses an unknown one
     counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), _choose_device(device)
     wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
     if backends == ("auto",):
