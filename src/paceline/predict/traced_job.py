@@ -22,7 +22,7 @@ from paceline.plan import Gradient, cut_like
 from paceline.predict.curves import MeasuredCurve, Resample, fit_line
 from paceline.predict.job import Job
 from paceline.predict.networks import MeasuredFabric, build_measured_fabric
-from paceline.predict.predictor import Predictor
+from paceline.predict.predictor import Predictor, RankCosts
 from paceline.predict.simulate import SERVERS, Contention, MachineCosts, simulate
 from paceline.predict.traces import Floats
 from paceline.records import CollectiveRecord
@@ -129,6 +129,12 @@ class TracedJob:
         return f"{format_number_of(self.world_size, 'rank')} ({self.backend}, {self.device})"
 
     @property
+    def has_contention(self) -> bool:
+        """Whether a backward without messages tells what they cost one with them; else it is assumed."""
+        under = [split.under_s[-1] for split in self._splits[self.rank]]
+        return bool(self.alone_s) and statistics.median(under) >= 0.02 * self.step_s
+
+    @property
     def has_latency(self) -> bool:
         """Whether messages of unlike sizes tell what one costs without its bytes; else it is assumed."""
         return max(self.layout) >= 2 * min(self.layout)
@@ -148,6 +154,13 @@ class TracedJob:
             f"takes {latency} without its bytes, {told}: known to a factor of {_LATENCY_FACTOR:g}",
             f"contention: {self.fit.costs.contention.basis}",
         ]
+
+    @property
+    def rank_costs(self) -> RankCosts:
+        """What is known of its ranks elsewhere: those of a CPU host were traced next to each other."""
+        costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
+        contention = costs.contention if self.has_contention else None
+        return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
 
     def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 1) -> MeasuredFabric:
         """Its messages as a sweep of all-reduce, for other numbers of ranks."""
@@ -192,8 +205,8 @@ class TracedJob:
 
     def _fit_contention(self, steps: Sequence[TracedStepRecord], under_s: float, resample: Resample) -> Contention:
         """From backwards without messages, else as assumed."""
-        if not self.alone_s or under_s < 0.02 * self.step_s:
-            return Contention.assume(self.device, self.is_on_host)
+        if not self.has_contention or under_s <= 0:
+            return Contention.assume(self.device, self.is_on_host, source=resample.source)
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
         rate = min(1.0, max(0.1, rate))

@@ -109,8 +109,9 @@ class TracedResult(Result):
 
     def _predict_elsewhere(self) -> list[WhatIfRow]:
         ranks = self.config["ranks"] or [self.traced.world_size]
-        draws = [job for job, _ in self.model.draws]
-        return [row for fabric in self.fabrics for row in simulate_what_if(self.job, draws, fabric, ranks)]
+        draws, known = [job for job, _ in self.model.draws], self.traced.rank_costs
+        found = (simulate_what_if(self.job, draws, fabric, ranks, known=known) for fabric in self.fabrics)
+        return [row for rows in found for row in rows]
 
     @cached_property
     def plan(self) -> Plan:
@@ -176,7 +177,8 @@ class TracedResult(Result):
             )
         if self.elsewhere:
             named = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
-            lines += [f"elsewhere: {line}" for line in (*named, *describe_scenario(self.job, self.fabrics))]
+            taken = describe_scenario(self.job, self.fabrics, known=traced.rank_costs)
+            lines += [f"elsewhere: {line}" for line in (*named, *taken)]
             lines += [f"doubtful: {r.network} on {r.world_size:,} ranks: {r.doubt}" for r in self.elsewhere if r.doubt]
         return lines
 
