@@ -310,7 +310,7 @@ class MeasuredFabric:
         others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
         nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         return (
-            f"{self.what}: all-reduce as measured on {ranks} ranks{nodes}, timed from the last rank's arrival",
+            f"{self.what}: all-reduce as measured on {ranks} ranks{nodes}",
             *(
                 f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
                 f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
@@ -346,6 +346,7 @@ class MeasuredFabric:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
             here, there = ("several nodes", "one") if is_beyond else ("one node", "several")
             doubt = f"{world_size:,} ranks are on {here}, and all that was measured on {there}"
+            doubt += " (name a --network with --ranks-per-node)" if is_beyond else ""
         if not self.shift and not doubt:
             return scaled
 
