@@ -21,7 +21,7 @@ from tests.cli.test_train import type_command
 MIB = 2**20
 KEYS = {
     "network", "world_size", "algorithm", "step_s", "low_s", "high_s", "local_step_s", "efficiency",
-    "efficiency_low", "efficiency_high", "exposed_s",
+    "efficiency_low", "efficiency_high", "exposed_s", "neighbours_s",
     "exposed_share", "straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes", "num_buckets",
     "default_step_s", "gain", "keeps_default", "bound", "doubt", "source",
 }  # fmt: skip

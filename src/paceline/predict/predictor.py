@@ -1,4 +1,4 @@
-"""From the records of a tuning run to predictions with intervals and the best plan. Pure.
+"""From the records of a tuning run, or of a profile, to predictions with intervals and the best plan. Pure.
 
 `Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
 """
@@ -16,20 +16,19 @@ from paceline.plan import Gradient, Plan, plan_by_cuts
 from paceline.predict.curves import CostCurve, Resample, fit_curve, median_noise
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
-from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_duration, format_ms
 
 _DRAWS, _SEED = 40, 11
-# The standard deviation of what the model leaves out, as a share of what communication adds.
-_MODEL_ERROR = 0.10
 _Z90 = 1.645
 # A free plan that is not this much better than one cap is not worth its length.
 _WORTH = 0.002
 
 
 class Evidence:
-    """What a prediction may learn from the records of a tuning run, by what it is: not the job's own steps."""
+    """What a prediction may learn from the records of a tuning run or a profile, by what it is: not the job's own
+    steps. A profile has no sweep."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         every = [record for record in records if isinstance(record, StepRecord)]
@@ -40,10 +39,62 @@ class Evidence:
         self.profile, self.plain, self.disturbed = profiles[0], plain[0], disturbed
         local.sort(key=lambda record: record.num_buckets)
         self.one_bucket, self.bucket_each = local[0], local[-1]
+        self.together = sorted((r for r in every if r.role == "together"), key=lambda record: record.world_size)
         collectives = [record for record in records if isinstance(record, CollectiveRecord)]
         self.sweep = [record for record in collectives if record.note != "buffers"]
         self.extras = [record for record in collectives if record.note == "buffers"]
         self.pairs = [record for record in records if isinstance(record, ChunksRecord)]
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What a wrapper and its messages cost a rank, whatever the network; None where it was not measured. `neighbours`
+    has, by the ranks of a host, how many times as long as in the profile a rank computes, the profile's own first."""
+
+    launch_s: float = 0.0
+    gather_s_per_byte: float = 0.0
+    contention: Contention | None = None
+    neighbours: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    wrapper: str = ""
+
+
+def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCurve | None = None) -> RankCosts:
+    """By medians. The copies of the wrapper are those of one bucket, without its one launch; they can be within the
+    noise, and are then none. `curve`: of the messages that disturbed steps."""
+    resample = resample or Resample()
+    median, one, each, profile = resample.median, evidence.one_bucket, evidence.bucket_each, evidence.profile
+    launch_s = max(0.0, median(each.timing) - median(one.timing)) / max(1, each.num_buckets - one.num_buckets)
+    backward_s = median(evidence.plain.phase("backward"))
+    gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
+    contention = _fit_contention(evidence, curve, resample, backward_s)
+    times = [(record.world_size, median(record.timing)) for record in evidence.together]
+    neighbours = tuple((count, max(1.0, time_s / times[0][1])) for count, time_s in times)
+    neighbours = neighbours or ((evidence.plain.world_size, 1.0),)
+    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbours, one.wrapper)
+
+
+def find_evidence(records: Sequence[Record]) -> Evidence | None:
+    """What a profile says of copies, contention and neighbours; None of an older one, which has only layers."""
+    try:
+        return Evidence([record for record in records if isinstance(record, LayerProfileRecord | StepRecord)])
+    except MeasurementError:
+        return None
+
+
+def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
+    """What was measured, one line each; nothing where nothing was."""
+    if not rank.wrapper:
+        return []
+    copies = f"copies take {format_ms(rank.gather_s_per_byte * num_bytes)} ms of a step"
+    lines = [f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket {format_duration(rank.launch_s)}"]
+    if rank.contention is not None:
+        found, percent = rank.contention, "{:.0%}".format
+        columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
+        sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
+        lines.append(f"measured: while messages of {sizes} move, computing has {compute} of its speed, they {message}")
+    for count, factor in rank.neighbours[1:]:
+        lines.append(f"measured: {count} ranks on the host, without messages, compute {factor:.2f} times as long")
+    return lines
 
 
 def fit_job(
@@ -52,58 +103,66 @@ def fit_job(
     """The job and its costs, by medians. `curve` is used where messages are not measured but emulated."""
     resample = resample or Resample()
     median = resample.median
-    plain, one, each, profile = evidence.plain, evidence.one_bucket, evidence.bucket_each, evidence.profile
-    backward_s = median(plain.phase("backward"))
-    more_s = max(0.0, median(each.timing) - median(one.timing))
-    launch_s = more_s / max(1, each.num_buckets - one.num_buckets)
-    # The copies of the wrapper, without its one launch; they can be within the noise.
-    gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
+    plain, one, profile = evidence.plain, evidence.one_bucket, evidence.profile
+    is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
+    if curve is None:
+        curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
+    rank, backward_s = fit_rank(evidence, resample, curve), median(plain.phase("backward"))
     after_s = median(one.phase("optimizer"))
-    before_s = max(0.0, median(one.timing) - backward_s - gather_s - after_s - launch_s)
+    gather_s = rank.gather_s_per_byte * profile.num_bytes
+    before_s = max(0.0, median(one.timing) - backward_s - gather_s - after_s - rank.launch_s)
     used = [parameter for parameter in profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(profile.profiled_backward.reduced_s)
     # Buffers are sent at the end of our wrapper's step and at the beginning of torch's.
     buffers_s = sum(median(record.timing) for record in evidence.extras)
-    is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
-    if curve is None:
-        curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
     pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
+    assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source)
     emulated = Contention(basis="an emulated network takes no core")
-    contention = emulated if is_emulated else _fit_contention(evidence, curve, resample, backward_s)
-    gather, finish_s = gather_s / profile.num_bytes, buffers_s if is_ours else 0.0
+    contention = emulated if is_emulated else rank.contention or assumed
+    finish_s = buffers_s if is_ours else 0.0
     gradients = (Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used)
     ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
     job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
-    return job, MachineCosts(curve, servers, launch_s, gather, contention, pair_rate, finish_s)
+    costs = MachineCosts(curve, servers, rank.launch_s, rank.gather_s_per_byte, contention, pair_rate, finish_s)
+    return job, costs
 
 
 def _limit(rate: float) -> float:
     return min(1.0, max(0.02, rate))
 
 
-def _fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, backward_s: float) -> Contention:
-    """From backwards during which messages were sent: what these cost it, and how slow they were; else as assumed."""
-    rates: dict[int, tuple[float, float]] = {}
+def _fit_contention(
+    evidence: Evidence, curve: CostCurve | None, resample: Resample, backward_s: float
+) -> Contention | None:
+    """From backwards during which messages were sent: what these cost it, and how slow they were; None without any.
+    Without a curve of them they were timed alone in the same rounds."""
+    rates: dict[int, tuple[float, float, float]] = {}
     for record in evidence.disturbed:
-        assert record.under_way is not None and record.overlapped is not None
-        # From the last rank's start on; a message that waits for a peer takes no core.
-        under_way_s = resample.median(replace(record.under_way, reducer="min"))
-        overlapped_s = min(resample.median(replace(record.overlapped, reducer="min")), under_way_s)
-        if overlapped_s <= 0:
+
+        def find_s(name: str, record: StepRecord = record) -> float:
+            # From the last rank's start on; a message that waits for a peer takes no core.
+            return resample.median(replace(record.phase(name), reducer="min"))
+
+        under_way_s = find_s("under_way")
+        overlapped_s = min(find_s("overlapped"), under_way_s)
+        if overlapped_s <= 0 or (curve is None and record.alone is None):
             continue
+        alone_s = find_s("alone") if curve is None else curve.estimate_s(record.message_bytes)
         delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
-        moved_s = max(0.0, curve.estimate_s(record.message_bytes) - (under_way_s - overlapped_s))
+        moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
         compute_rate = _limit(1 - delay_s / overlapped_s)
         # What arithmetic loses moves the message: a core is never idle while both want it.
-        rates[record.message_bytes] = compute_rate, _limit(max(moved_s / overlapped_s, 1 - compute_rate))
+        message_rate = _limit(max(moved_s / overlapped_s, 1 - compute_rate))
+        rates[record.message_bytes] = compute_rate, message_rate, alone_s
     if not rates:
-        return Contention.assume(evidence.plain.device, is_on_host=True)
+        return None
     sizes = tuple(sorted(rates))
     basis = f"fitted to steps during which messages of {' and '.join(map(format_bytes, sizes))} were sent"
-    return Contention(sizes, tuple(rates[size][0] for size in sizes), tuple(rates[size][1] for size in sizes), basis)
+    compute_rates, message_rates, times_s = zip(*(rates[size] for size in sizes), strict=True)
+    return Contention(sizes, compute_rates, message_rates, basis, times_s)
 
 
 @dataclass(frozen=True)
@@ -155,7 +214,7 @@ class Predictor:
         step = simulate(self.job, cuts, self.costs)
         spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self._draws)
         exposed_s = step.step_s - self.plain_s
-        model_s = _MODEL_ERROR * max(0.0, exposed_s)
+        model_s = MODEL_ERROR * max(0.0, exposed_s)
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
-from paceline.predict.curves import fit_curve, fit_line
+from paceline.predict.curves import fit_curve, fit_line, hold_draws
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -25,7 +26,7 @@ from paceline.predict.networks import (
     find_network,
     find_networks,
 )
-from paceline.predict.predictor import Estimate
+from paceline.predict.predictor import Estimate, find_evidence
 from paceline.predict.race import Interval, Race
 from paceline.predict.search import (
     PLATEAU,
@@ -35,7 +36,7 @@ from paceline.predict.search import (
     estimate_sensitivity,
     find_best_cuts,
 )
-from paceline.predict.simulate import MachineCosts
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, simulate
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_ROWS = 24  # on the terminal: the widest ranges of bucket sizes, and the last; the CSV has all
+_SAID = ("contention ", "interval: ", "measured: ")  # lines that name their basis themselves
 
 
 def _advise(row: WhatIfRow) -> str:
@@ -95,7 +97,7 @@ WHAT_IF = (
     Column("bound by", "bound", str, "bound", priority=2),
     *raw_columns("low_s", "high_s", "efficiency_low", "efficiency_high", "straggler_s", "best_cap_bytes"),
     *raw_columns("plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default"),
-    *raw_columns("doubt", "source", local_step_s="local_s"),
+    *raw_columns("doubt", "source", "neighbours_s", local_step_s="local_s"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -117,6 +119,7 @@ class PredictResult(Result):
             *([measured] if measured and not joins else []),
         ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
+        self.scenario["evidence"] = find_evidence(self.records)
         draws = draw_jobs(self.profile, self.job, DRAWS)
         self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
         self.rows: list[WhatIfRow] = []
@@ -173,7 +176,7 @@ class PredictResult(Result):
         assumed = [*networks, *describe_scenario(self.job, self.fabrics, **self.scenario)]
         return [
             *(f"profile: {line}" for line in self.job.notes),
-            *(line if line.startswith(("contention ", "interval: ")) else f"assumed: {line}" for line in assumed),
+            *(line if line.startswith(_SAID) else f"assumed: {line}" for line in assumed),
             *(f"doubtful: {line}" for line in doubtful),
         ]
 
@@ -244,11 +247,20 @@ class CapsResult(Result):
 
     def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
-        self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
+        sweep = self.only(CollectiveRecord)
+        self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
         self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
-        costs = MachineCosts(curve=self.cost)
+        device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not say it
+        costs = MachineCosts(curve=self.cost, contention=Contention.assume(device, is_on_host=False))
+        self.contention = costs.contention
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
         self.free_plan = find_best_cuts(self.job, costs)
+        source, times = random.Random(DRAWS), []
+        for _ in range(DRAWS):
+            contention = Contention.assume(device, is_on_host=False, source=source)
+            step = simulate(self.job, self.caps.best.cuts, replace(costs, contention=contention))
+            times.append(step.over_s + MODEL_ERROR * source.gauss(0, 1) * max(0.0, step.exposed_s))
+        self.interval = hold_draws(self.caps.best.backward_s, times)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
@@ -266,7 +278,8 @@ class CapsResult(Result):
         beyond = ", with messages larger than any of the table" if self.changes[0].is_beyond else ""
         return (
             f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
-            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication. Simulated{beyond}."
+            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication (90 %: "
+            f"{' to '.join(map(format_ms, self.interval))}). Simulated{beyond}."
         )
 
     @property
@@ -285,7 +298,10 @@ class CapsResult(Result):
             f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
-            "assumed: one message at a time, no copies, no contention; times include the ranks' wait for each other",
+            "assumed: one message at a time, no copies; times include the ranks' wait for each other",
+            f"contention: {self.contention.basis}",
+            f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
+            "adds for what the model leaves out; the tables have no repetitions to draw from",
             *self._describe_measured(),
         ]
 
@@ -334,7 +350,8 @@ class CapsResult(Result):
     def to_json(self) -> dict[str, Any]:
         (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
-            "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
+            "best": build_row(POINTS, self.caps.best), "interval_s": list(self.interval),
+            "plateau_low_bytes": low, "plateau_high_bytes": high,
             "plateaus": [list(sizes) for sizes in self.caps.plateaus], "alpha_s": self.line.alpha_s,
             "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
@@ -84,7 +84,8 @@ def predict(
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
     here = replace(capture_environment(), load_average=None)  # nothing is timed
-    return _save(PredictResult(Run("predict", config, here, (layers, *sweep), tuple(doubts))), out)
+    records = (layers, *list_carried(run), *sweep)
+    return _save(PredictResult(Run("predict", config, here, records, tuple(doubts))), out)
 
 
 def predict_csv(
@@ -134,6 +135,11 @@ def find_profile(run: Run) -> LayerProfileRecord:
         what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
         raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     return found[0]
+
+
+def list_carried(run: Run) -> list[StepRecord]:
+    """The steps of a profile that say what messages, the wrapper and other ranks cost a rank."""
+    return [record for record in run.records if isinstance(record, StepRecord) and record.role != "job"]
 
 
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:

@@ -151,7 +151,9 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
         layers = "paceline.measure.profiles:measure_profile"
-        tasks += [Task(f"layers {job.batch_size}", layers, (job, "layers", 12, 2)) for job in jobs]
+        # The cells have steps of the wrapper on one rank themselves.
+        asked = "layers", 12, 2, 0, 1, 0, False
+        tasks += [Task(f"layers {job.batch_size}", layers, (job, *asked)) for job in jobs]
     if settings.backends and most > 1:
         tasks.append(Task("allreduce", _ROOM + "measure_allreduce", ranks=most, weight=2.0, follow=sweep_up_to_all))
     return session.run(tasks)
