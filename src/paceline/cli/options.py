@@ -131,6 +131,7 @@ OPTIONS = {
     "models": Option(JOB, "Models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),
     "wrappers": Option(JOB, "bare,torch,torch-tuned,paceline,... Default: all.", list[str], flags="--wrapper"),
     "profile": Option(JOB, "A run of `profile layers`: its folder.", Path, flags="--model-profile"),
+    "traces": Option(JOB, "Traces of your job by torch.profiler: a file for each rank.", list[Path], flags="--trace"),
     "profile:train": Option(MEASUREMENT, "Time forward, backward and optimizer of each step.", False),
     "runs": Option(JOB, "Finished studies. Default: measure all three.", list[Path], flags="argument"),
     "network": Option(JOB, _NETWORKS),

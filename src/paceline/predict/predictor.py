@@ -3,8 +3,8 @@
 `Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
 """
 
-import bisect
-import itertools
+from __future__ import annotations
+
 import math
 import random
 import statistics
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import MeasurementError
-from paceline.plan import Gradient, Plan, plan_by_cuts
+from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
 from paceline.predict.curves import CostCurve, Resample, fit_curve, median_noise
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
@@ -200,23 +200,38 @@ class Choice:
 
 
 class Predictor:
-    """The fitted job and costs, and what else they might be given how well they were measured."""
+    """The fitted job and costs, and `draws`: what else they might be given how well they were measured. `plain_s` is
+    the step without communication. A measured point has the noise of its median, too: that of as many steps as
+    calibrated it."""
 
-    def __init__(self, evidence: Evidence, curve: CostCurve | None = None) -> None:
-        self.job, self.costs = fit_job(evidence, curve)
-        source = random.Random(_SEED)
-        self._draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
-        self.plain_s = evidence.plain.timing.median_s
-        # A measured point has the noise of its median, too: that of as many steps as calibrated it.
-        self.noise = median_noise(evidence.plain.timing)
+    def __init__(
+        self, job: Job, costs: MachineCosts, draws: Sequence[tuple[Job, MachineCosts]], plain_s: float, noise: float
+    ) -> None:
+        self.job, self.costs, self.draws, self.plain_s, self.noise = job, costs, draws, plain_s, noise
+
+    @classmethod
+    def fit(cls, evidence: Evidence, curve: CostCurve | None = None) -> Predictor:
+        source, timing = random.Random(_SEED), evidence.plain.timing
+        draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
+        return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)
-        spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self._draws)
+        spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self.draws)
         exposed_s = step.step_s - self.plain_s
         model_s = MODEL_ERROR * max(0.0, exposed_s)
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
+
+    def estimate_gain(self, cuts: Sequence[int], other: Sequence[int]) -> tuple[float, float, float]:
+        """The share of the step with other cuts that these save, and its 90 % interval."""
+        (mine, theirs), *drawn = (
+            [simulate(job, each, costs).step_s for each in (cuts, other)]
+            for job, costs in [(self.job, self.costs), *self.draws]
+        )
+        gain, model = 1 - mine / theirs, MODEL_ERROR * abs(mine - theirs) / theirs
+        sd = math.hypot(statistics.stdev(1 - here / there for here, there in drawn), model)
+        return gain, gain - _Z90 * sd, gain + _Z90 * sd
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
         """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""
@@ -230,7 +245,7 @@ class Predictor:
         shares = {}
         for name, fields in inputs.items():
             times = []
-            for job, drawn in self._draws:
+            for job, drawn in self.draws:
                 costs = replace(self.costs, **{field: getattr(drawn, field) for field in fields})
                 times.append(simulate(self.job if fields else job, cuts, costs).step_s)
             shares[name] = statistics.stdev(times) / step_s
@@ -238,9 +253,7 @@ class Predictor:
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
         """The cuts of a wrapper's buckets of these sizes; the nearest where it orders gradients otherwise."""
-        totals, count = self.job.totals, len(self.job.sizes)
-        ends = itertools.accumulate(bucket_bytes)
-        return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
+        return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
         """The best plan. `only_caps`: of those that one cap can make."""
@@ -256,10 +269,10 @@ class Predictor:
                 best, cap_bytes = self.estimate(cuts), 0
         wins = sum(
             simulate(job, best.cuts, costs).step_s < simulate(job, default.cuts, costs).step_s
-            for job, costs in self._draws
+            for job, costs in self.draws
         )
         choice = Choice(best, default, cap_bytes, False)
-        is_clear = wins >= 0.9 * len(self._draws) and choice.gain >= max(_WORTH, self.noise)
+        is_clear = wins >= 0.9 * len(self.draws) and choice.gain >= max(_WORTH, self.noise)
         return replace(choice, is_clear=is_clear and best.cuts != default.cuts)
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:

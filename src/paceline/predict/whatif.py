@@ -113,19 +113,19 @@ class _Draw(NamedTuple):
 
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
-    evidence: Evidence | None = None,
+    evidence: Evidence | None = None, known: RankCosts | None = None,
 ) -> list[WhatIfRow]:  # fmt: skip
     """A row for each number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
     micro-batches, and the ranks' computing lies apart by `spread`, a relative sd. `evidence`: what the profile says of
-    copies, contention and neighbours; without it they are assumed."""
+    copies, contention and neighbours; without it they are `known`, or assumed."""
     job, source = job.accumulate(accumulate), random.Random(2024)
     varied = []
     for draw in draws:
-        rank = RankCosts() if evidence is None else fit_rank(evidence, Resample(source))
+        rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
         found = fabric.draw(source)
         rank = _settle(job, found, rank, source)
         varied.append(_Draw(draw.accumulate(accumulate), found, rank, source.gauss(0, 1), source.gauss(0, 1)))
-    rank = _settle(job, fabric, RankCosts() if evidence is None else fit_rank(evidence))
+    rank = _settle(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))
     return [_build_row(job, fabric, rank, varied, world_size, spread) for world_size in ranks]
 
 
@@ -178,16 +178,17 @@ def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0
 
 
 def describe_scenario(
-    job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, evidence: Evidence | None = None
-) -> list[str]:
+    job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, evidence: Evidence | None = None,
+    known: RankCosts | None = None,
+) -> list[str]:  # fmt: skip
     """What every row takes for granted, one line each."""
-    rank = RankCosts() if evidence is None else fit_rank(evidence)
+    rank = (known or RankCosts()) if evidence is None else fit_rank(evidence)
     bases = group_by(fabrics, lambda fabric: (_settle(job, fabric, rank).contention or Contention()).basis)
     queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
     varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
     return [
         *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),
-        *(describe_rank(rank, job.num_bytes) or ["copies and launches cost nothing"]),
+        *(describe_rank(rank, job.num_bytes) or ["copies and launches cost nothing"] * (known is None)),
         *(["ranks of one CPU host do not slow each other"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
         f"messages go in the order of the buckets, {queue}",
         varies if spread else "all ranks are equally fast",

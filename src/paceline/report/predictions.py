@@ -368,7 +368,7 @@ def plot_caps(result: CapsResult) -> Figure:
     least = min(curve.least_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)) / MIB
     around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
-    _draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
+    draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
     for number, (low, high) in enumerate(curve.plateaus):
         label = "_" if number else "within 1 % of the best"
         first = least if low == curve.least_bytes else low / MIB  # smaller caps make the same buckets
@@ -411,7 +411,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     return figure
 
 
-def _draw_caps(
+def draw_caps(
     axes: Axes, points: Sequence[CapPoint], of: Callable[[CapPoint], float], best: tuple[int, float], alone_s: float
 ) -> None:
     """Times against bucket sizes, flat over each interval of caps; the best size; the time without communication."""
@@ -748,7 +748,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    _draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.estimate.step_s), tuning.model.plain_s)
+    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.estimate.step_s), tuning.model.plain_s)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
     low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]
