@@ -259,9 +259,10 @@ class AssumedFabric:
 
         return curves.multiply_curve(best, vary) if self.shift else best
 
-    def draw(self, source: random.Random) -> AssumedFabric:
-        inside = self.inside.draw(source) if isinstance(self.inside, MeasuredFabric) else self.inside
-        return replace(self, shift=source.gauss(0, 1), inside=inside)
+    def draw(self, source: random.Random, shift: float | None = None) -> AssumedFabric:
+        """The fabric as it might be, or with this shift."""
+        inside = self.inside.draw(source, shift) if isinstance(self.inside, MeasuredFabric) else self.inside
+        return replace(self, shift=source.gauss(0, 1) if shift is None else shift, inside=inside)
 
 
 @functools.cache
@@ -356,7 +357,8 @@ class MeasuredFabric:
 
         return curves.multiply_curve(scaled, vary, doubt)
 
-    def draw(self, source: random.Random) -> MeasuredFabric:
+    def draw(self, source: random.Random, shift: float | None = None) -> MeasuredFabric:
+        """The fabric as it might be, or with this shift."""
         sweeps = {
             count: {
                 size: curves.Resample(source, find_noise(times) > UNSTABLE).take(times)
@@ -364,7 +366,7 @@ class MeasuredFabric:
             }
             for count, by_size in self.sweeps.items()
         }
-        return replace(self, sweeps=sweeps, shift=source.gauss(0, 1))
+        return replace(self, sweeps=sweeps, shift=source.gauss(0, 1) if shift is None else shift)
 
 
 Fabric = AssumedFabric | MeasuredFabric
