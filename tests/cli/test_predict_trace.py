@@ -109,6 +109,8 @@ def damage(folder: Path, how: str) -> list[Path]:
         return [write(folder, made), write(folder, made, "again.json")]
     if how == "unlike world sizes":
         return [write(folder, made), write(folder, made, "other.json", rank=1, world_size=4)]
+    if how == "one rank alone":
+        return [write(folder, made, world_size=1)]
     assert how == "two jobs"
     return [write(folder, made), write(folder, made_on_cpu(cpu, costs, (1, 8)), "other.json", rank=1)]
 
@@ -117,7 +119,8 @@ def damage(folder: Path, how: str) -> list[Path]:
     "how",
     [
         "malformed", "empty", "truncated", "no trace", "a list", "no events", "no rank", "odd events", "truncated gzip",
-        "no such file", "no all-reduce", "no backward", "one rank twice", "unlike world sizes", "two jobs",
+        "no such file", "no all-reduce", "no backward", "one rank alone", "one rank twice", "unlike world sizes",
+        "two jobs",
     ],
 )  # fmt: skip
 def test_a_trace_that_cannot_be_used_is_refused_in_one_line(command, tmp_path, how):
