@@ -155,6 +155,10 @@ def test_layers_are_files_that_can_be_read_again(out):
     assert sum(size.num_params for size in sizes) == 18_954
     assert times and all(time.timing.median_s >= 0 for time in times)
     assert {"blocks.md", "parameters.csv", "ready.png", "run.json"} <= {path.name for path in run.iterdir()}
+    steps = [record for record in load_run(run).records if isinstance(record, StepRecord)]
+    assert [(r.role, r.wrapper) for r in steps if r.role != "together"] == [
+        ("plain", "paceline"), ("local", "paceline"), ("local", "paceline")
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

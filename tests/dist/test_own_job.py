@@ -14,11 +14,13 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.measure.profiles import measure_together
 from paceline.measure.steps import OwnJob, wrap
 from paceline.records import LayerProfileRecord, StepRecord
 from paceline.report.profiles import ProfileResult, TraceResult
 from paceline.runtime.world import current_world, join_world
 from paceline.training.step import NoPhases
+from paceline.verbs.jobs import build_settings
 
 FEW = {"iters": 2, "warmup": 1}
 
@@ -89,6 +91,15 @@ def test_a_factory_is_profiled_on_local_ranks() -> None:
     result = paceline.profile(build, ranks=2, **FEW)
     check(result, 2)
     assert result.folder is None and result.config["ranks"] == 2
+
+
+def test_ranks_of_a_host_take_steps_at_once_that_send_nothing(on_ranks) -> None:
+    given = (build, None, "torch", {"backend": "gloo", "device": "cpu", "threads": 1})
+    first, second = on_ranks(2, measure_together, given, 1, 3, 1)
+    found = [(r.role, r.wrapper, r.world_size, r.timing.num_ranks, r.timing.count, r.threads) for r in first]
+    assert found == [("together", "none", 1, 1, 3, 1), ("together", "none", 2, 2, 3, 1)] and first == second
+    few = build_settings(model="cnn", channels=(4, 8), hidden=16, samples=8, batch_size=8, device="cpu")
+    assert on_ranks(2, measure_together, few, 1, 2, 1) == [[], []]  # 16 samples are needed
 
 
 def test_a_module_can_be_traced_here() -> None:
