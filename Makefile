@@ -60,6 +60,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	  --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
 	$(BIN)/paceline bench chunks --backend gloo,paceline
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
+	$(BIN)/python benchmarks/validate_networks.py --runs results/*/allreduce* results/*/scale-ranks
 	$(BIN)/python benchmarks/validate_tuning.py
 
 clean: ## Remove .venv and caches (runs/ stays)

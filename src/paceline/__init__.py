@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench, scale
     from paceline.verbs.doctor import doctor
-    from paceline.verbs.predict import predict
+    from paceline.verbs.predict import predict, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
     from paceline.verbs.train import train
     from paceline.verbs.tune import tune
@@ -50,6 +50,7 @@ _HOMES = {
     "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.predict": ("predict_trace",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
     "paceline.workloads.data.sharding": ("EpochOrder",),
@@ -60,8 +61,8 @@ __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "bench", "comm_table",
-    "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict", "profile", "ranks",
-    "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "trace", "train", "tune",
+    "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict", "predict_trace", "profile",
+    "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "trace", "train", "tune",
 ]  # fmt: skip
 
 

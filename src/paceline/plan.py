@@ -195,6 +195,13 @@ def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
+def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, ...]:
+    """After how many gradients buckets of these sizes end; the nearest where gradients are ordered otherwise."""
+    count = len(totals) - 1
+    ends = itertools.accumulate(bucket_bytes)
+    return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
+
+
 def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str) -> Plan:
     """The plan whose buckets end after the gradients at these places of the ready order (the last one included)."""
     pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]

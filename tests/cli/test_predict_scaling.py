@@ -21,7 +21,7 @@ from tests.cli.test_train import type_command
 MIB = 2**20
 KEYS = {
     "network", "world_size", "algorithm", "step_s", "low_s", "high_s", "local_step_s", "efficiency",
-    "efficiency_low", "efficiency_high", "exposed_s",
+    "efficiency_low", "efficiency_high", "exposed_s", "neighbours_s",
     "exposed_share", "straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes", "num_buckets",
     "default_step_s", "gain", "keeps_default", "bound", "doubt", "source",
 }  # fmt: skip
@@ -159,11 +159,12 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
         (["--network", "hdr", "--gradients", "fp8"], "known are fp32, bf16"),
         (["--network", "hdr", "--backend", "gloo"], "there is none"),
-        (["--allreduce", "{gloo}", "--ranks-per-node", "8"], "shape a --network"),
+        (["--allreduce", "{gloo}", "--inside", "nvlink"], "shapes a --network, and there is none"),
+        (["--allreduce", "{gloo}", "--ranks-per-node", "0"], "0 ranks per node: at least 1"),
         (["--allreduce", "{both}"], "gloo on cpu in float32; paceline on cpu in float32"),
         (["--allreduce", "{both}", "--backend", "nccl"], "there is gloo, paceline"),
         (["--allreduce", "{both}", "--backend", "paceline"], "1,024 ranks do not fit"),
-        (["--allreduce", "{profile}"], "no all-reduce on two or more ranks"),
+        (["--allreduce", "{profile}"], "has no record of a collective"),
         (["--allreduce", "{gloo}/none"], "does not exist"),
         (["--allreduce", "{gloo}", "--algorithm", "magic"], "error: unknown algorithm 'magic'"),
         (["--network", "hdr", "--csv", "{gloo}"], "give one of them"),
@@ -279,3 +280,44 @@ def test_the_interval_is_not_narrower_than_the_noise_of_an_unstable_profile():
         assert (width >= record.timing.noise) is is_noisy and (record.timing.noise > 0.25) is is_noisy
         assert (row.doubt == "measured on a busy machine: profile") is is_noisy
         assert any("the step is unstable" in line for line in result.warnings) is is_noisy
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory) -> str:
+    """nccl-tests' output on a node of 4 GPUs, pasted into a file."""
+    names = "# size count type redop root time algbw busbw #wrong time algbw busbw #wrong"
+    ranks = [f"#  Rank  {n} Group  0 Pid {n + 1} on box device  {n} [0x0{n}] NVIDIA H100" for n in range(4)]
+    rows = []
+    for size in (2**10, 2**20, 2**27):
+        time_us = 20 + size / 1e5
+        block = f"{time_us:.2f} {size / time_us / 1e3:.2f} {1.5 * size / time_us / 1e3:.2f} N/A"
+        rows.append(f"{size} {size // 4} float sum -1 {block} {block}")
+    path = tmp_path_factory.mktemp("nccl") / "output.txt"
+    path.write_text("\n".join([*ranks, names, *rows, "# Avg bus bandwidth : 1.0"]))
+    return str(path)
+
+
+def test_the_output_of_nccl_tests_predicts(predict, nccl):
+    document = json.loads(predict("--allreduce", nccl, "--ranks", "2,4,8", "--json").out)
+    two, four, eight = document["rows"]
+    assert (four["algorithm"], four["doubt"], two["doubt"]) == ("measured", "", "")
+    assert "8 ranks are on several nodes, and all that was measured on one" in eight["doubt"]
+    assert four["exposed_s"] < eight["exposed_s"] and eight["high_s"] / eight["low_s"] > four["high_s"] / four["low_s"]
+    assert any(line.startswith("doubtful: nccl on 8 ranks") for line in document["assumptions"])
+    again = paceline.load_result(document["run"])
+    assert isinstance(again, PredictResult) and again.to_json() == document
+
+
+def test_a_sweep_inside_nodes_and_a_network_between_them(predict, nccl):
+    words = ("--allreduce", nccl, "--network", "hdr", "--ranks-per-node", "4", "--ranks", "4,8")
+    document = json.loads(predict(*words, "--json").out)
+    four, eight = document["rows"]
+    assert {row["network"] for row in document["rows"]} == {"hdr"} and not eight["doubt"]
+    assert four["algorithm"] == "measured" and eight["algorithm"].startswith("two-level")
+    assert any("all-reduce as measured on 4 ranks, 4 to a node" in line for line in document["assumptions"])
+
+
+def test_a_network_that_others_measured_is_found_by_its_name(predict):
+    document = json.loads(predict("--network", "a100-hdr", "--ranks", "8,16,128", "--json").out)
+    assert [row["algorithm"] for row in document["rows"]] == ["measured"] * 3
+    assert any("abci2.0benchmark" in line for line in document["assumptions"])

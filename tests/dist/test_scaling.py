@@ -113,11 +113,14 @@ def measured(request, warm_pool):
 def test_all_that_takes_turns_has_equal_repetitions(measured):
     cell, seen = measured
     records = seen[0][0]
-    assert [(r.wrapper, r.backend, r.world_size) for r in records] == [
-        ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in SETUPS)
+    assert [(r.role, r.wrapper, r.backend, r.world_size) for r in records] == [
+        ("job", "none", "", 1), *(("local", c.wrapper, c.backend, 1) for c in SETUPS),
+        *(turn for n in (2, 3)
+          for turn in (("together", "none", "", n), *(("job", c.wrapper, c.backend, n) for c in SETUPS))),
     ]  # fmt: skip
     for record in records:
-        received = [record.timing] if record.world_size == 1 else [record.timing, record.no_comm, record.busy]
+        is_whole = record.role == "job" and record.world_size > 1
+        received = [record.timing, record.no_comm, record.busy] if is_whole else [record.timing]
         assert all((s.count, s.num_ranks) == (ITERS, record.world_size) for s in received)
         assert len({len(s.warmup_seconds) for s in received}) == 1 and len(received[0].warmup_seconds) > 0
         assert (record.mode, record.cell_size) == (cell.mode, cell.samples)
@@ -140,7 +143,7 @@ def test_buckets_hold_all_gradients_and_one_rank_sends_nothing(measured):
     records, _, _, num_bytes = measured[1][0]
     assert num_bytes > 0
     for record in records:
-        sent = num_bytes if record.world_size > 1 else 0
+        sent = 0 if record.wrapper == "none" else num_bytes  # or would be sent, were there another rank
         assert (record.num_bytes, sum(record.bucket_bytes)) == (sent, sent)
         assert record.num_messages == len(record.bucket_bytes)
 
@@ -148,10 +151,12 @@ def test_buckets_hold_all_gradients_and_one_rank_sends_nothing(measured):
 def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
     _, seen = measured
     rounds = ITERS + len(seen[0][0][0].timing.warmup_seconds)
-    turns = [(Setup("none", ""), 1), *((c, n) for n in (2, 3) for c in SETUPS)]
+    turns = [(c, n) for n in (1, 2, 3) for c in (Setup("none", ""), *SETUPS)]
     for rank, (_, steps, _, _) in enumerate(seen):
         found = {turn: sum(step.turn == turn for step in steps) for turn in turns}
-        assert found == {turn: rounds * (1 if turn[1] == 1 else 3) * (rank < turn[1]) for turn in turns}
+        assert found == {
+            turn: rounds * (1 if "none" in turn[0].wrapper or turn[1] == 1 else 3) * (rank < turn[1]) for turn in turns
+        }
     # The clock is one for all processes of a host: steps of different turns never overlap, whichever ranks take them.
     spans = sorted(
         (step.begin_s, step.end_s, (step.turn, step.number)) for _, steps, _, _ in seen for step in steps
@@ -169,7 +174,7 @@ def list_steps(seen: Any, world_size: int, kinds: tuple[str, ...]) -> dict[Any, 
     found: dict[Any, list[Taken]] = {}
     for _, steps, _, _ in seen:
         for step in steps:
-            if step.world_size == world_size and step.kind in kinds:
+            if step.setup.wrapper != "none" and step.world_size == world_size and step.kind in kinds:
                 found.setdefault((step.turn, step.number), []).append(step)
     return found
 
@@ -186,7 +191,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     if cell.mode == "weak":
         return
     # One rank alone computed the same global batches: nobody else's gradients are in theirs.
-    alone = {step.number: step.grads for step in seen[0][1] if step.world_size == 1}
+    alone = {step.number: step.grads for step in seen[0][1] if step.turn == (Setup("none", ""), 1)}
     shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "timed")).items()]
     compared = [(step.grads, alone[number]) for number, step in shared if number in alone]
     assert len(compared) >= len(SETUPS)

@@ -19,7 +19,8 @@ def test_gradients_are_ready_when_the_device_has_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: (waits.append(1), synchronize(*args)))
     with join_world("gloo", "cuda") as world:
         waits.clear()
-        record = measure_layers(world, build_replica(module, lambda: module(x).sum()), LABELS, iters=3, warmup=2)
+        replica = build_replica(module, lambda: module(x).sum())
+        (record,) = measure_layers(world, replica, LABELS, iters=3, warmup=2)
     assert len(waits) == 2 * 2 * 5  # before and after each step, plain or profiled
     assert record.device == "cuda"
     assert [p.name for p in record.parameters] == ["3.weight", "2.weight", "1.weight", "0.weight"]

@@ -125,8 +125,18 @@ class MadeJob:
 
         return self.build_step(
             draw, "disturbed", f"messages of {num_bytes}", backward_s, message_bytes=num_bytes, num_messages=3,
-            under_way=wait_first(under_way_s), overlapped=wait_first(overlapped_s),
+            under_way=wait_first(under_way_s), overlapped=wait_first(overlapped_s), alone=wait_first(alone_s),
         )  # fmt: skip
+
+    def build_carried(self, slowed: float = 0.0) -> list[Record]:
+        """What a profile of two ranks carries; with `slowed`, four of them compute that many times as long."""
+        found = [r for r in self.build_calibration() if isinstance(r, StepRecord | LayerProfileRecord)]
+        step = self.build_step(random.Random(0), "together", "ranks", self.backward_s)
+        for count, factor in ((2, 1.0), (4, slowed)) if slowed else ():
+            seconds = ((factor * self.plain_s,) * count,) * self.count
+            plain = {"timing": Samples(seconds=seconds), "forward": None, "backward": None, "optimizer": None}
+            found.append(replace(step, world_size=count, **plain))
+        return found
 
     def build_plan_step(self, label: str, times_s: Sequence[float], **more: Any) -> StepRecord:
         """Steps of the job itself, which a prediction is judged by."""

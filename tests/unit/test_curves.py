@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from paceline.predict.curves import (
     fit_collectives,
     fit_family,
     fit_line,
+    interpolate_sizes,
     join_levels,
     scale_curve,
 )
@@ -144,17 +146,33 @@ rates = st.floats(1e6, 1e13)
         ("tree", 1000, 2, 2 * 1e-3 + 1.0),
         ("tree", 1000, 8, 6 * 1e-3 + 2.0),
         ("tree", 1000, 9, 8 * 1e-3 + 2.0),
-        ("gloo", 1000, 4, 3 * 2 * 1e-3 + 1.5),
+        ("gloo", 1000, 4, 4 * 2 * 1e-3 + 1.5),
         # Up to 2P MiB two segments to a part are enough; beyond, segments of 1 MiB are counted.
-        ("gloo", 8 * MIB, 4, 3 * 2 * 1e-3 + 1.5 * 8 * MIB / 1000),
-        ("gloo", 12 * MIB, 4, 3 * 3 * 1e-3 + 1.5 * 12 * MIB / 1000),
-        ("shared", 1000, 4, 4 * 1e-3 + 8.0),
+        ("gloo", 8 * MIB, 4, 4 * 2 * 1e-3 + 1.5 * 8 * MIB / 1000),
+        ("gloo", 12 * MIB, 4, 4 * 3 * 1e-3 + 1.5 * 12 * MIB / 1000),
+        ("shared", 1000, 4, 6 * 1e-3 + 7.0),
         ("ring", 1000, 1, 0.0),
         ("shared", 0, 4, 0.0),
     ],
 )
 def test_a_family_by_hand(algorithm, num_bytes, world_size, seconds):
     assert FamilyCurve(algorithm, world_size, 1e-3, 1000.0).estimate_s(num_bytes) == pytest.approx(seconds)
+
+
+def test_what_a_data_sheet_leaves_out_is_added_by_hand():
+    exact = FamilyCurve("ring", 2, 1e-3, 1000.0)  # 2 latencies, and the bytes once
+    assert replace(exact, overhead_s=5e-3).estimate_s(1000) == pytest.approx(7e-3 + 1.0)
+    assert replace(exact, overhead_s=5e-3, ramp=0.5).estimate_s(1000) == pytest.approx(7e-3 + 1.0 + math.sqrt(7e-3))
+    assert replace(exact, overhead_s=5e-3, ramp=0.5).estimate_s(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"), [(0, 1.0), (100, 1.0), (1000, 2.0), (10_000, 3.0), (100_000, 3.0), (10**9, 3.0)]
+)
+def test_a_number_by_size_lies_on_lines_over_its_logarithm(num_bytes, expected):
+    values = ((100, 1.0), (10_000, 3.0), (10**6, 3.0))
+    assert interpolate_sizes(values, num_bytes) == pytest.approx(expected)
+    assert interpolate_sizes(values[:1], num_bytes) == 1.0
 
 
 def test_two_levels_by_hand():

@@ -109,8 +109,24 @@ def test_a_run_keeps_its_source_and_gives_its_collectives_only(tmp_path, build_c
     record = build_collective()
     layer = LayerSizeRecord(layer="a", num_params=1)
     save_run(Run("bench", {}, build_environment(), (record, layer)), tmp_path / "run.json")
-    named = dataclasses.replace(record, note=tmp_path.name)  # so that a chart does not join two runs
+    # The note keeps a chart from joining two runs.
+    named = dataclasses.replace(record, note=tmp_path.name, nodes=build_environment().details.get("hosts", 0))
     assert load_table(tmp_path) == load_table(tmp_path / "run.json") == [named]
+
+
+@pytest.mark.parametrize(
+    ("details", "nodes"),
+    [({}, [0, 0, 0]), ({"hosts": 1, "world_size": 8}, [1, 1, 1]), ({"hosts": 2, "world_size": 8}, [1, 1, 2])],
+)
+def test_a_run_knows_the_nodes_of_its_ranks(
+    tmp_path, build_collective, build_samples, build_environment, details, nodes
+):
+    records = tuple(
+        build_collective(world_size=n, timing=build_samples(0.1, ranks=n)) for n in (2, 4, 6)
+    )  # fmt: skip
+    environment = dataclasses.replace(build_environment(), details=details)
+    save_run(Run("bench", {}, environment, records), tmp_path / "run.json")
+    assert [record.nodes for record in load_table(tmp_path)] == nodes
 
 
 def test_a_run_without_a_collective_is_refused(tmp_path, build_environment):

@@ -337,7 +337,7 @@ def test_derived_numbers_are_not_stored(build_collective, build_chunks, build_pa
     record = build_collective()
     assert record.busbw_bytes_per_s > 0  # and what was computed before writing is not written either
     document = record_to_json(record)
-    assert set(document) == fields | {"collective", "num_bytes", "op", "memory"}
+    assert set(document) == fields | {"collective", "num_bytes", "op", "memory", "nodes"}
     assert set(document["samples"]) == {"seconds", "warmup_seconds", "arrivals_s", "reducer"}
     assert set(record_to_json(build_chunks())) == fields | {"total_bytes", "chunk_bytes"}
     assert set(record_to_json(build_pass())) == fields - {"backend"} | {"operation", "num_bytes"}

@@ -91,7 +91,7 @@ def build_replica(module, compute_loss):
 def profile(module, x=None, blocks=None, *, loss=None, iters=3, warmup=1):
     x = torch.randn(2, 4) if x is None else x
     replica = build_replica(module, lambda: (loss or module)(x).sum())
-    return measure_layers(WORLD, replica, LABELS, blocks, iters, warmup)
+    return measure_layers(WORLD, replica, LABELS, blocks, iters, warmup)[0]
 
 
 def names(record):
@@ -404,7 +404,7 @@ class TwoInputs(nn.Module):
 def profile_own(step, model=None):
     job = OwnJob(TwoInputs() if model is None else model, step)
     try:
-        return measure_layers(WORLD, job.build(), job.labels, iters=2, warmup=1)
+        return measure_layers(WORLD, job.build(), job.labels, iters=2, warmup=1)[0]
     finally:
         job.close()
 

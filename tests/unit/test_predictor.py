@@ -204,7 +204,7 @@ EACH = tuple(range(1, 9))
 
 
 def build(job: MadeJob) -> Predictor:
-    return Predictor(Evidence(job.build_calibration()))
+    return Predictor.fit(Evidence(job.build_calibration()))
 
 
 def every_cut(count):

@@ -211,6 +211,18 @@ def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
     busy = make_result(tune(SLOW, (0.150, 0.110, 0.100), spread=(0.3, 1.0, 1.9, 0.4, 1.7)))
     doubts = find_doubts(busy.records, replace(busy.run.environment, cores=2))
     assert "3 of 3 variants of the step are unstable" in doubts[0].text  # the steps of the calibration are steady
+    assert "nothing can be concluded" in doubts[0].text and len(busy.noise) > 0
+
+
+def test_the_race_allows_for_a_busy_machine():
+    spread, times_s = (0.3, 1.0, 1.9, 0.4, 1.7), (0.150, 0.110, 0.100)
+    decided = make_result(tune(SLOW, times_s, {"default": 9.0, "recommended": 0.120}, spread=spread))
+    doubts = find_doubts(decided.records, replace(decided.run.environment, cores=2))
+    assert "3 of 3 variants of the step are unstable" in doubts[0].text, "not the plans of the race"
+    assert "the race of plans allows for the noise" in doubts[0].text
+    assert decided.verdict == "use" and decided.noise == []
+    undecided = make_result(tune(SLOW, times_s, {"default": 0.121, "recommended": 0.120}, spread=spread))
+    assert undecided.verdict == "undecided" and undecided.noise == [undecided.answer]
 
 
 def test_tables_show_every_point_and_every_bucket():

@@ -15,6 +15,7 @@ from paceline.errors import ConfigError
 from paceline.plan import Gradient
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import AssumedFabric, Network, build_measured_fabric, build_sweeps, find_network
+from paceline.predict.predictor import RankCosts, find_evidence, fit_rank
 from paceline.predict.scaling import estimate_wait
 from paceline.predict.whatif import DRAWS as NUM_DRAWS
 from paceline.predict.whatif import build_comm_table, describe_scenario, simulate_what_if
@@ -22,6 +23,7 @@ from paceline.report.plots import render_png
 from paceline.report.predictions import WHAT_IF, plot_efficiency
 from paceline.report.table import Table
 
+from .made_tuning import MadeJob
 from .test_records_layers import build_profile
 
 MIB = 2**20
@@ -200,7 +202,89 @@ def test_the_comm_table_agrees_with_predict(device, world_size, build_collective
 def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):
     job = replace(JOB, device="cpu")
     lines = "\n".join(describe_scenario(job, [join(), sweep]))
-    assert "contention on net: assumed: messages and computing do not slow" in lines
+    assert "contention on net: assumed: messages on a link take no core" in lines
     assert "contention on gloo: assumed: a message between ranks of a full CPU host takes half" in lines
-    (here,), (free,) = (simulate_what_if(one, [], sweep, [4]) for one in (job, replace(JOB, device="cuda")))
+    (here,), (free,) = (simulate_what_if(one, [], sweep, [4]) for one in (job, replace(JOB, device="")))
     assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s
+
+
+# -- what a profile carries --------------------------------------------------------------------------------------------
+
+
+MADE = MadeJob(disturbed=((MIB, 0.8, 0.9),))
+
+
+def predict_made(fabric, ranks, made=MADE, **options):
+    records = made.build_carried(**options)
+    job = build_job_from_profile(records[-1] if not options else next(r for r in records if r.kind == "layer_profile"))
+    return simulate_what_if(job, [job] * 3, fabric, ranks, evidence=find_evidence(records))
+
+
+def test_a_profile_says_what_a_rank_pays_whatever_the_network():
+    rank = fit_rank(find_evidence(MADE.build_carried(slowed=1.3)))
+    assert rank.launch_s == pytest.approx(MADE.launch_s) and rank.gather_s_per_byte * MADE.num_bytes == pytest.approx(
+        0.002
+    )
+    assert rank.contention.rates(MIB) == pytest.approx((0.8, 0.9)) and rank.wrapper == "paceline"
+    assert rank.contention.alone_s == pytest.approx((MADE.message_s(MIB),))
+    assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
+    layers = [record for record in MADE.build_carried() if record.kind == "layer_profile"]
+    assert find_evidence(layers) is None  # of an older version
+
+
+def test_copies_and_launches_are_part_of_a_predicted_step():
+    free = replace(MADE, gather_s=0.0, launch_s=0.0, disturbed=())
+    (here,), (there,) = (predict_made(join(), [8], made) for made in (replace(MADE, disturbed=()), free))
+    # One bucket is best where messages take no time: one launch, and all copies.
+    assert here.step_s - there.step_s == pytest.approx(MADE.gather_s + MADE.launch_s)
+    assert there.step_s == pytest.approx(MADE.plain_s) and here.num_buckets == 1
+    (alone,) = predict_made(join(), [1])
+    assert alone.step_s == pytest.approx(MADE.plain_s) and alone.exposed_s == pytest.approx(0, abs=1e-12)
+
+
+def test_ranks_of_one_host_compute_as_long_as_they_were_measured_to():
+    one, four, eight = predict_made(join(ranks_per_node=8), [2, 4, 8], slowed=1.3)
+    assert (one.neighbours_s, four.neighbours_s) == (0.0, pytest.approx(0.3 * MADE.plain_s))
+    assert eight.neighbours_s == pytest.approx(0.9 * MADE.plain_s)  # along the line: 1, 1.3, 1.9
+    assert four.bound == "the ranks of a host, which slow each other" and four.efficiency < 1 / 1.3
+    (apart,) = predict_made(join(), [8], slowed=1.3)  # each on a node of its own
+    assert apart.neighbours_s == 0
+
+
+def test_ranks_of_one_host_that_were_not_measured_widen_the_interval_alone():
+    (here,), (there,) = (predict_made(join(ranks_per_node=count), [8]) for count in (8, 1))
+    assert here.step_s == there.step_s and here.high_s > there.high_s * 1.02
+
+
+def test_the_interval_has_what_the_model_leaves_out():
+    """10 % of what communication adds, one standard deviation: nothing else varies on a network without an error."""
+
+    class Certain(AssumedFabric):
+        def draw(self, source):
+            return self
+
+    network = Network("net", 0.0, 1e8, "made up")
+    (row,) = simulate_what_if(JOB, [JOB] * 400, Certain(network, network), [8])
+    width = (row.high_s - row.low_s) / 2
+    assert row.exposed_s > 1 and width == pytest.approx(1.645 * 0.10 * row.exposed_s, rel=0.15)
+    (hidden,) = simulate_what_if(JOB, [JOB] * 40, Certain(replace(network, bandwidth_bytes_per_s=1e30), network), [8])
+    assert hidden.high_s - hidden.low_s < 1e-9
+
+
+def test_an_older_profile_of_a_gpu_is_predicted_with_what_others_measured():
+    gpu = replace(JOB, device="cuda")
+    lines = describe_scenario(gpu, [join()])
+    assert any(line.startswith("contention on net: assumed: a GPU computes 18.9% longer") for line in lines)
+    (here,), (there,) = (simulate_what_if(job, [job] * 50, join(rate=400 * MIB), [2]) for job in (gpu, JOB))
+    # Three of four messages of 0.1 s are hidden, and slow 0.3 s of computing.
+    assert here.exposed_s - there.exposed_s == pytest.approx(0.3 * 0.189 / 1.189, rel=0.1)
+    assert here.high_s - here.low_s > there.high_s - there.low_s
+    assert "copies and launches cost nothing" in lines and RankCosts().wrapper == ""
+
+
+def test_a_sweep_of_one_host_has_its_ranks_next_to_each_other(sweep):
+    assert sweep.ranks == (4,)
+    (four,) = predict_made(sweep, [4], slowed=1.3)
+    assert four.neighbours_s == pytest.approx(0.3 * MADE.plain_s)
+    nccl = replace(sweep, fits=tuple(replace(fit, algorithm="ring") for fit in sweep.fits))
+    assert predict_made(nccl, [4], slowed=1.3)[0].neighbours_s == 0

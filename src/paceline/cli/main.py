@@ -131,16 +131,25 @@ add_command(
 )  # fmt: skip
 
 
-def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: bool, out: Path, **given: Any) -> Any:
-    from paceline.verbs.predict import predict, predict_csv
+_FOR_CSV, _FOR_TRACE = "ranks backend measured", "network ranks ranks_per_node inside algorithm"
 
-    others = ", ".join(find_flag(name) for name in given if name not in ("ranks", "backend", "measured"))
+
+def _predict(
+    *, csv: Path | None = None, profile: Path | None = None, traces: list[Path] | None = None, progress: bool,
+    out: Path, **given: Any,
+) -> Any:  # fmt: skip
+    from paceline.verbs.predict import predict, predict_csv, predict_trace
+
+    sources = [flag for flag, value in (("--model-profile", profile), ("--csv", csv), ("--trace", traces)) if value]
+    others = [name for name in given if name not in (_FOR_CSV if csv else _FOR_TRACE).split()]
     refuse(
-        (csv and profile, "--csv and --model-profile are two sources: give one of them"),
-        (csv and others, f"{others} with --csv, which uses its tables only: give --model-profile"),
+        (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
+        (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
         (not csv and "measured" in given, "--measured is compared with --csv, which is not given"),
-        (not (csv or profile), "nothing to predict from: give --model-profile RUN or --csv FOLDER"),
+        (not profile and others, f"{', '.join(map(find_flag, others))} with {''.join(sources)}: give --model-profile"),
     )
+    if traces:
+        return predict_trace(traces, out=out, **given)
     if profile is not None:
         return predict(profile, out=out, **given)
     ranks = given.pop("ranks", (None,))
@@ -151,9 +160,10 @@ def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: 
 
 add_command(
     app, "predict", _predict,
-    "profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm accumulate "
-    "gradients straggler",
-    "What will a step cost: on other networks and ranks (--model-profile), or with other bucket sizes (--csv)?",
+    "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
+    "accumulate gradients straggler",
+    "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
+    "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
 )  # fmt: skip
 add_command(
     app, "tune", "tune:tune",
@@ -208,11 +218,14 @@ def _root(
 
 
 def _join_lists(arguments: list[str]) -> list[str]:
-    """`--channels 32 64 128` as `--channels 32,64,128`: click's options take one word each."""
+    """`--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`: click's options
+    take one word each."""
     joined: list[str] = []
     for argument in arguments:
         if len(joined) > 1 and joined[-2] == "--channels" and argument.isdigit():
             joined[-1] += f",{argument}"
+        elif len(joined) > 1 and joined[-2] == "--trace" and not argument.startswith("-"):
+            joined += ["--trace", argument]
         else:
             joined.append(argument)
     return joined

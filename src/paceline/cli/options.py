@@ -72,7 +72,10 @@ def find_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_NETWORKS = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or bandwidth and latency such as 10Gb/s,50us."
+_NETWORKS = (
+    "nvlink, pcie4, hdr, 100gbe, 10gbe, ..., bandwidth and latency (10Gb/s,50us), or one that was measured: a100-hdr, "
+    "h100-rdma, gh200-slingshot, ..."
+)
 _BACKENDS = "gloo, shm (shared memory) or nccl; several are measured in turns: gloo,shm"
 
 # By the keyword of the verb; after a colon, what is other than usual in some command.
@@ -128,6 +131,7 @@ OPTIONS = {
     "models": Option(JOB, "Models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),
     "wrappers": Option(JOB, "bare,torch,torch-tuned,paceline,... Default: all.", list[str], flags="--wrapper"),
     "profile": Option(JOB, "A run of `profile layers`: its folder.", Path, flags="--model-profile"),
+    "traces": Option(JOB, "Traces of your job by torch.profiler: a file for each rank.", list[Path], flags="--trace"),
     "profile:train": Option(MEASUREMENT, "Time forward, backward and optimizer of each step.", False),
     "runs": Option(JOB, "Finished studies. Default: measure all three.", list[Path], flags="argument"),
     "network": Option(JOB, _NETWORKS),
@@ -136,9 +140,9 @@ OPTIONS = {
     "network:scale": Option(MEASUREMENT, _NETWORKS, "10gbe,100gbe"),
     "csv": Option(JOB, "Instead: a folder with layer-sizes, layer-times and allreduce-times.", Path),
     "measured": Option(JOB, "With --csv: a table of bucket_size and step_s or backward_s to compare with.", Path),
-    "allreduce": Option(JOB, "A run of `bench allreduce`; beyond its ranks it is scaled.", Path),
-    "ranks_per_node": Option(JOB, "Ranks that share a node, and its link.", 1),
-    "inside": Option(JOB, "The network inside a node. Default: nvlink."),
+    "allreduce": Option(JOB, "All-reduce: a run, nccl-tests' output, or a CSV; beyond its ranks it is scaled.", Path),
+    "ranks_per_node": Option(JOB, "Ranks that share a node, and its link. Default: 1, or the sweep's.", int),
+    "inside": Option(JOB, "The network inside a node. Default: the sweep of --allreduce, else nvlink."),
     "algorithm": Option(JOB, "auto, ring, tree, two-level, gloo or shared", "auto"),
     "gradients": Option(JOB, "fp32 or bf16. Default: the profile's."),
     "straggler": Option(JOB, "How much ranks differ: 3% (standard deviation), or profile.", "0%"),

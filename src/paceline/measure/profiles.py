@@ -14,14 +14,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from paceline import machine
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import steps
+from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Report, build_samples, follow
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
 from paceline.parallel.backward import find_tensors
+from paceline.parallel.channel import Channel
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -29,11 +33,14 @@ from paceline.runtime.world import World, join_world
 from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Phases, PhaseTimes
-from paceline.units import format_number_of
+from paceline.units import MIB, format_bytes, format_number_of
 from paceline.workloads.models import find_blocks
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
 _OUTSIDE = -1
+# The messages that disturb steps, and the most memory for them. A GPU moves smaller ones too fast to be noticed.
+_MESSAGE_BYTES = {"cpu": (MIB // 4, 4 * MIB), "cuda": (4 * MIB, 25 * MIB)}
+_TRAFFIC_BYTES = {"cpu": 256 * MIB, "cuda": 512 * MIB}
 
 Block = tuple[str, nn.Module]
 # A job of ours; or a user's own module and step, or a factory of both, with a wrapper and the options of `join_world`.
@@ -215,6 +222,10 @@ class Layers(steps.Probe):
                 needed = "it must call the model that it gets, and backward() on a loss"
                 raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
 
+    def look(self) -> tuple[dict[int, float], float]:
+        """Of the last step: when each gradient was ready, by its place among the parameters, and all of backward."""
+        return self.seen[-1].ready_s, self.seen[-1].took_s["backward"]
+
     def build_record(self, bench: StepBench, variant: Variant) -> LayerProfileRecord:
         """Rank 0's layers, profiled while all ranks computed. Collective: every rank must call this."""
         warm, num_ranks = bench.num_warm_steps, bench.world.world_size
@@ -267,9 +278,11 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
 
 
 def measure_profile(
-    given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0
-) -> list[Record]:
-    """Layers of the bare model ("layers"), phases of its steps ("phases"), or on several ranks both ("all").
+    given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0,
+    with_costs: bool = True,
+) -> list[Record]:  # fmt: skip
+    """Layers of the bare model, by default with what messages and the wrapper cost it ("layers"), phases of its steps
+    ("phases"), or on several ranks both ("all").
 
     It is job `number` of `total`; the data must also do for a batch of `largest` per rank, which another of them has:
     refused there, what was measured would be lost. Collective: every rank must call this.
@@ -285,26 +298,81 @@ def measure_profile(
             label = what if part == kind else f"{part}, {what}"
             report = follow(world, label, place, total)
             if part == "phases":
-                records.append(_run_phases(world, job, iters, warmup, report))
+                new: list[Record] = [_run_phases(world, job, iters, warmup, report)]
             else:
                 bare = job.build_own() if kind == "layers" else job.build()
-                records.append(measure_layers(world, bare, job.labels, None, iters, warmup, report))
+                new = measure_layers(world, bare, job.labels, None, iters, warmup, report, job if with_costs else None)
+            records += new
             if world.rank == 0:
-                post(Progress(place + 1, total, label, (records[-1],)))
+                post(Progress(place + 1, total, label, tuple(new)))
     return records
+
+
+def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | None) -> list[Record]:
+    """Steps of the bare model on the first `ranks` ranks and on all of this world, in turns and without messages: what
+    ranks of one host cost each other. Unless requested otherwise, each has its share of the cores. Nothing where the
+    data does not do for all. Collective: every rank must call this."""
+    requested = given.threads if isinstance(given, TrainSettings) else given[3]["threads"]
+    if isinstance(given, TrainSettings):  # a rank has as many samples among others as alone
+        size, parts = given.batches.batch_size, given.batches.accumulate
+        given = dataclasses.replace(given, batch_size=size, accumulate=parts, global_batch_size=None)
+    try:
+        with open_job(given, is_bare=True) as (world, job), StepBench(world, job.labels) as bench:
+            replica = job.build()
+            for count in (ranks, world.world_size):
+                threads = requested or max(1, machine.count_cores() // count)
+                own = dataclasses.replace(replica, activate=functools.partial(torch.set_num_threads, threads))
+                where = {"role": "together", "label": format_number_of(count, "rank"), "wrapper": "none"}
+                labels = where | {"world_size": count, "threads": threads}
+                bench.add(Variant(labels, own if world.rank < count else None))
+            bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
+            return [bench.build_record(variant) for variant in bench.variants]
+    except ConfigError:  # too few samples; what else is wrong, the profile itself reports
+        return []
 
 
 def measure_layers(
     world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
-    iters: int | None = None, warmup: int | None = None, report: Report | None = None,
-) -> LayerProfileRecord:  # fmt: skip
+    iters: int | None = None, warmup: int | None = None, report: Report | None = None, job: MeasuredJob | None = None,
+) -> list[Record]:  # fmt: skip
     """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs. `labels`
-    are those of its job. The steps train the module. Collective: every rank must call this."""
-    with StepBench(world, labels) as bench:
-        variant = bench.add(Variant({}, replica, ("marked", "profiled")))
-        variant.probe = layers = Layers(replica, labels["model"], blocks)
-        bench.run(_PACE, iters or 20, 3 if warmup is None else warmup, report)
-        return layers.build_record(bench, variant)
+    are those of its job. With the `job`, steps that messages disturb and steps of the wrapper on a group of this rank
+    take turns, too, and their records follow. The steps train the module. Collective: every rank must call this."""
+    per_turn = 1 if job is None else job.steps_per_turn
+    iters, warmup = iters or (20 if job is None else 10), 3 if warmup is None else warmup
+    with StepBench(world, labels, steps_per_turn=per_turn) as bench, contextlib.ExitStack() as stack:
+        plain = bench.add(Variant({"role": "plain", "label": "plain"}, replica, ("marked", "profiled")))
+        plain.probe = layers = Layers(replica, labels["model"], blocks)
+        if job is not None:
+            bench.labels = labels | {"wrapper": "torch" if labels.get("wrapper") == "torch" else "paceline"}
+            _add_costs(bench, plain, layers, job, stack)
+        bench.run(_PACE, -(-iters // per_turn), -(-warmup // per_turn), report)
+        profile = layers.build_record(bench, plain)
+        return [profile, *(bench.build_record(variant) for variant in bench.variants if job is not None)]
+
+
+def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJob, stack: contextlib.ExitStack) -> None:
+    """Variants with traffic next to the plain steps, and of the wrapper in a world of this rank alone: with one bucket,
+    and with a bucket for each gradient. Collective: every rank must call this."""
+    world, wrapper = bench.world, bench.labels["wrapper"]
+    assert plain.replica is not None
+    device, num_bytes = plain.replica.device, sum(param.nbytes for param in plain.replica.parameters)
+    # Two more models, their gradients, two moments of an optimizer and their buckets; and the traffic.
+    if device.type == "cuda" and not all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes)):
+        plain.labels["note"] = "too little memory to measure copies and contention"
+        return
+    assert dist.group.WORLD is not None
+    channel, most = Channel(dist.group.WORLD, device), _TRAFFIC_BYTES[device.type]
+    memory = channel.allocate(max(MIB, min(num_bytes, most)) // 4, torch.float32, device)
+    if (traffic := build_traffic(world, channel, memory)) is not None:
+        stack.callback(traffic.close)
+        for size in (size for size in _MESSAGE_BYTES[device.type] if 2 * size <= num_bytes):
+            labels = {"role": "disturbed", "label": f"messages of {format_bytes(size)}", "message_bytes": size}
+            Disturbance(world, traffic, bench.add(Variant(labels, plain.replica)), layers.look)
+    alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
+    for label, cap_bytes in (("one bucket", 1 << 50), ("a bucket each", 1)):
+        wrapped = functools.partial(steps.wrap, wrapper=wrapper, group=alone, cap_bytes=cap_bytes)
+        bench.add(Variant({"role": "local", "label": label}, job.build(wrapped), ("marked",)))
 
 
 def _run_phases(world: World, job: MeasuredJob, iters: int | None, warmup: int | None, report: Report) -> StepRecord:

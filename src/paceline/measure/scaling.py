@@ -58,7 +58,11 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
         with StepBench(world, job.labels | more) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
+            alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
+            for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # what it does to one rank
+                bench.add(_build_variant(job, cell, world, setup, 1, alone[setup.backend], "local"))
             for world_size in (n for n in settings.ranks if n > 1):
+                bench.add(_build_variant(job, cell, world, Setup("none", ""), world_size, None, "together"))
                 groups: dict[str, dist.ProcessGroup] = {}
                 for backend in settings.backends:
                     check_backend(backend, world.device.type, min(world_size, world.local_world_size))
@@ -81,13 +85,15 @@ def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> TrainingJob
 
 
 def _build_variant(
-    job: TrainingJob, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None
-) -> Variant:
-    """A wrapper on the first `world_size` ranks; without a replica on a rank outside."""
-    is_alone = setup.wrapper in ("none", "dp")  # in one process
-    num_ranks, kinds = (1, ("plain",)) if is_alone else (world_size, ("plain", "no_comm", "timed"))
+    job: TrainingJob, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None,
+    role: str = "job",
+) -> Variant:  # fmt: skip
+    """A wrapper, or the bare model, on the first `world_size` ranks; without a replica on a rank outside."""
+    is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything to another
+    num_ranks = 1 if setup.wrapper == "dp" else world_size
+    kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")
     batch_size = cell.batch_size(world_size, job.job.batches.accumulate)
-    labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size}
+    labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size, "role": role}
     if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
     windows = steps.cycle_windows(job.job, batch_size * world_size // num_ranks, num_ranks)
@@ -103,7 +109,7 @@ def _build_variant(
         return job.build(None if setup.wrapper == "none" else wrap, windows, num_ranks)
 
     replica = build()
-    return Variant(labels, replica, kinds, None if is_alone else TimedMessages(replica, build, group))
+    return Variant(labels, replica, kinds, None if is_silent else TimedMessages(replica, build, group))
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:

@@ -6,7 +6,6 @@ the steps of the job itself when it calibrates.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import queue
@@ -20,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
+from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Timed, Timing, agree_on_max, build_samples, follow, time_once
 from paceline.measure.profiles import Given, Layers, open_job
-from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, list_gradients, wrap
+from paceline.measure.steps import MeasuredJob, StepBench, Variant, list_gradients, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
@@ -36,15 +35,12 @@ from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
-from paceline.records.steps import reduce_turns
+from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
-from paceline.training.step import Phases
 from paceline.units import format_bytes
 
-# A message during backward must be over before the next one starts; it is slowed by up to this factor.
-_SLOWEST, _MOST_MESSAGES = 6.0, 4
 # With less than twice this there is no curve.
 _SMALLEST_BYTES = 4 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
@@ -109,17 +105,17 @@ class _Variants:
     def calibrate(self) -> tuple[list[Record], Plan]:
         """Sweep, plain steps, ready times, contention, the wrapper's own cost; the job itself at a grid of caps. And
         the wrapper's default plan, by the order that was profiled."""
-        settings, effort, device = self._settings, self._settings.amount, self._world.device
+        settings, effort = self._settings, self._settings.amount
         plain = self._add("plain", "plain")
         assert plain.replica is not None
         plain.kinds = ("marked", "profiled")
         plain.probe = layers = Layers(plain.replica, self._job.labels["model"], ())
-        if self._world.world_size > 1 and device.type == "cpu":
-            memory = self._allocate()
+        traffic = self._networks is None and build_traffic(self._world, self._channel, self._allocate())
+        if traffic:
             for num_bytes in (size for size in effort.message_bytes if 2 * size <= self._num_bytes):
-                variant = self._add("disturbed", f"messages of {format_bytes(num_bytes)}", message_bytes=num_bytes)
-                variant.kinds = ("messages", "marked")
-                variant.probe = _Disturbance(self._world, self._channel, memory, variant, layers)
+                label = f"messages of {format_bytes(num_bytes)}"
+                variant = self._add("disturbed", label, message_bytes=num_bytes)
+                Disturbance(self._world, traffic, variant, layers.look)
         self._add("local", "one bucket", self._alone, 1 << 50)
         self._add("local", "a bucket each", self._alone, 1)
         if settings.confirms:
@@ -170,7 +166,7 @@ class _Variants:
 
         pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
         bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over)
-        return [dataclasses.replace(bench.build_record(variant), note="confirmed") for variant in bench.variants]
+        return [dataclasses.replace(bench.build_record(variant), note=RACED) for variant in bench.variants]
 
     def close(self) -> None:
         self._bench.clear()
@@ -214,77 +210,6 @@ class _Variants:
                 time_once(messages, self._bench.meeting, repetition)
 
         self._bench.run(pace, self._settings.iters, report=report, after=send_some)
-
-
-class _Disturbance(Probe):
-    """Messages of one size that leave when certain gradients are ready, as buckets do, and nobody waits for.
-
-    In steps of kind `messages` they are timed, which disturbs too; so other steps are timed without that. `layers` must
-    have seen a step before: its variant has its turn before this one.
-    """
-
-    def __init__(self, world: World, channel: Channel, memory: torch.Tensor, variant: Variant, layers: Layers) -> None:
-        self._world, self._channel, self._memory, self._variant, self._layers = world, channel, memory, variant, layers
-        self._num_bytes: int = variant.labels["message_bytes"]
-        self._num_messages = 0
-
-    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
-        """Hooks that send a message at evenly spaced moments of backward; as many as do not run into each other."""
-        self._is_timed = kind == "messages"
-        self._sent: list[tuple[dist.Work, list[float]]] = []  # from when to when
-        last = self._layers.seen[-1]
-        ready_s, total_s = last.ready_s, last.took_s["backward"]
-        if not self._num_messages:
-            # One gradient sends one message.
-            mine = max(1, min(_MOST_MESSAGES, len(ready_s), int(total_s / (_SLOWEST * self._time_alone()))))
-            self._num_messages = self._variant.labels["num_messages"] = min(self._world.share(mine))
-        places: list[int] = []
-        for number in range(min(self._num_messages, len(ready_s))):
-            wanted_s = total_s * (number + 0.5) / self._num_messages
-            left = (index for index in ready_s if index not in places)
-            places.append(min(left, key=lambda index: abs(ready_s[index] - wanted_s)))
-        places = self._world.share(places)[0]  # all ranks at the same gradients, by the times of rank 0
-        assert self._variant.replica is not None
-        params = self._variant.replica.parameters
-        # Nodes are held with their hooks: one that nobody holds is made anew by the forward, without any.
-        self._nodes = [get_gradient_edge(params[index]).node for index in places]
-        for node in self._nodes:
-            hooks.callback(node.register_hook(self._fire).remove)
-        return None
-
-    def _time_alone(self) -> float:
-        """Seconds of one message, the fastest of a few. Collective: every rank must call this."""
-        part, times = self._memory[: max(1, self._num_bytes // self._memory.element_size())], []
-        for _ in range(3):
-            begin_s = time.perf_counter()
-            self._channel.wait(self._channel.start_sum(part), "a timed message")
-            times.append(time.perf_counter() - begin_s)
-        return min(times)
-
-    def _fire(self, *grads: Any) -> None:
-        span = [time.perf_counter(), 0.0]
-        elements = self._num_bytes // self._memory.element_size()
-        start = len(self._sent) * elements % max(1, self._memory.numel() - elements + 1)
-        work = self._channel.start_sum(self._memory[start : start + elements])
-        self._sent.append((work, span))
-        if self._is_timed:
-            work.get_future().add_done_callback(lambda _: _note_end(span))
-
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        """Wait for all; the mean seconds from start to end, and of that before the end of backward."""
-        backward_end_s = end_s - phases_s["optimizer"]
-        for work, span in self._sent:
-            work.wait()
-            _note_end(span)
-        if self._is_timed:
-            spans = [span for _, span in self._sent]
-            before = [max(0.0, min(end, backward_end_s) - begin) for begin, end in spans]
-            self._variant.note("under_way", sum(end - begin for begin, end in spans) / max(1, len(spans)))
-            self._variant.note("overlapped", sum(before) / max(1, len(spans)))
-
-
-def _note_end(span: list[float]) -> None:
-    span[1] = span[1] or time.perf_counter()
 
 
 class _Messages(Timed):

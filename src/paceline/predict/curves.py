@@ -5,6 +5,7 @@ A `CostCurve` holds for a fixed number of ranks. Which curve serves a network on
 
 import bisect
 import contextlib
+import itertools
 import math
 import random
 import statistics
@@ -135,11 +136,12 @@ FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
     # Two binary trees with half of the bytes each, up and down again. A rank is a leaf of one, a branch of the other:
     # it sends 1/2 + 1/2 up and 2 x 1/2 down. Of two ranks each is once the root with one child: 1/2 up and 1/2 down.
     "tree": lambda x, p: (2 * math.ceil(math.log2(p)), x if p == 2 else 2 * x),
-    # A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once.
-    "gloo": lambda x, p: ((p - 1) * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x),
-    # Every rank reads 1/p of all p vectors and writes it to all: two passes for each rank over a memory they share. A
-    # barrier has a flag for each rank.
-    "shared": lambda x, p: (p, 2 * p * x),
+    # A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once. One
+    # more part stands for the start.
+    "gloo": lambda x, p: (p * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x),
+    # Every rank reads 1/p of all p vectors and writes it to all: for each rank two passes over a memory they share, of
+    # which a part is in caches of its own, whatever p is. A barrier has a flag for each rank, and two to begin with.
+    "shared": lambda x, p: (p + 2, (1.5 * p + 1) * x),
 }
 
 
@@ -151,8 +153,9 @@ def check_algorithm(name: str) -> None:
 
 @dataclass(frozen=True)
 class FamilyCurve(CostCurve):
-    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks. Where the two
-    numbers were fitted, `residuals` are (fitted - measured) / measured in the order of the points, from `min_bytes` to
+    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks, after an
+    `overhead_s`, and with a `ramp` between the two: 1 is a pipeline in the best number of chunks. Where the two numbers
+    were fitted, `residuals` are (fitted - measured) / measured in the order of the points, from `min_bytes` to
     `max_bytes` on up to `max_ranks`: 0 where they are assumed. `replace(fit, world_size=n)` is the same fit on other
     ranks."""
 
@@ -165,6 +168,8 @@ class FamilyCurve(CostCurve):
     max_ranks: int = 0
     residuals: tuple[float, ...] = ()
     place: str = ""
+    overhead_s: float = 0.0
+    ramp: float = 0.0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -186,7 +191,8 @@ class FamilyCurve(CostCurve):
         if self.world_size == 1 or num_bytes <= 0:
             return 0.0
         latencies, moved_bytes = FAMILIES[self.algorithm](num_bytes, self.world_size)
-        return latencies * self.alpha_s + moved_bytes / self.bytes_per_s
+        waiting_s, moving_s = self.overhead_s + latencies * self.alpha_s, moved_bytes / self.bytes_per_s
+        return waiting_s + moving_s + 2 * self.ramp * math.sqrt(waiting_s * moving_s)
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
         doubts = []
@@ -252,6 +258,25 @@ class DerivedCurve(CostCurve):
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
         return self.explained(num_bytes)
+
+
+def multiply_curve(curve: CostCurve, factor: Callable[[float], float], doubt: str = "") -> CostCurve:
+    """A curve times a factor of the size of the message. A doubt comes before the curve's own."""
+
+    def explain(num_bytes: float) -> tuple[str, str]:
+        algorithm, own = curve.explain(num_bytes)
+        return algorithm, "; ".join(filter(None, (doubt, own)))
+
+    return DerivedCurve(lambda num_bytes: curve.estimate_s(num_bytes) * factor(num_bytes), explain)
+
+
+def interpolate_sizes(values: Sequence[tuple[int, float]], num_bytes: float) -> float:
+    """A number by size: straight lines over the logarithm of the size, and constant beyond the ends."""
+    for (size, value), (next_size, next_value) in itertools.pairwise(values):
+        if num_bytes <= next_size:
+            share = max(0.0, math.log(max(num_bytes, 1) / size) / math.log(next_size / size))
+            return value + (next_value - value) * share
+    return values[-1][1]
 
 
 def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:

@@ -79,6 +79,11 @@ class Job:
             raise ConfigError(f"{count} micro-batches in a step: at least 1")
         return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
 
+    def stretch(self, factor: float) -> Job:
+        """Every part of the step this many times as long."""
+        times = {name: getattr(self, name) * factor for name in ("backward_s", "before_s", "after_s")}
+        return replace(self, ready_s=tuple(moment * factor for moment in self.ready_s), **times)
+
 
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
     """Gradients in ready order, and the plain step around them, by medians. Ready times are the profiled ones divided

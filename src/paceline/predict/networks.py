@@ -1,11 +1,13 @@
 """Networks by name, and fabrics: what joins the ranks, for any number of them, and the cost curve that follows.
 
-The numbers of named networks are assumptions, each with its source. A measured fabric is a sweep of all-reduce.
+A named network is a table that somebody published, or a data sheet with what published tables show it to leave out.
+A measured fabric is a sweep of all-reduce. `benchmarks/validate_networks.py` fits and judges the numbers here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import re
@@ -15,56 +17,119 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError, MeasurementError, RecordError, refuse, suggest
 from paceline.machine import canonical_backend
-from paceline.predict import curves
+from paceline.predict import curves, fabrics
 from paceline.predict.curves import CostCurve, FamilyCurve
+from paceline.predict.fabrics import PublicSweep
 from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
 from paceline.records.samples import UNSTABLE, Samples, find_noise, group_by
-from paceline.units import format_duration, format_rate
+from paceline.units import MIB, format_duration, format_rate
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-# Nobody measured a network that is only named: its times are taken to be known to this standard deviation.
-ASSUMED_ERROR = 0.10
-# And a measured one is known worse with each doubling of the ranks away; chosen on the sweeps that the docs cite.
-ERROR_PER_DOUBLING = 0.20
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a data sheet leaves out of an all-reduce. Each costs `overhead_s` to launch, a message between two ranks
+    takes `latency` times the data sheet's, large messages reach `efficiency` of the line rate, and a pipeline of chunks
+    fills and drains: `ramp` times the 2 sqrt(latency x transfer) of the best number of chunks."""
+
+    overhead_s: float = 0.0
+    latency: float = 1.0
+    efficiency: float = 1.0
+    ramp: float = 0.0
+
+
+# Standard deviations of the logarithm of a time, by the size of the message, between which they are straight lines over
+# its logarithm: of a corrected data sheet, and of a published table on another site's machine of the same kind.
+Errors = Sequence[tuple[int, float]]
+SHEET_ERRORS: Errors = ((MIB // 4, 0.65), (4 * MIB, 0.45), (128 * MIB, 0.45))
+SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.35))
+CORRECTION = Correction(overhead_s=7e-6, latency=1.9, efficiency=0.76, ramp=1.0)
+# No table of a link up to 25 Gb/s was found: by one link of 1 Gb/s of our own, TCP fills it, and takes long to start.
+_SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, efficiency=0.95)
+# On other ranks a measured sweep is known worse, with the square root of the doublings between. Where the sweep is on
+# one node and the ranks are on several, messages of a size take a multiple, and even that is known badly.
+ERROR_PER_DOUBLING = 0.27
+FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 3.0)), 0.5
+# By family, the threads of a rank that move its messages, and the power of (threads / cores) by which messages slow
+# where threads wait for a core. A barrier in shared memory waits for all of them.
+_CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
 
 
 @dataclass(frozen=True)
 class Network:
-    """An assumed network: seconds of one message's way between two ranks, and bytes per second out of each rank."""
+    """A network by its data sheet: seconds of one message's way between two ranks, and bytes per second out of each
+    rank; with a `correction`, of what that leaves out. Or, with `sweeps`, one that others measured: its ranks share
+    nodes of `ranks_per_node`, and the numbers of the data sheet are for comparison."""
 
     name: str
     latency_s: float
     bandwidth_bytes_per_s: float
     note: str
+    correction: Correction = Correction()
+    sweeps: tuple[PublicSweep, ...] = ()
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
             has = f"{self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s"
             raise ConfigError(f"network {self.name} has {has}: a latency of 0 or more, and a bandwidth above 0")
 
+    @property
+    def as_written(self) -> Network:
+        """Exactly the data sheet, as an emulation of it needs."""
+        return replace(self, correction=Correction())
+
     def describe(self, place: str) -> str:
+        if self.sweeps:
+            ranks = ", ".join(dict.fromkeys(str(sweep.ranks) for sweep in self.sweeps))
+            sources = "; ".join(dict.fromkeys(sweep.source for sweep in self.sweeps))
+            return f"{self.name}: as published for {ranks} ranks ({self.note}; {sources})"
         rate, latency = format_rate(self.bandwidth_bytes_per_s), format_duration(self.latency_s)
         return f"{self.name}: {rate} GB/s and {latency} {place} ({self.note})"
 
-    def draw(self, source: random.Random) -> Network:
-        """The network as it might be."""
-        factor = math.exp(source.gauss(0, ASSUMED_ERROR))
-        rate = self.bandwidth_bytes_per_s / factor
-        return replace(self, latency_s=self.latency_s * factor, bandwidth_bytes_per_s=rate)
-
 
 # Latencies are of one message between neighbours, in round numbers: they decide only where gradients are small.
-NETWORKS = (
+_SHEETS = (
     Network("nvlink", 2e-6, 300e9, "NVLink of an A100: 300 GB/s each way, the 600 of data sheets both ways"),
-    Network("pcie4", 5e-6, 25e9, "PCIe 4.0 x16: 31.5 GB/s each way on paper, about 25 in practice"),
+    Network("nvlink4", 2e-6, 450e9, "NVLink of an H100: 450 GB/s each way, the 900 of data sheets both ways"),
+    Network("pcie3", 5e-6, 15.8e9, "PCIe 3.0 x16"),
+    Network("pcie4", 5e-6, 31.5e9, "PCIe 4.0 x16"),
+    Network("ndr", 2e-6, 50e9, "InfiniBand NDR: 400 Gb/s"),
     Network("hdr", 2e-6, 25e9, "InfiniBand HDR: 200 Gb/s, which is 25 GB/s and not 200 GB/s"),
     Network("100gbe", 10e-6, 12.5e9, "100 Gb/s Ethernet at line rate"),
     Network("10gbe", 30e-6, 1.25e9, "10 Gb/s Ethernet at line rate; TCP reaches about 1.2 GB/s"),
     Network("1gbe", 50e-6, 0.125e9, "1 Gb/s Ethernet at line rate"),
 )
+_MEASURED = (
+    Network("a100-nvlink", 2e-6, 300e9, "A100 in one node", sweeps=fabrics.A100, ranks_per_node=8),
+    Network("h100-nvlink", 2e-6, 450e9, "H100 in one node", sweeps=fabrics.H100, ranks_per_node=8),
+    Network("pcie4-4090", 5e-6, 31.5e9, "RTX 4090 in one node", sweeps=fabrics.PCIE4, ranks_per_node=8),
+    Network("pcie3-host", 5e-6, 15.8e9, "GPUs in one node without peer access", sweeps=fabrics.PCIE3, ranks_per_node=8),
+    Network("a100-hdr", 2e-6, 100e9, "nodes of 8 A100 and 4 HDR links",
+            sweeps=fabrics.A100 + fabrics.A100_NODES, ranks_per_node=8),
+    Network("v100-edr", 2e-6, 25e9, "nodes of 4 V100 and 2 EDR links",
+            sweeps=fabrics.V100 + fabrics.V100_NODES, ranks_per_node=4),
+    Network("h100-rdma", 2e-6, 200e9, "nodes of 8 H100 and RDMA",
+            sweeps=fabrics.H100 + fabrics.H100_NODES, ranks_per_node=8),
+    Network("h100-tcpxo", 2e-6, 200e9, "nodes of 8 H100 and 8 links of 200 Gb/s", sweeps=fabrics.H100_TCPXO,
+            ranks_per_node=8),
+    Network("gh200-slingshot", 2e-6, 100e9, "nodes of 4 GH200 and 4 Slingshot links",
+            sweeps=fabrics.GH200, ranks_per_node=4),
+    Network("mi250x-slingshot", 2e-6, 100e9, "nodes of 8 MI250X dies and 4 Slingshot links",
+            sweeps=fabrics.MI250X, ranks_per_node=8),
+    Network("h200-roce", 2e-6, 50e9, "one H200 a node and a link of 400 Gb/s", sweeps=fabrics.H200_ROCE),
+)  # fmt: skip
+
+
+def _correct(network: Network) -> Network:
+    return replace(network, correction=SLOW if network.bandwidth_bytes_per_s <= _SLOW_BYTES_PER_S else CORRECTION)
+
+
+NETWORKS = (*map(_correct, _SHEETS), *_MEASURED)
 
 
 def find_network(text: str) -> Network:
@@ -76,7 +141,7 @@ def find_network(text: str) -> Network:
     if match := _CUSTOM.fullmatch(re.sub(r"\s", "", text)):
         rate, prefix, unit, latency, second = match.groups()
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
-        return Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given")
+        return _correct(Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given"))
     listed = f"known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
     raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
 
@@ -90,22 +155,52 @@ def find_networks(text: str) -> list[Network]:
     return list(dict.fromkeys(found))
 
 
+def find_links(text: str) -> list[Network]:
+    """Networks by commas, of which each joins hosts: one that was published with several ranks on a node does not."""
+    found = find_networks(text)
+    for network in found:
+        if network.ranks_per_node > 1:
+            whole = f"--network {network.name} was measured with {network.ranks_per_node} ranks on a node"
+            raise ConfigError(f"{whole}, and hosts are to be joined: name a link such as hdr or 10gbe")
+    return found
+
+
+def describe_errors() -> str:
+    """What the intervals allow for, in words."""
+    sheet, site = (
+        " to ".join(f"{100 * sd:.0f} %" for sd in (max(errors)[1], max(sd for _, sd in errors)))
+        for errors in (SHEET_ERRORS, SITE_ERRORS)
+    )
+    return (
+        f"{sheet} (one sd) on a data sheet and {site} on a published network, more for small messages; on other ranks "
+        f"{ERROR_PER_DOUBLING:.0%} for twice as many, and {FIRST_NODE_ERROR:.0%} from one node to several"
+    )
+
+
 @dataclass(frozen=True)
 class AssumedFabric:
-    """A network by name. With several ranks per node it is what leaves a node, and `inside` joins the node's ranks."""
+    """A network by name. With several ranks per node it is what leaves a node, and `inside` joins the node's ranks: a
+    network, too, or a sweep. One that was published has nodes of its own. `shift` moves all times by that many standard
+    deviations of what is known of the network."""
 
     network: Network
-    inside: Network
+    inside: Network | MeasuredFabric
     ranks_per_node: int = 1
     algorithm: str = "auto"
+    shift: float = 0.0
 
     def __post_init__(self) -> None:
         curves.check_algorithm(self.algorithm)
+        own, given = self.network.ranks_per_node, self.ranks_per_node
         refuse(
-            (self.ranks_per_node < 1, f"{self.ranks_per_node} ranks per node: at least 1"),
+            (given < 1, f"{given} ranks per node: at least 1"),
             (self.algorithm == "shared", "shared memory is no network: give the --allreduce run of a host"),
-            (self.algorithm == "two-level" and self.ranks_per_node == 1,
+            (self.algorithm == "two-level" and given == 1,
              "algorithm two-level with 1 rank per node has one level: give --ranks-per-node"),
+            (given > 1 and own > 1 and given != own,
+             f"--ranks-per-node {given}: {self.network.name} was measured with {own}; leave it out, or give that"),
+            (own > 1 and isinstance(self.inside, MeasuredFabric),
+             f"{self.network.name} has nodes of its own: leave out --ranks-per-node to compare the sweep with it"),
         )  # fmt: skip
 
     @property
@@ -118,50 +213,86 @@ class AssumedFabric:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        if self.ranks_per_node == 1:
+        if self.ranks_per_node == 1 or self.network.ranks_per_node > 1:
             return (self.network.describe("out of each rank"),)
+        inside = self.inside
         return (
             self.network.describe(f"out of each node of {self.ranks_per_node} ranks, which share it"),
-            self.inside.describe("out of each rank inside a node"),
-        )
+            *(inside.assumptions if isinstance(inside, MeasuredFabric) else
+              (inside.describe("out of each rank inside a node"),)),
+        )  # fmt: skip
 
     def build_curve(self, world_size: int) -> CostCurve:
         asked, per_node, inside = self.algorithm, self.ranks_per_node, self.inside
         flat = ("ring", "tree") if asked == "auto" else (asked,)
+        if self.network.ranks_per_node > 1:
+            return self._on(self.network, flat, world_size)
         if world_size <= per_node and per_node > 1:
-            return _on(inside, ("ring",) if asked == "two-level" else flat, world_size, "inside")
-        nodes = _on(self.network, ("ring", "tree"), math.ceil(world_size / per_node))
-        two_level = curves.join_levels(_on(inside, ("ring",), per_node), nodes)
-        if asked == "two-level":
+            return self._on(inside, ("ring",) if asked == "two-level" else flat, world_size, "inside")
+        nodes = self._on(self.network, ("ring", "tree"), math.ceil(world_size / per_node))
+        two_level = curves.join_levels(self._on(inside, ("ring",), per_node), nodes)
+        is_measured = isinstance(inside, MeasuredFabric) or bool(inside.sweeps or self.network.sweeps)
+        if asked == "two-level" or (per_node > 1 and is_measured):
             return two_level
         slower = self.network
         if per_node > 1:  # a flat algorithm goes through nodes as well as between them, and waits for the slower
+            assert isinstance(inside, Network)
             latency_s = max(slower.latency_s, inside.latency_s)
             rate = min(slower.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
             slower = replace(slower, latency_s=latency_s, bandwidth_bytes_per_s=rate)
-        found = _on(slower, flat, world_size)
+        found = self._on(slower, flat, world_size)
         return curves.choose_best([found, two_level]) if asked == "auto" and per_node > 1 else found
 
+    def _on(self, network: Network | MeasuredFabric, names: Iterable[str], count: int, place: str = "") -> CostCurve:
+        """What a network costs on this many ranks: as measured, or the best of some algorithms."""
+        if isinstance(network, MeasuredFabric):
+            return network.build_curve(count)
+        if network.sweeps:
+            return replace(build_public_fabric(network), shift=self.shift).build_curve(count)
+        less = network.correction
+        rates = (network.latency_s * less.latency, network.bandwidth_bytes_per_s * less.efficiency)
+        family = functools.partial(FamilyCurve, overhead_s=less.overhead_s, ramp=less.ramp, place=place)
+        best = curves.choose_best([family(name, count, *rates) for name in names])
+
+        def vary(num_bytes: float) -> float:
+            return math.exp(self.shift * curves.interpolate_sizes(SHEET_ERRORS, num_bytes))
+
+        return curves.multiply_curve(best, vary) if self.shift else best
+
     def draw(self, source: random.Random) -> AssumedFabric:
-        return replace(self, network=self.network.draw(source), inside=self.inside.draw(source))
+        inside = self.inside.draw(source) if isinstance(self.inside, MeasuredFabric) else self.inside
+        return replace(self, shift=source.gauss(0, 1), inside=inside)
 
 
-def _on(network: Network, names: Iterable[str], count: int, place: str = "") -> CostCurve:
-    """The best of some algorithms on this many ranks of a network."""
-    rates = (network.latency_s, network.bandwidth_bytes_per_s)
-    return curves.choose_best([FamilyCurve(name, count, *rates, place=place) for name in names])
+@functools.cache
+def build_public_fabric(network: Network) -> MeasuredFabric:
+    """The tables of a published network as one sweep: each source is a repetition."""
+    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
+    for sweep in sorted(network.sweeps, key=lambda sweep: sweep.ranks):
+        by_size = sweeps.setdefault(sweep.ranks, {})
+        for size, seconds in sweep.points:
+            by_size[size] = (*by_size.get(size, ()), seconds)
+    points = [(size, sweep.ranks, seconds) for sweep in network.sweeps for size, seconds in sweep.points]
+    fits = tuple(curves.fit_family(points, name) for name in ("ring", "tree"))
+    sweeps = {count: dict(sorted(by_size.items())) for count, by_size in sweeps.items()}
+    return MeasuredFabric(network.name, network.name, sweeps, fits, network.ranks_per_node, errors=SITE_ERRORS)
 
 
 @dataclass(frozen=True)
 class MeasuredFabric:
     """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
     `sweeps` has, by ranks and by size, both in order, the seconds of all repetitions. `what` is the name with device
-    and dtype. `shift` moves the times on other ranks by that many standard deviations of what is known of them."""
+    and dtype. `ranks_per_node` ranks share a node: 0 where nobody says. Ranks on one node tell little of ranks on
+    several. `cores` are those that move the messages of a host: 0 where none do. `errors` are those of the sweeps
+    themselves, and `shift` moves the times by that many standard deviations of what is known of them."""
 
     name: str
     what: str
     sweeps: Mapping[int, Mapping[int, Sequence[float]]]
     fits: tuple[FamilyCurve, ...]
+    ranks_per_node: int = 0
+    cores: int = 0
+    errors: Errors = ((1, 0.0),)
     shift: float = 0.0
 
     @property
@@ -177,8 +308,9 @@ class MeasuredFabric:
         ranks = ", ".join(map(str, self.ranks))
         shares = any(fit.algorithm == "shared" for fit in self.fits)
         others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
+        nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         return (
-            f"{self.what}: all-reduce as measured on {ranks} ranks, timed from the last rank's arrival",
+            f"{self.what}: all-reduce as measured on {ranks} ranks{nodes}, timed from the last rank's arrival",
             *(
                 f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
                 f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
@@ -187,43 +319,41 @@ class MeasuredFabric:
             f"{self.name}: further ranks {others}",
         )
 
+    def _is_beyond(self, world_size: int) -> bool:
+        """Whether so many ranks are on several nodes."""
+        return 0 < self.ranks_per_node < world_size
+
+    def _estimate_crowd(self, world_size: int) -> float:
+        """How many times as long messages take since threads wait for a core."""
+        here = min(world_size, self.ranks_per_node or world_size)
+        threads, power = _CROWDING.get(self.fits[0].algorithm, (0, 1.0))
+        return max(1.0, here * threads / self.cores) ** power if self.cores else 1.0
+
     def build_curve(self, world_size: int) -> CostCurve:
-        nearest, factor = curves.find_nearest(self.sweeps, world_size), 1.0
-        if nearest != world_size:
-            error = min(fit.error for fit in self.fits) + ERROR_PER_DOUBLING * abs(math.log2(world_size / nearest))
-            factor = math.exp(self.shift * error)
+        is_beyond = self._is_beyond(world_size)
+        alike = [count for count in self.sweeps if self._is_beyond(count) == is_beyond]
+        nearest = curves.find_nearest(alike or self.sweeps, world_size)
+        crowd = self._estimate_crowd(world_size) / self._estimate_crowd(nearest)
         measured = curves.fit_curve(
-            (size, statistics.median(times) * factor) for size, times in self.sweeps[nearest].items()
+            (size, statistics.median(times) * crowd) for size, times in self.sweeps[nearest].items()
         )
-        return curves.choose_best([
+        scaled = curves.choose_best([
             curves.scale_curve(measured, replace(fit, world_size=nearest), replace(fit, world_size=world_size))
             for fit in self.fits
         ])  # fmt: skip
+        error, power, doubt = ERROR_PER_DOUBLING * math.sqrt(abs(math.log2(world_size / nearest))), 0, ""
+        if not alike and world_size > 1:
+            error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
+            here, there = ("several nodes", "one") if is_beyond else ("one node", "several")
+            doubt = f"{world_size:,} ranks are on {here}, and all that was measured on {there}"
+        if not self.shift and not doubt:
+            return scaled
 
-    @property
-    def is_continued(self) -> bool:
-        """Whether ranks share what carries their messages, and two or more sweeps show what that costs."""
-        return len(self.ranks) > 1 and self.fits[0].algorithm in ("gloo", "shared")
+        def vary(num_bytes: float) -> float:
+            whole = math.hypot(error, curves.interpolate_sizes(self.errors, num_bytes))
+            return math.exp(self.shift * whole) * curves.interpolate_sizes(FIRST_NODE, num_bytes) ** power
 
-    def build_continued_curve(self, world_size: int) -> CostCurve:
-        """The fabric's own curve, continued to more ranks of one host than were measured. The family lets each rank
-        bring a link of its own, and a straight line through the last two sweeps lets none: where the line is more, the
-        mean of both, size by size."""
-        shifted = self.build_curve(world_size)
-        if not self.is_continued or world_size <= self.ranks[-1]:
-            return shifted
-        before, most = self.ranks[-2:]
-        near, last, steps = self.build_curve(before), self.build_curve(most), (world_size - most) / (most - before)
-        plain = replace(self, shift=0.0).build_curve(world_size)
-
-        def estimate_s(num_bytes: float) -> float:
-            if num_bytes <= 0:
-                return 0.0
-            plain_s, last_s = plain.estimate_s(num_bytes), last.estimate_s(num_bytes)
-            line_s = last_s + max(0.0, last_s - near.estimate_s(num_bytes)) * steps
-            return (plain_s + max(plain_s, line_s)) / 2 * shifted.estimate_s(num_bytes) / plain_s
-
-        return curves.DerivedCurve(estimate_s, plain.explain)
+        return curves.multiply_curve(scaled, vary, doubt)
 
     def draw(self, source: random.Random) -> MeasuredFabric:
         sweeps = {
@@ -240,11 +370,13 @@ Fabric = AssumedFabric | MeasuredFabric
 
 
 def build_measured_fabric(
-    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared"
-) -> MeasuredFabric:
+    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared",
+    ranks_per_node: int = 0, cores: int = 0,
+) -> MeasuredFabric:  # fmt: skip
     """The sweep of one backend, and the family that its algorithm is known to follow, or the one that is named.
     `memory` is the one to take where a backend was measured on ordinary and on shared memory: our wrapper's buckets lie
-    in shared memory."""
+    in shared memory. `ranks_per_node` is how many ranks a node has, where the records do not say, and `cores` how many
+    cores, where they were measured on one host."""
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
         raise ConfigError("algorithm two-level cannot be fitted to one sweep: name a --network with --ranks-per-node")
@@ -261,8 +393,10 @@ def build_measured_fabric(
     kinds = sorted({f"{_name(record)} on {record.device} in {record.dtype}" for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
+    if len(sources := dict.fromkeys(record.note for record in records if record.source == "imported")) > 1:
+        raise ConfigError(f"the table has several sources ({'; '.join(sources)}): keep the rows of one")
     own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
-    points = [(record.num_bytes, record.world_size, statistics.median(_seconds(record))) for record in records]
+    points = [(record.num_bytes, record.world_size, statistics.median(list_seconds(record))) for record in records]
     try:
         fits = tuple(curves.fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
     except MeasurementError as error:
@@ -270,27 +404,42 @@ def build_measured_fabric(
     sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
     for record in sorted(records, key=lambda record: (record.world_size, record.num_bytes)):
         by_size = sweeps.setdefault(record.world_size, {})
-        by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + _seconds(record)
+        by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + list_seconds(record)
     sweeps = {count: by_size for count, by_size in sweeps.items() if len(by_size) > 1}
     if not sweeps:
         raise RecordError("the run has one size for each number of ranks: a curve needs two or more")
-    return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits)
+    fits_host = max(cores, *(record.world_size for record in records)) if cores else 0
+    per_node = find_ranks_per_node(records, ranks_per_node or fits_host)
+    return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits, per_node, cores)
+
+
+def find_ranks_per_node(records: Sequence[CollectiveRecord], given: int = 0) -> int:
+    """How many ranks share a node: what the records say, or else what is given; 0 where neither does."""
+    found = max((math.ceil(record.world_size / record.nodes) for record in records if record.nodes > 1), default=0)
+    least = max((record.world_size for record in records if record.nodes == 1), default=0)
+    for record in records:
+        if found and record.nodes not in (0, math.ceil(record.world_size / found)):
+            has = f"{record.world_size} ranks on {record.nodes} and others with {found} on a node"
+            raise RecordError(f"the sweep has {has}: keep the rows of one kind of node")
+    if given and (found not in (0, given) or given < least):
+        raise ConfigError(f"--ranks-per-node {given}: the sweep was measured with {found or least} on a node")
+    return found or given or least
 
 
 def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
     """A fabric for each backend, device and dtype that has a curve."""
-    reduced, fabrics = (record for record in records if record.collective == "all_reduce"), []
+    reduced, found = (record for record in records if record.collective == "all_reduce"), []
     for kind in group_by(reduced, lambda record: (record.backend, record.device, record.dtype)).values():
         with contextlib.suppress(RecordError):  # one size, or times that do not grow: no curve
-            fabrics.append(build_measured_fabric(kind, None))
-    return fabrics
+            found.append(build_measured_fabric(kind, None))
+    return found
 
 
 def _name(record: CollectiveRecord) -> str:
     return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
 
 
-def _seconds(record: CollectiveRecord) -> tuple[float, ...]:
+def list_seconds(record: CollectiveRecord) -> tuple[float, ...]:
     """Times without the wait for a late rank, where the clock shows it; one time where a table has no more."""
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s

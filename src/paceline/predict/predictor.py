@@ -1,10 +1,10 @@
-"""From the records of a tuning run to predictions with intervals and the best plan. Pure.
+"""From the records of a tuning run, or of a profile, to predictions with intervals and the best plan. Pure.
 
 `Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
 """
 
-import bisect
-import itertools
+from __future__ import annotations
+
 import math
 import random
 import statistics
@@ -12,24 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import MeasurementError
-from paceline.plan import Gradient, Plan, plan_by_cuts
+from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
 from paceline.predict.curves import CostCurve, Resample, fit_curve, median_noise
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
-from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_duration, format_ms
 
 _DRAWS, _SEED = 40, 11
-# The standard deviation of what the model leaves out, as a share of what communication adds.
-_MODEL_ERROR = 0.10
 _Z90 = 1.645
 # A free plan that is not this much better than one cap is not worth its length.
 _WORTH = 0.002
 
 
 class Evidence:
-    """What a prediction may learn from the records of a tuning run, by what it is: not the job's own steps."""
+    """What a prediction may learn from the records of a tuning run or a profile, by what it is: not the job's own
+    steps. A profile has no sweep."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         every = [record for record in records if isinstance(record, StepRecord)]
@@ -40,10 +39,62 @@ class Evidence:
         self.profile, self.plain, self.disturbed = profiles[0], plain[0], disturbed
         local.sort(key=lambda record: record.num_buckets)
         self.one_bucket, self.bucket_each = local[0], local[-1]
+        self.together = sorted((r for r in every if r.role == "together"), key=lambda record: record.world_size)
         collectives = [record for record in records if isinstance(record, CollectiveRecord)]
         self.sweep = [record for record in collectives if record.note != "buffers"]
         self.extras = [record for record in collectives if record.note == "buffers"]
         self.pairs = [record for record in records if isinstance(record, ChunksRecord)]
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What a wrapper and its messages cost a rank, whatever the network; None where it was not measured. `neighbours`
+    has, by the ranks of a host, how many times as long as in the profile a rank computes, the profile's own first."""
+
+    launch_s: float = 0.0
+    gather_s_per_byte: float = 0.0
+    contention: Contention | None = None
+    neighbours: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    wrapper: str = ""
+
+
+def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCurve | None = None) -> RankCosts:
+    """By medians. The copies of the wrapper are those of one bucket, without its one launch; they can be within the
+    noise, and are then none. `curve`: of the messages that disturbed steps."""
+    resample = resample or Resample()
+    median, one, each, profile = resample.median, evidence.one_bucket, evidence.bucket_each, evidence.profile
+    launch_s = max(0.0, median(each.timing) - median(one.timing)) / max(1, each.num_buckets - one.num_buckets)
+    backward_s = median(evidence.plain.phase("backward"))
+    gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
+    contention = _fit_contention(evidence, curve, resample, backward_s)
+    times = [(record.world_size, median(record.timing)) for record in evidence.together]
+    neighbours = tuple((count, max(1.0, time_s / times[0][1])) for count, time_s in times)
+    neighbours = neighbours or ((evidence.plain.world_size, 1.0),)
+    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbours, one.wrapper)
+
+
+def find_evidence(records: Sequence[Record]) -> Evidence | None:
+    """What a profile says of copies, contention and neighbours; None of an older one, which has only layers."""
+    try:
+        return Evidence([record for record in records if isinstance(record, LayerProfileRecord | StepRecord)])
+    except MeasurementError:
+        return None
+
+
+def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
+    """What was measured, one line each; nothing where nothing was."""
+    if not rank.wrapper:
+        return []
+    copies = f"copies take {format_ms(rank.gather_s_per_byte * num_bytes)} ms of a step"
+    lines = [f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket {format_duration(rank.launch_s)}"]
+    if rank.contention is not None:
+        found, percent = rank.contention, "{:.0%}".format
+        columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
+        sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
+        lines.append(f"measured: while messages of {sizes} move, computing has {compute} of its speed, they {message}")
+    for count, factor in rank.neighbours[1:]:
+        lines.append(f"measured: {count} ranks on the host, without messages, compute {factor:.2f} times as long")
+    return lines
 
 
 def fit_job(
@@ -52,58 +103,66 @@ def fit_job(
     """The job and its costs, by medians. `curve` is used where messages are not measured but emulated."""
     resample = resample or Resample()
     median = resample.median
-    plain, one, each, profile = evidence.plain, evidence.one_bucket, evidence.bucket_each, evidence.profile
-    backward_s = median(plain.phase("backward"))
-    more_s = max(0.0, median(each.timing) - median(one.timing))
-    launch_s = more_s / max(1, each.num_buckets - one.num_buckets)
-    # The copies of the wrapper, without its one launch; they can be within the noise.
-    gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
+    plain, one, profile = evidence.plain, evidence.one_bucket, evidence.profile
+    is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
+    if curve is None:
+        curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
+    rank, backward_s = fit_rank(evidence, resample, curve), median(plain.phase("backward"))
     after_s = median(one.phase("optimizer"))
-    before_s = max(0.0, median(one.timing) - backward_s - gather_s - after_s - launch_s)
+    gather_s = rank.gather_s_per_byte * profile.num_bytes
+    before_s = max(0.0, median(one.timing) - backward_s - gather_s - after_s - rank.launch_s)
     used = [parameter for parameter in profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(profile.profiled_backward.reduced_s)
     # Buffers are sent at the end of our wrapper's step and at the beginning of torch's.
     buffers_s = sum(median(record.timing) for record in evidence.extras)
-    is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
-    if curve is None:
-        curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
     pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
+    assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source)
     emulated = Contention(basis="an emulated network takes no core")
-    contention = emulated if is_emulated else _fit_contention(evidence, curve, resample, backward_s)
-    gather, finish_s = gather_s / profile.num_bytes, buffers_s if is_ours else 0.0
+    contention = emulated if is_emulated else rank.contention or assumed
+    finish_s = buffers_s if is_ours else 0.0
     gradients = (Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used)
     ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
     job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
-    return job, MachineCosts(curve, servers, launch_s, gather, contention, pair_rate, finish_s)
+    costs = MachineCosts(curve, servers, rank.launch_s, rank.gather_s_per_byte, contention, pair_rate, finish_s)
+    return job, costs
 
 
 def _limit(rate: float) -> float:
     return min(1.0, max(0.02, rate))
 
 
-def _fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, backward_s: float) -> Contention:
-    """From backwards during which messages were sent: what these cost it, and how slow they were; else as assumed."""
-    rates: dict[int, tuple[float, float]] = {}
+def _fit_contention(
+    evidence: Evidence, curve: CostCurve | None, resample: Resample, backward_s: float
+) -> Contention | None:
+    """From backwards during which messages were sent: what these cost it, and how slow they were; None without any.
+    Without a curve of them they were timed alone in the same rounds."""
+    rates: dict[int, tuple[float, float, float]] = {}
     for record in evidence.disturbed:
-        assert record.under_way is not None and record.overlapped is not None
-        # From the last rank's start on; a message that waits for a peer takes no core.
-        under_way_s = resample.median(replace(record.under_way, reducer="min"))
-        overlapped_s = min(resample.median(replace(record.overlapped, reducer="min")), under_way_s)
-        if overlapped_s <= 0:
+
+        def find_s(name: str, record: StepRecord = record) -> float:
+            # From the last rank's start on; a message that waits for a peer takes no core.
+            return resample.median(replace(record.phase(name), reducer="min"))
+
+        under_way_s = find_s("under_way")
+        overlapped_s = min(find_s("overlapped"), under_way_s)
+        if overlapped_s <= 0 or (curve is None and record.alone is None):
             continue
+        alone_s = find_s("alone") if curve is None else curve.estimate_s(record.message_bytes)
         delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
-        moved_s = max(0.0, curve.estimate_s(record.message_bytes) - (under_way_s - overlapped_s))
+        moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
         compute_rate = _limit(1 - delay_s / overlapped_s)
         # What arithmetic loses moves the message: a core is never idle while both want it.
-        rates[record.message_bytes] = compute_rate, _limit(max(moved_s / overlapped_s, 1 - compute_rate))
+        message_rate = _limit(max(moved_s / overlapped_s, 1 - compute_rate))
+        rates[record.message_bytes] = compute_rate, message_rate, alone_s
     if not rates:
-        return Contention.assume(evidence.plain.device, is_on_host=True)
+        return None
     sizes = tuple(sorted(rates))
     basis = f"fitted to steps during which messages of {' and '.join(map(format_bytes, sizes))} were sent"
-    return Contention(sizes, tuple(rates[size][0] for size in sizes), tuple(rates[size][1] for size in sizes), basis)
+    compute_rates, message_rates, times_s = zip(*(rates[size] for size in sizes), strict=True)
+    return Contention(sizes, compute_rates, message_rates, basis, times_s)
 
 
 @dataclass(frozen=True)
@@ -141,23 +200,38 @@ class Choice:
 
 
 class Predictor:
-    """The fitted job and costs, and what else they might be given how well they were measured."""
+    """The fitted job and costs, and `draws`: what else they might be given how well they were measured. `plain_s` is
+    the step without communication. A measured point has the noise of its median, too: that of as many steps as
+    calibrated it."""
 
-    def __init__(self, evidence: Evidence, curve: CostCurve | None = None) -> None:
-        self.job, self.costs = fit_job(evidence, curve)
-        source = random.Random(_SEED)
-        self._draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
-        self.plain_s = evidence.plain.timing.median_s
-        # A measured point has the noise of its median, too: that of as many steps as calibrated it.
-        self.noise = median_noise(evidence.plain.timing)
+    def __init__(
+        self, job: Job, costs: MachineCosts, draws: Sequence[tuple[Job, MachineCosts]], plain_s: float, noise: float
+    ) -> None:
+        self.job, self.costs, self.draws, self.plain_s, self.noise = job, costs, draws, plain_s, noise
+
+    @classmethod
+    def fit(cls, evidence: Evidence, curve: CostCurve | None = None) -> Predictor:
+        source, timing = random.Random(_SEED), evidence.plain.timing
+        draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
+        return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)
-        spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self._draws)
+        spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self.draws)
         exposed_s = step.step_s - self.plain_s
-        model_s = _MODEL_ERROR * max(0.0, exposed_s)
+        model_s = MODEL_ERROR * max(0.0, exposed_s)
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
+
+    def estimate_gain(self, cuts: Sequence[int], other: Sequence[int]) -> tuple[float, float, float]:
+        """The share of the step with other cuts that these save, and its 90 % interval."""
+        (mine, theirs), *drawn = (
+            [simulate(job, each, costs).step_s for each in (cuts, other)]
+            for job, costs in [(self.job, self.costs), *self.draws]
+        )
+        gain, model = 1 - mine / theirs, MODEL_ERROR * abs(mine - theirs) / theirs
+        sd = math.hypot(statistics.stdev(1 - here / there for here, there in drawn), model)
+        return gain, gain - _Z90 * sd, gain + _Z90 * sd
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
         """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""
@@ -171,7 +245,7 @@ class Predictor:
         shares = {}
         for name, fields in inputs.items():
             times = []
-            for job, drawn in self._draws:
+            for job, drawn in self.draws:
                 costs = replace(self.costs, **{field: getattr(drawn, field) for field in fields})
                 times.append(simulate(self.job if fields else job, cuts, costs).step_s)
             shares[name] = statistics.stdev(times) / step_s
@@ -179,9 +253,7 @@ class Predictor:
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
         """The cuts of a wrapper's buckets of these sizes; the nearest where it orders gradients otherwise."""
-        totals, count = self.job.totals, len(self.job.sizes)
-        ends = itertools.accumulate(bucket_bytes)
-        return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
+        return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
         """The best plan. `only_caps`: of those that one cap can make."""
@@ -197,10 +269,10 @@ class Predictor:
                 best, cap_bytes = self.estimate(cuts), 0
         wins = sum(
             simulate(job, best.cuts, costs).step_s < simulate(job, default.cuts, costs).step_s
-            for job, costs in self._draws
+            for job, costs in self.draws
         )
         choice = Choice(best, default, cap_bytes, False)
-        is_clear = wins >= 0.9 * len(self._draws) and choice.gain >= max(_WORTH, self.noise)
+        is_clear = wins >= 0.9 * len(self.draws) and choice.gain >= max(_WORTH, self.noise)
         return replace(choice, is_clear=is_clear and best.cuts != default.cuts)
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:

@@ -15,7 +15,13 @@ from paceline.plan import plan_like_torch
 from paceline.predict import curves
 from paceline.predict.curves import CostCurve, DerivedCurve, Resample
 from paceline.predict.job import build_job_from_profile, draw_jobs
-from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Network, build_measured_fabric
+from paceline.predict.networks import (
+    ERROR_PER_DOUBLING,
+    AssumedFabric,
+    Network,
+    build_measured_fabric,
+    describe_errors,
+)
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
@@ -26,6 +32,8 @@ _DRAWS, _SEED = 40, 17
 # The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by;
 # and of one rank alone, which says nothing of its neighbours: they only ever slow it.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
+# What a wrapper adds is mostly copies. Memory is shared more than arithmetic: they are slowed this power as much.
+_COPIES_POWER = 2.0
 
 
 @lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
@@ -56,13 +64,14 @@ def estimate_spread(seconds: Sequence[float]) -> float:
 
 class ScalingEvidence:
     """What is known of one wrapper on one backend in one cell (mode, size), from the records of a study. Numbers of
-    ranks on which a slow rank disturbed the cell are left out. With `up_to`, steps and sweeps on more ranks are held
-    out. This host has cores (or devices) for `at_hand` ranks."""
+    ranks on which a slow rank disturbed the cell are left out. With `up_to`, steps of wrappers and sweeps on more ranks
+    are held out. This host has cores (or devices) for `at_hand` ranks."""
 
     def __init__(
         self, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], at_hand: int, up_to: int = 0
     ) -> None:
-        steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
+        every = [record for record in records if isinstance(record, StepRecord) and record.mode]
+        steps = [record for record in every if record.role == "job"]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
         sweeps = [record for record in records if isinstance(record, CollectiveRecord)]
@@ -73,6 +82,13 @@ class ScalingEvidence:
         disturbed = {record.world_size for record in steps if record.cell == cell and find_straggler(record)}
         self.left_out = sorted(disturbed & {record.world_size for record in own})
         own = [record for record in own if record.world_size not in disturbed]
+        # Steps without a wrapper and without messages: those of more ranks say what they cost each other, and no more.
+        silent = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
+        self.together = {record.world_size: record for record in silent}
+        # The wrapper on one rank, which sends nothing: its copies and launches.
+        own_cell = (wrapper, backend, cell)
+        local = (r for r in every if r.role == "local" and (r.wrapper, r.backend, r.cell) == own_cell)
+        self.local = next(local, None)
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
             # One rank sends nothing, so the smallest sweep stays with it.
@@ -96,7 +112,8 @@ class ScalingEvidence:
         # The sweeps where this wrapper's messages lie; None where there are none.
         wanted, memory = ("all_reduce", canonical_backend(backend)), "shared" if wrapper == "paceline" else "ordinary"
         sweeps = [r for r in sweeps if (r.collective, canonical_backend(r.backend)) == wanted]
-        self.fabric = build_measured_fabric(sweeps, backend, memory=memory) if sweeps else None
+        cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
+        self.fabric = build_measured_fabric(sweeps, backend, memory=memory, cores=cores) if sweeps else None
         # How far the steps of ranks lie apart without communication, as a standard deviation over their median.
         rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
         self.spread = min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
@@ -150,7 +167,7 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
     never grows faster than the ranks. `shift` is how many standard deviations off the continued part is."""
     last, top = points[-1]
     if len(points) == 1:
-        return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+        return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(max(1.0, world_size / last))))
     if world_size <= last:
         return interpolate_logs(points, world_size)
     before, low = points[-2]
@@ -243,22 +260,31 @@ def simulate_scaling(
 
 class _ScalingCurve:
     """The curve by medians of the repetitions that are used; with a source, what is only assumed is drawn, too.
-    `corrections` has for each calibrated number of ranks how many times as long its messages take as alone, and the
-    seconds that no such factor explains. `shift` is how far off the factor is elsewhere, in standard deviations."""
+    `corrections` has for each calibrated number of ranks how many times as long its messages take as alone, at most
+    once, and the seconds beyond that: copies and waits. `own_s` is what the wrapper adds to one rank, None where it
+    was not measured. `shift` is how far off messages and copies are on other ranks, in standard deviations."""
 
     def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
         self.evidence, source, alone = evidence, resample.source, evidence.alone
         self.alone_s = resample.median(alone.timing)
         drift = self.alone_s / alone.timing.median_s
+        self.own_s = None
+        if evidence.local is not None:
+            self.own_s = max(0.0, resample.median(evidence.local.timing) - self.alone_s)
         known = {float(samples): seconds * drift for samples, seconds in evidence.one_rank_s.items()}
         self.one_rank_s = sorted((known | {float(alone.global_batch_size): self.alone_s}).items())
-        factors = [1.0]
-        for record in evidence.shared:
-            base_s = interpolate_logs(self.one_rank_s, evidence.count_samples(record.world_size))
-            factors.append(resample.median(record.phase("no_comm")) / base_s)
-        if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
-            factors = list(itertools.accumulate(factors, max))
-        self.slowed, self.slowed_shift = list(zip(evidence.ranks, factors, strict=True)), resample.gauss()
+        found = {record.world_size: resample.median(record.phase("no_comm")) for record in evidence.shared}
+        silent = {count: resample.median(record.timing) for count, record in evidence.together.items()}
+        for count in sorted(set(silent) - set(found)):  # a wrapper adds to them what it adds to fewer ranks
+            both = [near for near in found if near in silent]
+            near = curves.find_nearest(both, count) if both else count
+            found[count] = silent[count] * (found[near] / silent[near] if both else 1.0)
+        factors = {1: 1.0}
+        for count, time_s in sorted(found.items()):
+            factors[count] = time_s / interpolate_logs(self.one_rank_s, evidence.count_samples(count))
+            if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
+                factors[count] = max(factors.values())
+        self.slowed, self.slowed_shift = list(factors.items()), resample.gauss()
         self.jobs = [
             draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
             for profile, job in zip(evidence.profiles, evidence.jobs, strict=True)
@@ -289,11 +315,16 @@ class _ScalingCurve:
         compute_s = self.compute_s(world_size)
         if world_size == 1:
             return compute_s
+        here = min(world_size, self.evidence.most_on_host)
         nearest = curves.find_nearest(self.corrections, world_size) if self.corrections else 1
-        factor, extra_s = self.corrections.get(nearest, (1.0, 0.0))
-        away = abs(math.log2(min(world_size, self.evidence.most_on_host) / nearest))
-        factor *= math.exp(self.shift * ERROR_PER_DOUBLING * away)
-        return compute_s + max(0.0, self._build_exposed(world_size, place)(factor) + extra_s)
+        factor, extra_s = self.corrections.get(nearest, (1.0, self.own_s or 0.0))
+        away = abs(math.log2(here / nearest))
+        doubt = math.exp(self.shift * ERROR_PER_DOUBLING * away)
+        slowed, before = (estimate_slowdown(self.slowed, count) for count in (here, nearest))
+        extra_s *= math.pow(slowed / before, _COPIES_POWER) * doubt
+        if not self.corrections and self.own_s is None:
+            extra_s += abs(self.shift) * _UNKNOWN_ERROR * compute_s
+        return compute_s + max(0.0, self._build_exposed(world_size, place)(factor * doubt) + extra_s)
 
     def _build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
         """What a step exposes, in seconds, as a function of how many times as long as alone its messages take."""
@@ -325,14 +356,10 @@ class _ScalingCurve:
     def _fit_correction(self, world_size: int, exposed_s: float) -> tuple[float, float]:
         """The factor on messages with which the simulated step exposes what the measured one did, and what is left."""
         expose = self._build_exposed(world_size)
-        low, high = 1 / 3.0, 3.0  # times what they take alone
-        as_alone_s, most_s = expose(1.0), expose(high)
-        # Where even the largest explains less than half of it, the messages are hidden and all of it is left.
-        if abs(as_alone_s - exposed_s) < 1e-3 * self.compute_s(world_size) or most_s < exposed_s / 2:
-            return 1.0, exposed_s - as_alone_s
-        if most_s <= exposed_s or expose(low) > exposed_s:
-            factor = high if most_s <= exposed_s else low
-            return factor, exposed_s - expose(factor)
+        low, high = 1 / 3.0, 1.0  # times what they take alone
+        as_alone_s, least_s = expose(high), expose(low)
+        if exposed_s >= as_alone_s or least_s >= exposed_s:
+            return (high, exposed_s - as_alone_s) if exposed_s >= as_alone_s else (low, exposed_s - least_s)
         for _ in range(20):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
@@ -350,7 +377,7 @@ class _ScalingCurve:
         if self.fabric is None:
             raise RecordError(f"no all-reduce on {self.evidence.backend} was measured: use `bench allreduce`")
         if here not in self._inside:
-            self._inside[here] = self.fabric.build_continued_curve(here)
+            self._inside[here] = self.fabric.build_curve(here)
         inside = self._inside[here]
         return inside if nodes == 1 else curves.join_levels(inside, self.networks[place].build_curve(nodes))
 
@@ -359,7 +386,8 @@ class _ScalingCurve:
             return ""
         most, doubts = max(self.corrections, default=1), []
         if not self.corrections:
-            doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
+            taken = "" if len(self.slowed) > 1 else ": they are taken not to slow each other"
+            doubts.append(f"no step with messages calibrates it{taken}")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
         doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
@@ -393,8 +421,6 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
         lines.append(f"one rank's step by its share of the samples: log-linear between {sizes} samples")
     if curve.fabric:
         lines += curve.fabric.assumptions
-        if curve.fabric.is_continued:
-            lines.append("but half way to a line through the last two sweeps where that is more: ranks share the host")
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines += [
@@ -403,8 +429,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             "(one sd), as measured without communication",
         ]
     lines.append(
-        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {ERROR_PER_DOUBLING:.0%} on "
-        f"messages and {SLOWDOWN_ERROR:.0%} on computing for each doubling away from what was measured, and "
-        f"{ASSUMED_ERROR:.0%} on a network that is only named"
+        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on "
+        f"computing for each doubling away from what was measured, and on messages {describe_errors()}"
     )
     return lines

@@ -9,9 +9,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
@@ -22,6 +23,12 @@ from paceline.predict.job import Job
 # Messages that a backend moves at once; 1 where nothing is known.
 SERVERS = {"gloo": 2}
 _EPSILON = 1e-12
+# What the model leaves out, as a standard deviation: a share of what communication adds. One number for all.
+MODEL_ERROR = 0.10
+# How much longer a GPU computes while NCCL moves a message: the published mean and maximum, arXiv 2507.03114.
+_SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
+# And how far off an assumed share of a core is, one standard deviation.
+_SHARE_ERROR = 0.15
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,14 @@ class Contention:
     """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed. Fitted where
     steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which. Small
     messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines on a
-    log axis, beyond them constant."""
+    log axis, beyond them constant. `alone_s` are the seconds of these messages alone where they are not those of the
+    curve: see `spread_over`."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
     message_rates: tuple[float, ...] = (1.0,)
     basis: str = "assumed: messages and computing do not slow each other"
+    alone_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         rates, is_ordered = (*self.compute_rates, *self.message_rates), list(self.sizes) == sorted(set(self.sizes))
@@ -43,14 +52,39 @@ class Contention:
             raise ConfigError(f"contention at {self.sizes} with rates {rates}: sizes in order, rates above 0, up to 1")
 
     @classmethod
-    def assume(cls, device: str, is_on_host: bool, spare_cores: float = 0.0) -> Contention:
-        """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank. `is_on_host`: cores
-        move the messages, between ranks of one host. What a link carries is taken to need none."""
-        if device != "cpu" or not is_on_host:
-            return cls()
-        rate = (1 + min(1.0, max(0.0, spare_cores))) / 2
+    def assume(
+        cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None
+    ) -> Contention:
+        """What is taken where nothing was measured; with a source, as it might be. `spare_cores` are the idle cores for
+        each rank. `is_on_host`: cores move the messages, between ranks of one host. What a link carries is taken to
+        need none of a CPU host."""
+        if device == "cuda":
+            mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # of a triangle from 0 to the most with this mean
+            slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
+            basis = f"assumed: a GPU computes {_SLOWED_MEAN:.1%} longer while NCCL moves a message, {_SLOWED_MOST:.0%} "
+            return cls((1,), (1 / (1 + slowed),), (1.0,), f"{basis}at most (published, arXiv 2507.03114)")
+        share, on_host = 0.0, device == "cpu" and is_on_host
+        if on_host:
+            share = (1 - min(1.0, max(0.0, spare_cores))) / 2
+        if source is not None and device == "cpu":
+            share = min(0.9, abs(share + _SHARE_ERROR * source.gauss(0, 1)))
+        if not on_host:
+            return cls((1,), (1 - share,), (1.0,), "assumed: messages on a link take no core of a rank")
         basis = "assumed: a message between ranks of a full CPU host takes half of its rank's core"
-        return cls((1,), (rate,), (rate,), f"{basis}, and nothing where each rank has a core to spare")
+        return cls((1,), (1 - share,), (1 - share,), f"{basis}, and nothing where each rank has a core to spare")
+
+    def spread_over(self, curve: CostCurve) -> Contention:
+        """For messages that a link makes longer than those that were measured: arithmetic loses as many seconds, and
+        delays the message by as many, over a longer time."""
+        if not self.alone_s:
+            return self
+        compute_rates, message_rates = [], []
+        for number, (size, alone_s) in enumerate(zip(self.sizes, self.alone_s, strict=True)):
+            longer_s, under_way_s = max(0.0, curve.estimate_s(size) - alone_s), alone_s / self.message_rates[number]
+            lost_s = (1 - self.compute_rates[number]) * under_way_s
+            compute_rates.append(1 - lost_s / (under_way_s + longer_s))
+            message_rates.append((alone_s + longer_s) / (under_way_s + longer_s))
+        return replace(self, compute_rates=tuple(compute_rates), message_rates=tuple(message_rates), alone_s=())
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
         """How fast a rank computes while such a message is under way, and how fast the message moves meanwhile."""

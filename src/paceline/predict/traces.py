@@ -37,7 +37,7 @@ BUCKET, BUCKET_WAIT, WAITED, BACKWARD_OVER = "bucket", "bucket_wait", "waited us
 _KEPT_ARGUMENTS = {
     "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %", "bytes",
     "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Addr", "Device Type", "Device Id",
-    "name", "labels", "Collective name", "In msg nelems", "Group size", WAITED,
+    "name", "labels", "Collective name", "In msg nelems", "Group size", "dtype", "Input type", WAITED,
 }  # fmt: skip
 _COLLECTIVE_KERNEL = re.compile(r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|(one|two)_shot_all_reduce")
 # `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
@@ -82,6 +82,29 @@ def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1)
     origin_ns = int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3)
     events, properties = [_compact(event, first_us) for event in known], list(document.get("deviceProperties") or [])
     return RankTrace(rank, world_size, device, str(document.get("host_name", "")), origin_ns, events, properties)
+
+
+def read_ranks(document: Any) -> list[RankTrace]:
+    """The ranks in a trace: one as torch's profiler exports it, which says which one it is, or all of those that
+    `merge_traces` made one of. RecordError where it is neither."""
+    try:
+        processes = [e for e in document["traceEvents"] if e.get("name") == "process_name" and e["ph"] == "M"]
+        named = {e["pid"]: re.match(r"rank (\d+) \(", str(e["args"].get("name"))) for e in processes}
+        merged = {pid: int(match[1]) for pid, match in named.items() if match}
+        if not merged:
+            place = document.get("distributedInfo") or {}
+            if "rank" not in place:
+                raise RecordError("it does not say which rank it is of: trace with torch.profiler, inside the ranks")
+            return [read_chrome(document, int(place["rank"]), int(place["world_size"]))]
+        by_process = group_by(document["traceEvents"], lambda event: event.get("pid"))
+        parts = {rank: dict(document) | {"traceEvents": by_process[pid]} for pid, rank in merged.items()}
+        return [read_chrome(part, rank, len(parts)) for rank, part in parts.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(
+            f"it is no trace of torch.profiler: {type(error).__name__}: {error}", code="damaged"
+        ) from None
 
 
 def _compact(event: Mapping[str, Any], first_us: float) -> Event:

@@ -86,7 +86,7 @@ class TuneSettings:
         """What messages cost on the emulated network; None where they are measured."""
         if self.network is None:
             return None
-        network = find_network(self.network)
+        network = find_network(self.network).as_written
         return AssumedFabric(network, network).build_curve(self.network_ranks)
 
     def check(self, ranks: int) -> None:
@@ -335,7 +335,7 @@ def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
 ) -> Tuning:
     """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it."""
-    model = Predictor(Evidence(records), settings.build_curve())
+    model = Predictor.fit(Evidence(records), settings.build_curve())
     choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     grid: list[tuple[int, StepRecord | None]] = [(record.cap_bytes, record) for record in jobs if not record.note]

@@ -2,16 +2,18 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import hold_draws
+from paceline.predict.curves import Resample, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Fabric, MeasuredFabric, Network
-from paceline.predict.scaling import estimate_wait
+from paceline.predict.networks import AssumedFabric, Fabric, MeasuredFabric, Network, describe_errors
+from paceline.predict.predictor import Evidence, RankCosts, describe_rank, fit_rank
+from paceline.predict.scaling import estimate_slowdown, estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
-from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import LayerProfileRecord
 from paceline.records.samples import group_by
 from paceline.units import format_bytes
@@ -25,9 +27,9 @@ _NOTHING = 1e-3
 class WhatIfRow:
     """One fabric and number of ranks with the best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
     `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
-    `exposed_s` is what communication adds, and `straggler_s` what waiting for the slowest rank adds. `default_step_s`
-    is the step with torch's default buckets. `bound` says what everything waits for, `doubt` why not to trust the
-    row."""
+    `exposed_s` is what communication adds, `straggler_s` what waiting for the slowest rank adds, and `neighbours_s`
+    what the ranks of a CPU host cost each other. `default_step_s` is the step with torch's default buckets. `bound`
+    says what everything waits for, `doubt` why not to trust the row."""
 
     network: str
     world_size: int
@@ -47,6 +49,7 @@ class WhatIfRow:
     default_step_s: float
     bound: str
     doubt: str = ""
+    neighbours_s: float = 0.0
     source: str = "simulated"
 
     @property
@@ -69,57 +72,104 @@ class WhatIfRow:
         return self.gain <= PLATEAU
 
 
-def _build_costs(job: Job, fabric: Fabric, world_size: int) -> MachineCosts:
+def _settle(job: Job, fabric: Fabric, rank: RankCosts, source: random.Random | None = None) -> RankCosts:
+    """With contention as assumed where it was not measured; with a source, as it might be."""
     # A sweep was measured between the ranks of one host; a named network is a link.
-    contention = Contention.assume(job.device, is_on_host=isinstance(fabric, MeasuredFabric))
-    return MachineCosts.assume(fabric.build_curve(world_size), fabric.servers, contention)
+    is_on_host = isinstance(fabric, MeasuredFabric)
+    return replace(rank, contention=rank.contention or Contention.assume(job.device, is_on_host, source=source))
+
+
+def _build_costs(job: Job, fabric: Fabric, world_size: int, rank: RankCosts) -> MachineCosts:
+    curve, contention = fabric.build_curve(world_size), rank.contention or Contention()
+    if job.device != "cpu" or not isinstance(fabric, MeasuredFabric):  # cores move the messages of a CPU host all along
+        contention = contention.spread_over(curve)
+    own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
+    # Messages that are under way at once share the link: together they are no faster than one.
+    return MachineCosts(curve, fabric.servers, *own, contention, pair_rate=1 / fabric.servers)
+
+
+def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:
+    """The job as a rank computes it next to the other ranks of its CPU host."""
+    per_host = fabric.ranks_per_node
+    if isinstance(fabric, MeasuredFabric):  # of the ranks of a host, unless it was not their cores that moved messages
+        is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
+        per_host = per_host or max(fabric.ranks) if is_of_cores else 1
+    here = min(world_size, per_host)
+    if job.device != "cpu" or here <= rank.neighbours[0][0]:
+        return job
+    return job.stretch(estimate_slowdown(rank.neighbours, here, shift))
+
+
+class _Draw(NamedTuple):
+    """Everything as it might be: `shift` is how far off the slow-down next to other ranks is, `error` what the model
+    leaves out, in standard deviations."""
+
+    job: Job
+    fabric: Fabric
+    rank: RankCosts
+    shift: float
+    error: float
 
 
 def simulate_what_if(
-    job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0
-) -> list[WhatIfRow]:
+    job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
+    evidence: Evidence | None = None, known: RankCosts | None = None,
+) -> list[WhatIfRow]:  # fmt: skip
     """A row for each number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
-    micro-batches, and the ranks' computing lies apart by `spread`, a relative sd."""
+    micro-batches, and the ranks' computing lies apart by `spread`, a relative sd. `evidence`: what the profile says of
+    copies, contention and neighbours; without it they are `known`, or assumed."""
     job, source = job.accumulate(accumulate), random.Random(2024)
-    varied = [(draw.accumulate(accumulate), fabric.draw(source)) for draw in draws]
-    return [_build_row(job, fabric, varied, world_size, spread) for world_size in ranks]
+    varied = []
+    for draw in draws:
+        rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
+        found = fabric.draw(source)
+        rank = _settle(job, found, rank, source)
+        varied.append(_Draw(draw.accumulate(accumulate), found, rank, source.gauss(0, 1), source.gauss(0, 1)))
+    rank = _settle(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))
+    return [_build_row(job, fabric, rank, varied, world_size, spread) for world_size in ranks]
 
 
-def _build_row(job: Job, fabric: Fabric, draws: list[tuple[Job, Fabric]], world_size: int, spread: float) -> WhatIfRow:
-    wait, costs = estimate_wait(spread, world_size), _build_costs(job, fabric, world_size)
+def _build_row(
+    alone: Job, fabric: Fabric, rank: RankCosts, draws: Sequence[_Draw], world_size: int, spread: float
+) -> WhatIfRow:
+    wait, costs = estimate_wait(spread, world_size), _build_costs(alone, fabric, world_size, rank)
+    job = _stretch(alone, fabric, world_size, rank)
     caps = estimate_caps(job, costs)
-    # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
+    # Where launches cost nothing, they do in truth: of plans that take the same time the one with the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
     low, high = next(sizes for sizes in caps.plateaus if sizes[0] <= best.high_bytes <= sizes[1])
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)
     times, efficiencies = [], []
-    for drawn, other in draws:
-        simulated = simulate(drawn, best.cuts, _build_costs(drawn, other, world_size))
-        times.append(simulated.step_s + wait * drawn.computing_s)
-        efficiencies.append(drawn.local_s / times[-1])
+    for draw in draws:
+        drawn = _stretch(draw.job, draw.fabric, world_size, draw.rank, draw.shift)
+        step = simulate(drawn, best.cuts, _build_costs(drawn, draw.fabric, world_size, draw.rank))
+        left_out_s = MODEL_ERROR * draw.error * max(0.0, step.exposed_s)
+        times.append(step.step_s + left_out_s + wait * drawn.computing_s)
+        efficiencies.append(draw.job.local_s / times[-1])
     straggler_s = wait * job.computing_s
     step_s = best.step.step_s + straggler_s
     low_s, high_s = hold_draws(step_s, times)
-    efficiency_low, efficiency_high = hold_draws(job.local_s / step_s, efficiencies)
+    efficiency_low, efficiency_high = hold_draws(alone.local_s / step_s, efficiencies)
     moved = sorted((bucket.num_bytes for bucket in best.step.buckets), reverse=True)
     names = dict.fromkeys(costs.curve.explain(size)[0] for size in moved)
+    neighbours_s = job.local_s - alone.local_s
     return WhatIfRow(
         network=fabric.name, world_size=world_size, algorithm="none" if world_size == 1 else " + ".join(names),
         step_s=step_s, low_s=low_s, high_s=high_s, efficiency_low=efficiency_low, efficiency_high=efficiency_high,
-        local_s=job.local_s, exposed_s=max(0.0, best.step.exposed_s), straggler_s=straggler_s,
+        local_s=alone.local_s, exposed_s=max(0.0, best.step.exposed_s), straggler_s=straggler_s,
         best_cap_bytes=best.high_bytes, plateau_low_bytes=low, plateau_high_bytes=high, num_buckets=len(best.cuts),
-        default_step_s=default.step_s + straggler_s, bound=_find_bound(best.step, straggler_s),
-        doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1],
+        default_step_s=default.step_s + straggler_s, bound=_find_bound(best.step, straggler_s, neighbours_s),
+        doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1], neighbours_s=neighbours_s,
     )  # fmt: skip
 
 
-def _find_bound(step: SimulatedStep, straggler_s: float) -> str:
+def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0.0) -> str:
     """What the end of the step waits for, followed back from the last message while each waited for the one before."""
-    if max(step.exposed_s, straggler_s) < _NOTHING * step.step_s:
+    if max(step.exposed_s, straggler_s, neighbours_s) < _NOTHING * step.step_s:
         return "compute"
-    if straggler_s > step.exposed_s:
-        return "the slowest rank"
+    if max(straggler_s, neighbours_s) > step.exposed_s:
+        return "the slowest rank" if straggler_s > neighbours_s else "the ranks of a host, which slow each other"
     last = first = max(range(len(step.buckets)), key=lambda number: step.buckets[number].done_s)
     while first > 0 and step.buckets[first].queue_s > _NOTHING * step.step_s:
         first -= 1
@@ -127,19 +177,24 @@ def _find_bound(step: SimulatedStep, straggler_s: float) -> str:
     return f"{where} ({format_bytes(step.buckets[first].num_bytes)})" if first == last else f"network, from {where}"
 
 
-def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0) -> list[str]:
+def describe_scenario(
+    job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, evidence: Evidence | None = None,
+    known: RankCosts | None = None,
+) -> list[str]:  # fmt: skip
     """What every row takes for granted, one line each."""
-    bases = group_by(fabrics, lambda fabric: _build_costs(job, fabric, 2).contention.basis)
+    rank = (known or RankCosts()) if evidence is None else fit_rank(evidence)
+    bases = group_by(fabrics, lambda fabric: (_settle(job, fabric, rank).contention or Contention()).basis)
     queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
     varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
     return [
         *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),
-        "copies and launches cost nothing",
+        *(describe_rank(rank, job.num_bytes) or ["copies and launches cost nothing"] * (known is None)),
+        *(["ranks of one CPU host do not slow each other"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
         f"messages go in the order of the buckets, {queue}",
         varies if spread else "all ranks are equally fast",
         *([f"{accumulate} micro-batches in a step; gradients are sent behind the last backward"] * (accumulate > 1)),
-        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {ASSUMED_ERROR:.0%} (one sd) for a "
-        f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks",
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs and of what is assumed, with one sd of "
+        f"{MODEL_ERROR:.0%} of what communication adds for what the model leaves out, and {describe_errors()}",
     ]
 
 
@@ -165,8 +220,9 @@ class CommRow:
 
 
 def build_comm_table(
-    profile: LayerProfileRecord, networks: Sequence[Network], sweeps: Sequence[MeasuredFabric], ranks: Sequence[int]
-) -> list[CommRow]:
+    profile: LayerProfileRecord, networks: Sequence[Network], sweeps: Sequence[MeasuredFabric], ranks: Sequence[int],
+    evidence: Evidence | None = None,
+) -> list[CommRow]:  # fmt: skip
     """A row for each network and number of ranks; a measured sweep has rows only for the ranks that it measured."""
     job = build_job_from_profile(profile)
     draws = draw_jobs(profile, job, DRAWS)
@@ -177,7 +233,7 @@ def build_comm_table(
         if not known:
             raise ConfigError(f"{fabric.name} was not measured on {', '.join(map(str, ranks))} ranks: measure it there")
         assumption = "; ".join(fabric.assumptions)
-        for row in simulate_what_if(job, draws, fabric, known):
+        for row in simulate_what_if(job, draws, fabric, known, evidence=evidence):
             message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)
             what = (profile.model, profile.batch_size, job.num_bytes, job.backward_s, profile.source)
             rows.append(CommRow(*what, message_s, row, assumption))

@@ -11,10 +11,11 @@ from paceline.records.layers import (
 )
 from paceline.records.samples import Samples, Summary
 from paceline.records.steps import StepRecord
+from paceline.records.traced import TracedMessage, TracedStepRecord
 from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord
 
 __all__ = [
     "BatchRecord", "BlockTimes", "CapTimeRecord", "ChunksRecord", "CollectiveRecord", "CurvePoint", "LargeBatchRecord",
     "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord", "ParameterTimes",
-    "Record", "Samples", "StepRecord", "Summary",
+    "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
 ]  # fmt: skip

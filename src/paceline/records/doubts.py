@@ -10,7 +10,7 @@ from paceline.records.environment import Environment
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import UNSTABLE, Samples
-from paceline.records.steps import StepRecord
+from paceline.records.steps import RACED, StepRecord
 from paceline.records.training import BatchRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
@@ -90,7 +90,10 @@ def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Every reason to doubt the measured records, the gravest first. An environment without a load is that of a run
-    which timed nothing, or whose load says nothing."""
+    which timed nothing, or whose load says nothing. The steps of a race are left out: its intervals hold their noise.
+    """
+    raced = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
+    records = [r for r in records if r not in raced]
     bounds, cores = MemoryBounds(records), environment.cores
     steps: list[tuple[_Step, bool]] = []
     crowded: set[int] = set()
@@ -131,6 +134,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     because = ", ".join([*causes, *load])
     if causes:
         why = "nothing can be concluded from the times; repeat on a quiet machine"
+        why = "predictions may be off; the race of plans allows for the noise" if raced else why
         text = f"the machine was too busy to measure ({because}): {why}"
         doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
     elif load:

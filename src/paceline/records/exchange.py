@@ -1,4 +1,4 @@
-"""Import and export of tables in other formats: CSV and Markdown, recognised by their headers.
+"""Import and export of tables in other formats: CSV, Markdown and nccl-tests, recognised by what they hold.
 
 All-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times (`layer-times*.csv`), published
 all-reduce times, and Markdown tables of backend, processes, size and time. Run files are in `store`.
@@ -7,6 +7,8 @@ all-reduce times, and Markdown tables of backend, processes, size and time. Run 
 import csv
 import io
 import itertools
+import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,8 +20,9 @@ from paceline import machine
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, Record
 from paceline.records.layers import CapTimeRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.records.nccl_tests import is_nccl_text, read_nccl_json, read_nccl_text
 from paceline.records.samples import Summary
-from paceline.records.store import RUN_FILE, load_run
+from paceline.records.store import FORMAT, RUN_FILE, Run, load_run
 from paceline.units import parse_size
 
 ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
@@ -71,7 +74,7 @@ def _number(cell: str) -> float | None:
     return float(cell) if cell.strip() else None
 
 
-def _all_reduce(backend: str, world_size: str, num_bytes: int, timing: Summary, **more: str) -> CollectiveRecord:
+def _all_reduce(backend: str, world_size: str, num_bytes: int, timing: Summary, **more: Any) -> CollectiveRecord:
     fields: dict[str, Any] = {"device": "cuda" if backend == "nccl" else "cpu", "dtype": "unknown", **more}
     fields |= {"backend": backend, "world_size": int(world_size), "num_bytes": num_bytes}
     return CollectiveRecord(collective="all_reduce", op="sum", source="imported", timing=timing, **fields)
@@ -92,7 +95,8 @@ def _parse_published(row: Row) -> CollectiveRecord:
     times = {"median_s" if row["stat"].startswith("median") else "mean_s": float(row["time_s"])}
     timing = Summary(stdev_s=_number(row["std_s"]), mean_s=times.get("mean_s"), median_s=times.get("median_s"))
     kind = "cuda" if backend == "nccl" else device or "cpu"  # "nccl" and "nccl-tests" alike
-    return _all_reduce(backend, row["world_size"], int(row["bytes"]), timing, device=kind, note=row["source"].strip())
+    more = {"device": kind, "note": row["source"].strip(), "nodes": int(row.get("nodes") or 0)}
+    return _all_reduce(backend, row["world_size"], int(row["bytes"]), timing, **more)
 
 
 def _parse_own(row: Row) -> CollectiveRecord:
@@ -134,21 +138,44 @@ def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
-    """All-reduce times from a run, its CSV, or a table in CSV or Markdown.
+    """All-reduce times from a run, its CSV, the output of nccl-tests (text or JSON), or a table in CSV or Markdown.
 
     The records of a run keep their source (such as `measured`); all others are `imported`.
     """
     path = Path(path)
-    if path.is_dir() or path.suffix == ".json":
-        # The note keeps the curves of two runs apart in a chart.
-        name = path.resolve().parent.name if path.name == RUN_FILE else path.resolve().name
-        found = [replace(r, note=r.note or name) for r in load_run(path).records if isinstance(r, CollectiveRecord)]
-        if not found:
-            raise RecordError(f"{path} has no record of a collective")
-        return found
+    # The note keeps the curves of two runs apart in a chart.
+    name = path.resolve().parent.name if path.name == RUN_FILE else path.resolve().name
+    if path.is_dir():
+        return list_collectives(load_run(path), path, name)
+    text = _read_text(path)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise RecordError(f"{path} cannot be read as JSON: {error}", code="damaged") from None
+        if isinstance(document, dict) and "results" in document and document.get("format") != FORMAT:
+            return read_nccl_json(path, document)
+        return list_collectives(load_run(path), path, name)
+    if is_nccl_text(text):
+        return read_nccl_text(path, text)
     if path.suffix.lower() in (".md", ".txt", ".markdown"):
         return _parse(path, _read_markdown(path), _parse_markdown_row)
     return _load_csv(path, _TABLES)
+
+
+def list_collectives(run: Run, place: str | Path, note: str = "") -> list[CollectiveRecord]:
+    """The collectives of a run, with the nodes that its ranks were on."""
+    found = [record for record in run.records if isinstance(record, CollectiveRecord)]
+    if not found:
+        raise RecordError(f"{place} has no record of a collective: make one with `paceline bench allreduce`")
+    details = run.environment.details
+    hosts = int(details.get("hosts", 0))
+    each = math.ceil(int(details.get("world_size", 1)) / hosts) if hosts > 1 else 0
+
+    def count_nodes(record: CollectiveRecord) -> int:
+        return record.nodes or (math.ceil(record.world_size / each) if each else hosts)
+
+    return [replace(record, note=record.note or note, nodes=count_nodes(record)) for record in found]
 
 
 def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:

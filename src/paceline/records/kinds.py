@@ -111,7 +111,8 @@ class _Timed(Record):
 class CollectiveRecord(_Timed):
     """One collective at one size. `num_bytes` is nccl-tests' size: the full vector, not one rank's share of it.
 
-    `memory` is `ordinary`, or `shared` if the ranks reduce the vector in place, in memory that they share.
+    `memory` is `ordinary`, or `shared` if the ranks reduce the vector in place, in memory that they share. `nodes` is
+    how many the ranks were on; 0 where that is not known.
     """
 
     kind: ClassVar[str] = "collective"
@@ -120,6 +121,7 @@ class CollectiveRecord(_Timed):
     num_bytes: int
     op: str
     memory: str = "ordinary"
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,9 +15,10 @@ from paceline.records.samples import Ratio, Samples, check_known, compare_times
 from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
-ROLES = ("job", "plain", "local", "disturbed")
+ROLES = ("job", "plain", "local", "disturbed", "together")
+RACED = "confirmed"  # the note of steps of the job that raced under a plan
 # The samples of a record besides its timing; those after the phases belong to further kinds of steps.
-EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
+EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone")
 
 
 def _median_difference(here: Samples, there: Samples) -> float:
@@ -42,7 +43,8 @@ class StepRecord(Record):
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward: `under_way` is then the mean
-    time of a message and `overlapped` the part of it before the end of backward. `bucket_bytes` are the wrapper's
+    time of a message, `overlapped` the part of it before the end of backward, and `alone` its time with nothing next to
+    it; `together` the bare model on all ranks at once, without messages. `bucket_bytes` are the wrapper's
     buckets in launch order, `cap_bytes` the cap that they were made by (0 if none), `num_bytes` what a rank hands to
     all-reduce in a step, gradients alone, in `num_messages`.
     `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).
@@ -85,6 +87,7 @@ class StepRecord(Record):
     busy: Samples | None = None
     under_way: Samples | None = None
     overlapped: Samples | None = None
+    alone: Samples | None = None
     num_wrong: int | None = None
     num_checked: int | None = None
     held_bytes: int = 0
@@ -111,7 +114,7 @@ class StepRecord(Record):
              f"{place}: {self.threads} threads per rank in a scaling study: at least 1 is needed"),
             (self.mode and samples != self.cell_size,
              f"{place}: {samples} samples in a cell of {self.cell_size} ({self.mode})"),
-            (messages != {is_disturbed} or (is_disturbed and self.num_messages < 1),
+            (messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or bool(self.alone) > is_disturbed,
              f"{place}: single messages are timed in disturbed steps, and only there"),
             *(((found.count, found.num_ranks) != shape,
                f"{place}: {name} has other repetitions or ranks than the steps") for name, found in extra.items()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
-from paceline.predict.curves import fit_curve, fit_line
+from paceline.predict.curves import fit_curve, fit_line, hold_draws
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -25,7 +26,7 @@ from paceline.predict.networks import (
     find_network,
     find_networks,
 )
-from paceline.predict.predictor import Estimate
+from paceline.predict.predictor import Estimate, find_evidence
 from paceline.predict.race import Interval, Race
 from paceline.predict.search import (
     PLATEAU,
@@ -35,7 +36,7 @@ from paceline.predict.search import (
     estimate_sensitivity,
     find_best_cuts,
 )
-from paceline.predict.simulate import MachineCosts
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, simulate
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_ROWS = 24  # on the terminal: the widest ranges of bucket sizes, and the last; the CSV has all
+_SAID = ("contention ", "interval: ", "measured: ")  # lines that name their basis themselves
 
 
 def _advise(row: WhatIfRow) -> str:
@@ -95,7 +97,7 @@ WHAT_IF = (
     Column("bound by", "bound", str, "bound", priority=2),
     *raw_columns("low_s", "high_s", "efficiency_low", "efficiency_high", "straggler_s", "best_cap_bytes"),
     *raw_columns("plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default"),
-    *raw_columns("doubt", "source", local_step_s="local_s"),
+    *raw_columns("doubt", "source", "neighbours_s", local_step_s="local_s"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -107,20 +109,32 @@ class PredictResult(Result):
         config = self.config
         self.profile = self.only(LayerProfileRecord)[0]
         self.job = build_job_from_profile(self.profile, config["gradients"])
-        self.fabrics: list[Fabric] = []
-        for network in find_networks(config["network"]) if config["network"] is not None else ():
-            inside = find_network(config["inside"] or "nvlink")
-            self.fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
-        if sweep := self.only(CollectiveRecord):
-            self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
+        per_node, measured = config["ranks_per_node"] or 1, self.build_sweep(self.only(CollectiveRecord), config)
+        networks = find_networks(config["network"]) if config["network"] is not None else []
+        # A sweep next to a network of nodes is what joins the ranks of a node.
+        joins = measured is not None and networks and per_node > 1 and config["inside"] is None
+        inside = measured if joins and measured else find_network(config["inside"] or "nvlink")
+        self.fabrics: list[Fabric] = [
+            *(AssumedFabric(network, inside, per_node, config["algorithm"]) for network in networks),
+            *([measured] if measured and not joins else []),
+        ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
+        self.scenario["evidence"] = find_evidence(self.records)
         draws = draw_jobs(self.profile, self.job, DRAWS)
         self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
         self.rows: list[WhatIfRow] = []
         for fabric in self.fabrics:
-            busy = [name for name in self.busy if name == "profile" or isinstance(fabric, MeasuredFabric)]
+            swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
+            busy = [name for name in self.busy if name == "profile" or swept]
             rows = simulate_what_if(self.job, draws, fabric, config["ranks"], **self.scenario)
             self.rows += [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
+
+    @staticmethod
+    def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
+        """The measured fabric of a prediction with this configuration, if it has one."""
+        per_node = config["ranks_per_node"] or 1
+        host = {"ranks_per_node": per_node if per_node > 1 else 0, "cores": config.get("cores", 0)}
+        return build_measured_fabric(sweep, config["backend"], config["algorithm"], **host) if sweep else None
 
     @property
     def step_s(self) -> float:
@@ -162,7 +176,7 @@ class PredictResult(Result):
         assumed = [*networks, *describe_scenario(self.job, self.fabrics, **self.scenario)]
         return [
             *(f"profile: {line}" for line in self.job.notes),
-            *(line if line.startswith(("contention ", "interval: ")) else f"assumed: {line}" for line in assumed),
+            *(line if line.startswith(_SAID) else f"assumed: {line}" for line in assumed),
             *(f"doubtful: {line}" for line in doubtful),
         ]
 
@@ -233,11 +247,20 @@ class CapsResult(Result):
 
     def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
-        self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
+        sweep = self.only(CollectiveRecord)
+        self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
         self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
-        costs = MachineCosts(curve=self.cost)
+        device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not say it
+        costs = MachineCosts(curve=self.cost, contention=Contention.assume(device, is_on_host=False))
+        self.contention = costs.contention
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
         self.free_plan = find_best_cuts(self.job, costs)
+        source, times = random.Random(DRAWS), []
+        for _ in range(DRAWS):
+            contention = Contention.assume(device, is_on_host=False, source=source)
+            step = simulate(self.job, self.caps.best.cuts, replace(costs, contention=contention))
+            times.append(step.over_s + MODEL_ERROR * source.gauss(0, 1) * max(0.0, step.exposed_s))
+        self.interval = hold_draws(self.caps.best.backward_s, times)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
@@ -255,7 +278,8 @@ class CapsResult(Result):
         beyond = ", with messages larger than any of the table" if self.changes[0].is_beyond else ""
         return (
             f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
-            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication. Simulated{beyond}."
+            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication (90 %: "
+            f"{' to '.join(map(format_ms, self.interval))}). Simulated{beyond}."
         )
 
     @property
@@ -274,7 +298,10 @@ class CapsResult(Result):
             f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
-            "assumed: one message at a time, no copies, no contention; times include the ranks' wait for each other",
+            "assumed: one message at a time, no copies; times include the ranks' wait for each other",
+            f"contention: {self.contention.basis}",
+            f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
+            "adds for what the model leaves out; the tables have no repetitions to draw from",
             *self._describe_measured(),
         ]
 
@@ -323,7 +350,8 @@ class CapsResult(Result):
     def to_json(self) -> dict[str, Any]:
         (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
-            "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
+            "best": build_row(POINTS, self.caps.best), "interval_s": list(self.interval),
+            "plateau_low_bytes": low, "plateau_high_bytes": high,
             "plateaus": [list(sizes) for sizes in self.caps.plateaus], "alpha_s": self.line.alpha_s,
             "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
@@ -340,7 +368,7 @@ def plot_caps(result: CapsResult) -> Figure:
     least = min(curve.least_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)) / MIB
     around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
-    _draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
+    draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
     for number, (low, high) in enumerate(curve.plateaus):
         label = "_" if number else "within 1 % of the best"
         first = least if low == curve.least_bytes else low / MIB  # smaller caps make the same buckets
@@ -383,7 +411,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     return figure
 
 
-def _draw_caps(
+def draw_caps(
     axes: Axes, points: Sequence[CapPoint], of: Callable[[CapPoint], float], best: tuple[int, float], alone_s: float
 ) -> None:
     """Times against bucket sizes, flat over each interval of caps; the best size; the time without communication."""
@@ -481,6 +509,11 @@ class TuneResult(Result):
     @property
     def candidates(self) -> Sequence[GridPoint]:
         return self.tuning.points
+
+    @property
+    def noise(self) -> list[str]:
+        """`--strict` fails where the race is undecided; where there was none, as everywhere."""
+        return super().noise if self.tuning.race is None else [self.answer] if self.verdict == "undecided" else []
 
     @property
     def rows(self) -> list[RaceRow]:
@@ -715,7 +748,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    _draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.estimate.step_s), tuning.model.plain_s)
+    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.estimate.step_s), tuning.model.plain_s)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
     low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]

@@ -19,9 +19,10 @@ from paceline.errors import ConfigError, RecordError
 from paceline.predict import traces as tracing
 from paceline.predict.advice import Advice, StepFacts, find_message_share
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
+from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.records.doubts import add_busy, is_busy
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
@@ -47,12 +48,14 @@ _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009
 class ProfileResult(PhasesResult):
     """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
 
-    `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
+    `profile` is the record of the layers, None where they were not measured, `evidence` what messages and the wrapper
+    cost, None of an older profile, and `steps` the records of the phases.
     """
 
     def _derive(self) -> None:
         super()._derive()
         self.profile = next(iter(self.only(LayerProfileRecord)), None)
+        self.evidence = find_evidence(self.records)
 
     @property
     def answer(self) -> str:
@@ -65,7 +68,10 @@ class ProfileResult(PhasesResult):
 
     @property
     def findings(self) -> list[str]:
-        return [*([] if self.profile is None else describe_layers(self.profile)), *super().findings]
+        lines = [] if self.profile is None else describe_layers(self.profile)
+        if self.profile is not None and self.evidence is not None:
+            lines += [*describe_rank(fit_rank(self.evidence), self.profile.num_bytes), self.evidence.plain.note]
+        return [*filter(None, lines), *super().findings]
 
     def tables(self) -> list[Table]:
         tables = [Table("phases", "phases", PHASES, self.steps)] if self.steps else []
@@ -423,14 +429,17 @@ class CommTableResult(Result):
         self.rows: list[CommRow] = []
         self._lost = [path for path in self.config.get("curves", ()) if not Path(path).exists()]
         ranks, profiles = self.config["ranks"], self.only(LayerProfileRecord)
+        self._profiles = profiles
         parts: list[tuple[str, Any, Any]] = [("", find_networks(self.config["networks"]), ())]
         curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
         busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
         for name, profile in zip(names, profiles, strict=True):
+            own = [r for r in self.only(StepRecord) if (r.model, r.batch_size) == (profile.model, profile.batch_size)]
+            evidence = find_evidence([profile, *own])
             for curve, networks, sweeps in parts:
-                for row in build_comm_table(profile, networks, sweeps, ranks):
+                for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
                     self.rows.append(replace(row, step=replace(row.step, doubt=doubt)))
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))  # models are compared in each
@@ -439,7 +448,7 @@ class CommTableResult(Result):
     @property
     def answer(self) -> str:
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
-        is_one = len(self.records) == 1
+        is_one = len(self._profiles) == 1
 
         def say(row: CommRow) -> str:
             of = f" of {row.model} (batch {row.batch_size}, {format_bytes(row.num_bytes)} of gradients)"
@@ -462,7 +471,7 @@ class CommTableResult(Result):
 
     @property
     def next_steps(self) -> list[str]:
-        if self.folder is None or len(self.records) > 1:
+        if self.folder is None or len(self._profiles) > 1:
             return []
         return [f"paceline predict --model-profile {self.folder} --network 10gbe"]
 

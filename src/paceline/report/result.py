@@ -31,6 +31,7 @@ _CLASSES = {
     "doctor": "result.DoctorResult",
     "predict": "predictions.PredictResult",
     "predict csv": "predictions.CapsResult",
+    "predict trace": "traced.TracedResult",
     "profile": "profiles.ProfileResult",
     "profile --compare": "profiles.ComparisonResult",
     "profile comm-table": "profiles.CommTableResult",

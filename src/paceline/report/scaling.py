@@ -587,7 +587,7 @@ class RanksResult(StudyResult):
     topic = "Ranks"
 
     def _derive(self) -> None:
-        self.steps = self.only(StepRecord)
+        self.steps = [record for record in self.only(StepRecord) if record.role == "job" and record.mode]
         self.several = [record for record in self.steps if record.world_size > 1]
         self.points = list_points(self.steps)
 

@@ -21,7 +21,7 @@ class PhasesResult(Result):
     """`profile phases`: one row per number of ranks and batch size."""
 
     def _derive(self) -> None:
-        self.steps = self.only(StepRecord)
+        self.steps = [record for record in self.only(StepRecord) if record.role == "job"]
 
     @property
     def answer(self) -> str:

@@ -25,12 +25,12 @@ class PhaseTimes:
     """Seconds of each phase of one step; a phase that occurs several times is added up."""
 
     def __init__(self, moments: Sequence[tuple[str, Any]] = ()) -> None:
-        self._moments = moments
+        self.moments = moments
 
     def read(self) -> dict[str, float]:
         """On a GPU the step must have finished: this reads events and does not wait for them."""
         seconds: dict[str, float] = {}
-        for (phase, begin), (_, end) in itertools.pairwise(self._moments):
+        for (phase, begin), (_, end) in itertools.pairwise(self.moments):
             took_s = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
             seconds[phase] = seconds.get(phase, 0.0) + took_s
         return seconds

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord, TracedStepRecord
 from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
-from paceline.records.exchange import load_cap_times, load_layer_sizes, load_layer_times, load_table
-from paceline.records.store import Run, create_folder, load_run
+from paceline.records.exchange import (
+    list_collectives,
+    load_cap_times,
+    load_layer_sizes,
+    load_layer_times,
+    load_table,
+)
+from paceline.records.store import RUN_FILE, Run, create_folder, load_run
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
+    from paceline.report.traced import TracedResult
 
 Place = str | Path | None
 R = TypeVar("R", bound="Result")
@@ -26,20 +36,20 @@ R = TypeVar("R", bound="Result")
 
 def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
-    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int = 1, inside: str | None = None,
-    algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None, straggler: str = "0%",
-    out: Place = None,
+    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
+    inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
+    straggler: str = "0%", out: Place = None,
 ) -> PredictResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
-    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep, scaled beyond its
-    ranks; `backend` chooses from it. `ranks_per_node` share a node, joined by the network `inside`. `algorithm` is
+    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep (a run,
+    nccl-tests' text or JSON, or a CSV), scaled beyond its ranks; `backend` chooses from it. `ranks_per_node` share a
+    node, joined by the network `inside`: given both a network and a sweep, the sweep joins them. `algorithm` is
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.predict.networks import build_measured_fabric
     from paceline.report.predictions import PredictResult
 
     check_algorithm(algorithm)
@@ -49,34 +59,43 @@ def predict(
          "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
         (backend is not None and allreduce is None,
          f"--backend {backend} chooses from an --allreduce run, and there is none"),
-        (network is not None and inside is not None and ranks_per_node == 1,
-         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
-        (network is None and (ranks_per_node != 1 or inside is not None),
-         "--ranks-per-node and --inside shape a --network, and there is none"),
-        (min(counts, default=0) < 1, f"ranks {ranks}: at least one number of at least 1 is needed"),
     )  # fmt: skip
+    _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
     layers = find_profile(run)
-    inputs, sweep = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord]()
+    inputs, sweep, cores = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord](), 0
     if allreduce is not None:
-        inputs["all-reduce"] = measured = _get_run(allreduce)
-        sweep = [record for record in measured.records if isinstance(record, CollectiveRecord)]
+        sweep, measured = _load_sweep(allreduce)
+        if measured is not None:
+            inputs["all-reduce"] = measured
+            cores = measured.environment.cores if all(r.device == "cpu" and r.nodes == 1 for r in sweep) else 0
     doubts, busy = list_doubts(inputs)
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
-        "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
+        "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
         "busy": busy,
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
-            build_measured_fabric(sweep, backend, algorithm)
+            PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
     here = replace(capture_environment(), load_average=None)  # nothing is timed
-    return _save(PredictResult(Run("predict", config, here, (layers, *sweep), tuple(doubts))), out)
+    records = (layers, *list_carried(run), *sweep)
+    return _save(PredictResult(Run("predict", config, here, records, tuple(doubts))), out)
+
+
+def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int | None, inside: str | None) -> None:
+    refuse(
+        (network is not None and inside is not None and ranks_per_node in (None, 1),
+         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
+        (network is None and inside is not None, f"--inside {inside} shapes a --network, and there is none"),
+        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1"),
+        (min(ranks, default=0) < 1, f"ranks {list(ranks)}: at least one number of at least 1 is needed"),
+    )  # fmt: skip
 
 
 def predict_csv(
@@ -112,6 +131,81 @@ def predict_csv(
     return _save(result, out)
 
 
+def predict_trace(
+    traces: str | Path | Sequence[str | Path], *, network: str | None = None, ranks: int | Sequence[int] | None = None,
+    ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", out: Place = None,
+) -> TracedResult:  # fmt: skip
+    """Which bucket size is best for a DDP job, and what would it cost elsewhere? From traces of torch.profiler alone.
+
+    `traces` are the files (JSON, or compressed with gzip) of one or more ranks, or folders with them; `paceline.trace`
+    makes such ones, too. The answer is for the ranks and the network of the trace. `network` and `ranks` ask for
+    others, as in `predict`: without a network the traced messages are scaled. With `out` the run is saved in a folder
+    there.
+    """
+    from paceline.predict.curves import check_algorithm
+    from paceline.report.traced import TracedResult
+
+    check_algorithm(algorithm)
+    places = (traces,) if isinstance(traces, str | Path) else tuple(traces)
+    counts = None if ranks is None else [ranks] if isinstance(ranks, int) else list(ranks)
+    refuse(
+        (not places, "no trace is given: give one or more files"),
+        (ranks_per_node is not None and network is None and ranks is None,
+         f"--ranks-per-node {ranks_per_node} shapes other networks and ranks: give --network, --ranks, or both"),
+    )  # fmt: skip
+    _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
+    records = load_traced_steps([file for place in places for file in _list_traces(Path(place))])
+    config = {
+        "traces": [Path(place).name for place in places], "network": network, "ranks": counts, "inside": inside,
+        "ranks_per_node": ranks_per_node, "algorithm": algorithm,
+    }  # fmt: skip
+    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    return _save(TracedResult(Run("predict trace", config, here, records)), out)
+
+
+def _list_traces(place: Path) -> list[Path]:
+    if not place.is_dir():
+        return [place]
+    found = sorted(path for path in place.glob("*trace*.json*") if path.is_file())
+    refuse((not found, f"--trace {place}: no file named *trace*.json or *trace*.json.gz is in this folder"))
+    return found
+
+
+def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
+    """The steps in the traces of one job. RecordError says what is wrong with which file."""
+    from paceline.predict.traced import read_steps
+    from paceline.predict.traces import read_ranks
+
+    seen: dict[int, tuple[Path, int]] = {}
+    records: list[TracedStepRecord] = []
+    for file in files:
+        try:
+            for trace in read_ranks(_load_document(file)):
+                first, _ = seen.setdefault(trace.rank, (file, trace.world_size))
+                others = {size for _, size in seen.values()} - {trace.world_size}
+                there = f"it is of {trace.world_size} ranks, and others are of {min(others, default=0)}"
+                refuse(
+                    (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace of each rank"),
+                    (others, f"{there}: give the traces of one job"),
+                    error=RecordError,
+                )
+                records += read_steps(trace)
+        except RecordError as error:
+            raise RecordError(f"--trace {file}: {error}", code=error.code) from None
+    return tuple(records)
+
+
+def _load_document(file: Path) -> Any:
+    try:
+        content = file.read_bytes()
+        text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        return json.loads(text.decode(errors="replace"))
+    except OSError as error:  # also what is wrong with the checksum of a gzip
+        raise RecordError(f"it cannot be read: {error.strerror or error}", code="missing") from None
+    except (EOFError, zlib.error, ValueError) as error:
+        raise RecordError(f"it is no whole JSON file: {error}", code="damaged") from None
+
+
 def _save(result: R, out: str | Path | None) -> R:
     if out is not None:
         with create_folder(out, "predict") as folder:
@@ -128,6 +222,11 @@ def find_profile(run: Run) -> LayerProfileRecord:
     return found[0]
 
 
+def list_carried(run: Run) -> list[StepRecord]:
+    """The steps of a profile that say what messages, the wrapper and other ranks cost a rank."""
+    return [record for record in run.records if isinstance(record, StepRecord) and record.role != "job"]
+
+
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
     """The doubts about the runs that a prediction is made from, with their names; and which a busy machine measured."""
     found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
@@ -137,6 +236,14 @@ def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
 
 def _get_run(source: Result | str | Path) -> Run:
     return load_run(source) if isinstance(source, str | Path) else source.run
+
+
+def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
+    """The collectives of a run or of a table, and the run."""
+    if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
+        return load_table(source), None
+    run = _get_run(source)
+    return list_collectives(run, source if isinstance(source, str | Path) else "the result"), run
 
 
 def _read_spread(straggler: str, record: LayerProfileRecord) -> float:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from paceline import machine
 from paceline.errors import refuse
 from paceline.measure.settings import check_counts, check_names
 from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run
-from paceline.runtime.session import find_place, open_session
+from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
 from paceline.verbs.jobs import Counts, Place, build_settings, choose_worlds, finish, list_counts, open_job
-from paceline.verbs.predict import find_profile, list_doubts
+from paceline.verbs.predict import find_profile, list_carried, list_doubts
 
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
@@ -61,12 +62,24 @@ def profile(
         opened, given = open_job(verb, model, step, ranks, job, out, progress)
         jobs = [given]
     with opened as session:
-        records: list[Any] = []
+        records = _measure_together(session, jobs[0], iters, warmup) if kind != "phases" else []
         for number, given in enumerate(jobs):
             session.warnings += list_job_warnings(given) if is_named and not number else []
             arguments = (given, kind, iters, warmup, number, len(jobs), max(sizes, default=0))
             records += session.ask(_ROOM + "measure_profile", arguments, getattr(given, "ranks", None))
         return finish(session, records)
+
+
+def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
+    """What twice the ranks of a CPU host cost each other, where ranks are started here and each has a core. First, so
+    that the profile finds its ranks warm."""
+    device = given.device if isinstance(given, TrainSettings) else given[3]["device"]
+    is_on_cpu = device == "cpu" or (device == "auto" and not machine.count_gpus())
+    ranks = session.ranks
+    if session.place is not None or session.here or not is_on_cpu or 2 * ranks > machine.count_cores():
+        return []
+    records: list[Any] = session.ask(_ROOM + "measure_together", (given, ranks, iters, warmup), 2 * ranks)
+    return records
 
 
 def trace(
@@ -135,10 +148,12 @@ def comm_table(
         given = ", ".join(f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None)
         refuse((given, f"{given} with --model-profile: the profile was measured with its own; leave it out"))
         runs = [load_run(path) for path in profiles]
-        config, records = {"profiles": list(map(str, profiles))}, [find_profile(run) for run in runs]
+        config = {"profiles": list(map(str, profiles))}
+        records = [record for run in runs for record in (find_profile(run), *list_carried(run))]
         inputs |= {str(path): run for path, run in zip(profiles, runs, strict=True)}
     elif isinstance(model, ProfileResult):
-        config, records, inputs = model.config, [model.profile], inputs | {"profile": model.run}
+        config, inputs = model.config, inputs | {"profile": model.run}
+        records = [model.profile, *list_carried(model.run)]
         refuse((model.profile is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
     else:
         settings = _build_bare("cnn" if model is None else model, job)

@@ -21,7 +21,7 @@ from paceline.measure.settings import (
     StudySettings,
     check_counts,
 )
-from paceline.predict.networks import find_networks
+from paceline.predict.networks import find_links
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
@@ -106,7 +106,7 @@ def _build_ranks(
 ) -> ScaleSettings:  # fmt: skip
     _refuse(job, ("plan",), "wrappers are compared with their default buckets")
     _refuse(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
-    find_networks(network)  # refuses an unknown one
+    find_links(network)  # refuses an unknown one
     counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), _choose_device(device)
     wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
     if backends == ("auto",):
@@ -151,7 +151,9 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
         layers = "paceline.measure.profiles:measure_profile"
-        tasks += [Task(f"layers {job.batch_size}", layers, (job, "layers", 12, 2)) for job in jobs]
+        # The cells have steps of the wrapper on one rank themselves.
+        asked = "layers", 12, 2, 0, 1, 0, False
+        tasks += [Task(f"layers {job.batch_size}", layers, (job, *asked)) for job in jobs]
     if settings.backends and most > 1:
         tasks.append(Task("allreduce", _ROOM + "measure_allreduce", ranks=most, weight=2.0, follow=sweep_up_to_all))
     return session.run(tasks)

@@ -1,0 +1,374 @@
+#!/usr/bin/env python
+"""How wrong are networks that were not measured here? Against published tables, each held out by its source.
+
+    python benchmarks/validate_networks.py [allreduce_public.csv] [--runs results/*/allreduce*]
+
+The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. What stands for a row
+is decided by its interconnect alone (`STANDS_FOR`); rows whose interconnect nobody can name are counted apart. A row is
+disturbed, and not judged, if a larger message of its sweep took less than half of its time: a cold start.
+
+1. Named networks: each table is predicted without its own source. Where no other source has measured that network, its
+   data sheet is used, corrected by what the other sources show. In-sample numbers stand next to it.
+2. Data sheets alone, in the same way: for networks that nobody published.
+3. Other numbers of ranks: each count of a sweep is predicted from the counts below it.
+
+Every coverage is of the 90 % interval, and has its width next to it.
+"""
+
+import argparse
+import csv
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.predict import curves, fabrics, networks
+from paceline.predict.networks import AssumedFabric, Correction, Network, find_network
+from paceline.records import CollectiveRecord
+from paceline.records.samples import Summary, group_by
+from paceline.records.store import load_run
+from paceline.units import MIB
+
+CLASSES = {"below 1 MiB": (0, MIB), "1 to 32 MiB": (MIB, 32 * MIB + 1), "above 32 MiB": (32 * MIB + 1, 1 << 60)}
+INSIDE_90 = 1.645  # standard deviations to each side
+# By the words of the column interconnect: the published network, and the data sheets (between nodes, inside a node).
+STANDS_FOR = {
+    "Slingshot": ("mi250x-slingshot", ("100GB/s,2us", "100GB/s,2us")),
+    "multi-node RDMA": ("h100-rdma", None),  # the links are not stated, so that it has no data sheet
+    "NVLink-like": ("a100-nvlink", ("nvlink", "nvlink")),
+    "NVLink": ("h100-nvlink", ("nvlink4", "nvlink4")),
+    "PCIe": ("pcie3-host", ("pcie3", "pcie3")),
+}
+# What else measured the same kind of network: used where the source of a row is held out.
+SAME_KIND = {"mi250x-slingshot": fabrics.GH200, "h100-rdma": fabrics.H100_HALF}
+# The data sheets of the tables that Paceline holds.
+PUBLISHED = {"a100-nvlink": fabrics.A100, "h100-nvlink": fabrics.H100, "h200-roce": fabrics.H200_ROCE,
+             "pcie4-4090": fabrics.PCIE4}  # fmt: skip
+SHEETS = (
+    (fabrics.A100, ("nvlink", "nvlink")), (fabrics.A100_NODES, ("100GB/s,2us", "nvlink")),
+    (fabrics.V100, ("150GB/s,2us", "150GB/s,2us")), (fabrics.V100_NODES, ("25GB/s,2us", "150GB/s,2us")),
+    (fabrics.H100, ("nvlink4", "nvlink4")), (fabrics.H100_HALF + fabrics.H100_TCPXO, ("200GB/s,2us", "nvlink4")),
+    (fabrics.H200_ROCE, ("50GB/s,2us", "50GB/s,2us")), (fabrics.GH200, ("100GB/s,2us", "nvlink4")),
+    (fabrics.MI250X, ("100GB/s,2us", "100GB/s,2us")), (fabrics.PCIE4, ("pcie4", "pcie4")),
+    (fabrics.PCIE3, ("pcie3", "pcie3")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published table: its points, and the names of what stands for it."""
+
+    source: str
+    ranks: int
+    nodes: int
+    points: tuple[tuple[int, float], ...]
+    named: str = ""
+    sheets: tuple[str, str] | None = None
+
+    @property
+    def ranks_per_node(self) -> int:
+        return math.ceil(self.ranks / self.nodes)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One point: what was measured and predicted, and the standard deviation of the prediction."""
+
+    source: str
+    num_bytes: int
+    measured_s: float
+    predicted_s: float
+    sd: float
+
+    @property
+    def log_error(self) -> float:
+        return math.log(self.predicted_s / self.measured_s)
+
+    @property
+    def is_covered(self) -> bool:
+        return abs(self.log_error) <= INSIDE_90 * self.sd
+
+
+def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [p for p in points if not any(size > p[0] and time_s < p[1] / 2 for size, time_s in points)]
+
+
+def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
+    """The sweeps of a CSV, and how many rows nothing stands for, or are disturbed."""
+    sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            word = next((word for word in STANDS_FOR if word in row["interconnect"]), "")
+            named = "" if row["backend"].startswith("gloo") else word
+            key = row["source"], row["backend"], row["interconnect"], row["world_size"], row["nodes"], named
+            sweeps[key].append((int(row["bytes"]), float(row["time_s"])))
+    cases, apart = [], defaultdict(int)
+    for (source, backend, interconnect, ranks, nodes, named), points in sweeps.items():
+        kept = drop_disturbed(points)
+        apart[f"{source}, {backend}: disturbed"] += len(points) - len(kept)
+        if named:
+            cases.append(Case(source, int(ranks), int(nodes), tuple(kept), *STANDS_FOR[named]))
+        else:
+            apart[f"{source}, {backend}: interconnect {interconnect or 'not stated'}"] += len(kept)
+    return cases, {name: count for name, count in apart.items() if count}
+
+
+def list_bundled() -> list[Case]:
+    """The tables that Paceline holds, with their data sheets; from 4 KiB, as no bucket is smaller."""
+    names = {sweep: name for name, sweeps in PUBLISHED.items() for sweep in sweeps}
+    return [
+        Case(s.source, s.ranks, s.nodes, tuple((x, t) for x, t in drop_disturbed(s.points) if x >= 4096),
+             names.get(s, ""), sheets)
+        for sweeps, sheets in SHEETS for s in sweeps
+    ]  # fmt: skip
+
+
+def build_sheet(case: Case, correction: Correction) -> AssumedFabric:
+    between, inside = (replace(find_network(name), correction=correction) for name in case.sheets or ("", ""))
+    return AssumedFabric(inside if case.nodes == 1 else between, inside, case.ranks_per_node if case.nodes > 1 else 1)
+
+
+def estimate(case: Case, correction: Correction) -> list[float]:
+    curve = build_sheet(case, correction).build_curve(case.ranks)
+    return [curve.estimate_s(size) for size, _ in case.points]
+
+
+def fit_correction(cases: Sequence[Case]) -> Correction:
+    """The correction with the least mean square of log errors, each table counting the same."""
+    used = [case for case in cases if case.sheets and case.points]
+
+    def loss(correction: Correction) -> float:
+        squares = (
+            [math.log(p / t) ** 2 for p, (_, t) in zip(estimate(case, correction), case.points, strict=True)]
+            for case in used
+        )
+        return statistics.fmean(map(statistics.fmean, squares))
+
+    best = min(
+        (
+            Correction(o * 1e-6, k, e, r)
+            for o, k, e, r in itertools.product((4, 8, 16), (1, 2, 4), (0.6, 0.8), (0, 0.5))
+        ),
+        key=loss,
+    )
+    step = 1.4
+    while step > 1.02:  # go downhill along each number in turn
+        moves = [
+            replace(best, **{name: min(1.0, value * factor) if name in ("efficiency", "ramp") else value * factor})
+            for name in ("overhead_s", "latency", "efficiency", "ramp")
+            for value in (getattr(best, name) or 0.1,) for factor in (step, 1 / step)
+        ]  # fmt: skip
+        found = min(moves, key=loss)
+        if loss(found) < loss(best) * (1 - 1e-6):
+            best = found
+        else:
+            step = math.sqrt(step)
+    return best
+
+
+def judge_sheets(cases: Sequence[Case], corrections: Callable[[str], Correction]) -> list[Judged]:
+    judged = []
+    for case in (case for case in cases if case.sheets):
+        times = estimate(case, corrections(case.source))
+        for (size, time_s), predicted_s in zip(case.points, times, strict=True):
+            sd = curves.interpolate_sizes(networks.SHEET_ERRORS, size)
+            judged.append(Judged(case.source, size, time_s, predicted_s, sd))
+    return judged
+
+
+def is_of(source: str, sweep_source: str) -> bool:
+    """Whether a source of the CSV, such as `ROCm/rccl issue #1490`, is that of a table that Paceline holds."""
+    first = source.split()[0]
+    return source == sweep_source or ("/" in first and first in sweep_source)
+
+
+def without(network: Network, source: str) -> Network | None:
+    """A published network without one source; None where nothing is left."""
+    mine = (*network.sweeps, *SAME_KIND.get(network.name, ()))
+    left = tuple(sweep for sweep in mine if not is_of(source, sweep.source))
+    several = {math.ceil(sweep.ranks / sweep.nodes) for sweep in left if sweep.nodes > 1}
+    per_node = max(several, default=network.ranks_per_node)
+    left = tuple(s for s in left if math.ceil(s.ranks / per_node) == s.nodes)
+    return replace(network, sweeps=left, ranks_per_node=per_node) if left else None
+
+
+def judge_named(cases: Sequence[Case], corrections: Callable[[str], Correction], holds_out: bool) -> list[Judged]:
+    judged = []
+    for case in cases:
+        named = find_network(case.named)
+        found = (without(named, case.source) if holds_out else named) if named.sweeps else None
+        if found is None:
+            judged += judge_sheets([case], corrections)
+            continue
+        plain, shifted = (
+            AssumedFabric(found, found, shift=shift).build_curve(case.ranks) for shift in (0.0, 1.0)
+        )  # fmt: skip
+        for size, time_s in case.points:
+            predicted_s = plain.estimate_s(size)
+            judged.append(
+                Judged(case.source, size, time_s, predicted_s, math.log(shifted.estimate_s(size) / predicted_s))
+            )
+    return judged
+
+
+def print_table(title: str, groups: Iterable[tuple[str, Sequence[Judged]]]) -> None:
+    print(f"\n**{title}**\n\n| what | points | median error | median of \\|error\\| | in the 90 % | width (x/÷) |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name, points in groups:
+        if points:
+            errors = [math.exp(p.log_error) - 1 for p in points]
+            covered = statistics.fmean(p.is_covered for p in points)
+            width = math.exp(INSIDE_90 * statistics.median(p.sd for p in points))
+            off, size = statistics.median(errors), statistics.median(map(abs, errors))
+            print(f"| {name} | {len(points)} | {off:+.0%} | {size:.0%} | {covered:.0%} | {width:.2f} |")
+
+
+def split(points: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
+    by_size = [(name, [p for p in points if low <= p.num_bytes < high]) for name, (low, high) in CLASSES.items()]
+    sources = dict.fromkeys(p.source for p in points)
+    return [("all", list(points)), *by_size, *((s, [p for p in points if p.source == s]) for s in sources)]
+
+
+def calibrate(points: Sequence[Judged]) -> list[str]:
+    """The standard deviations with which 90 % of held-out points would be covered, by class."""
+    lines = []
+    for name, found in split(points)[1:4]:
+        sizes = sorted(abs(p.log_error) for p in found)
+        lines.append(f"{name}: {sizes[int(0.9 * (len(sizes) - 1))] / INSIDE_90:.2f}" if sizes else f"{name}: none")
+    return lines
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All-reduce times of one machine, by ranks and by size; on `nodes[ranks]` nodes, with `cores` on a CPU host."""
+
+    name: str
+    backend: str
+    times: dict[int, dict[int, float]]
+    nodes: dict[int, int]
+    cores: int = 0
+    memory: str = "ordinary"
+
+
+def list_public_sweeps() -> list[Sweep]:
+    """The published tables of one source over several numbers of ranks."""
+    found = []
+    for name, tables in (
+        ("A100, HDR", fabrics.A100[:2] + fabrics.A100_NODES), ("V100, EDR", fabrics.V100 + fabrics.V100_NODES),
+        ("H100, NVLink", (fabrics.H100[0], fabrics.H100[2])),
+    ):  # fmt: skip
+        times = {t.ranks: {x: s for x, s in drop_disturbed(t.points) if x >= 4096} for t in tables}
+        found.append(Sweep(name, "nccl", times, {t.ranks: t.nodes for t in tables}))
+    return found
+
+
+def list_own_sweeps(paths: Sequence[Path]) -> list[Sweep]:
+    found = []
+    for path in paths:
+        run = load_run(path)
+        records = [r for r in run.records if isinstance(r, CollectiveRecord)]
+        records = [r for r in records if r.collective == "all_reduce" and r.world_size > 1]
+        for (backend, device, dtype, memory), kind in group_by(
+            records, lambda r: (r.backend, r.device, r.dtype, r.memory)
+        ).items():
+            times: dict[int, dict[int, float]] = defaultdict(dict)
+            for r in kind:
+                times[r.world_size][r.num_bytes] = statistics.median(networks.list_seconds(r))
+            what = f"{path.parent.name}/{path.name}, {backend}{' in shared memory' if memory == 'shared' else ''}"
+            cores = run.environment.cores if device == "cpu" else 0
+            name = f"{what}, {device}, {dtype}"
+            found.append(Sweep(name, backend, dict(times), dict.fromkeys(times, 1), cores, memory))
+    return found
+
+
+def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> networks.MeasuredFabric:
+    records = [
+        CollectiveRecord(
+            collective="all_reduce", backend=sweep.backend, device="cpu", world_size=n, num_bytes=x, dtype="float32",
+            op="sum", timing=Summary(mean_s=s), nodes=sweep.nodes[n], memory=sweep.memory, source="imported",
+        )
+        for n in counts for x, s in sweep.times[n].items()
+    ]  # fmt: skip
+    return networks.build_measured_fabric(records, None, memory=sweep.memory, **options)
+
+
+# What came before: families that know neither nodes nor cores, with other latencies and passes.
+curves.FAMILIES["gloo before"] = lambda x, p: ((p - 1) * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x)
+curves.FAMILIES["shm before"] = lambda x, p: (p, 2 * p * x)
+
+
+def build_before(sweep: Sweep, counts: Sequence[int]) -> networks.MeasuredFabric:
+    names = (f"{sweep.backend} before",) if f"{sweep.backend} before" in curves.FAMILIES else ("ring", "tree")
+    points = [(x, n, s) for n in counts for x, s in sweep.times[n].items()]
+    fits = tuple(curves.fit_family(points, name) for name in names)
+    return replace(build_fabric(sweep, counts), fits=fits, ranks_per_node=0)
+
+
+def judge_ranks(sweeps: Sequence[Sweep], was_before: bool = False) -> list[tuple[str, Judged]]:
+    """Each number of ranks from all below it, and where that is: inside a node, on the first nodes, or beyond."""
+    judged = []
+    for sweep in sweeps:
+        counts = sorted(n for n in sweep.times if len(sweep.times[n]) > 1)
+        per_node = max(n for n in counts if sweep.nodes[n] == 1)
+        for place, target in enumerate(counts[1:], 1):
+            known = counts[:place]
+            fabric = build_fabric(sweep, known, cores=sweep.cores, ranks_per_node=per_node)
+            fabric = build_before(sweep, known) if was_before else fabric
+            plain, shifted = (replace(fabric, shift=shift).build_curve(target) for shift in (0.0, 1.0))
+            is_first = sweep.nodes[target] > 1 and sweep.nodes[known[-1]] == 1
+            where = "inside a node" if sweep.nodes[target] == 1 else "the first nodes" if is_first else "beyond"
+            for x, s in sweep.times[target].items():
+                predicted_s = plain.estimate_s(x)
+                sd = math.log(shifted.estimate_s(x) / predicted_s)
+                judged.append((where, Judged(sweep.name, x, s, predicted_s, sd)))
+    return judged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, nargs="?")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[])
+    arguments = parser.parse_args()
+    bundled = list_bundled()
+    cases, apart = load_cases(arguments.csv) if arguments.csv else ([], {})
+    known = [case for case in bundled if not any(is_of(other.source, case.source) for other in cases)]
+    everything = [*known, *(case for case in cases if case.sheets)]
+    whole = fit_correction(everything)
+    print(f"correction fitted on all: {whole}\nin use: {networks.CORRECTION}")
+    held = {
+        source: fit_correction([case for case in everything if case.source != source])
+        for source in dict.fromkeys(case.source for case in [*everything, *cases])
+    }
+    exact = judge_sheets(everything, lambda source: Correction())
+    print_table("data sheets as they are written", split(exact))
+    print_table(
+        "data sheets, corrected, in sample", split(judge_sheets(everything, lambda source: networks.CORRECTION))
+    )
+    sheets = judge_sheets(everything, held.__getitem__)
+    print_table("data sheets, corrected, source held out", split(sheets))
+    print_table("of these, the rows of the CSV", split(judge_sheets(cases, held.__getitem__)))
+    print("\nfor 90 %, sd of held-out data sheets:", "; ".join(calibrate(sheets)))
+    published = [case for case in known if case.named]
+    others = judge_named(published, held.__getitem__, True)
+    print_table("published networks, each table from the others", split(others))
+    print("\nfor 90 %, sd of another site:", "; ".join(calibrate(others)))
+    if cases:
+        print_table("named networks, in sample", split(judge_named(cases, lambda source: networks.CORRECTION, False)))
+        named = judge_named(cases, held.__getitem__, True)
+        print_table("named networks, source held out", split(named))
+        print("\nfor 90 %, sd of held-out named networks:", "; ".join(calibrate([*named, *others])))
+        print("\nnot judged:", *(f"- {count} rows of {name}" for name, count in apart.items()), sep="\n")
+    swept = [*list_public_sweeps(), *list_own_sweeps(arguments.runs)]
+    before = group_by(judge_ranks(swept, was_before=True), lambda judged: judged[0])
+    print_table("other numbers of ranks, before", ((place, [p for _, p in found]) for place, found in before.items()))
+    ranks = judge_ranks(swept)
+    places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
+    groups = ((name, [point for _, point in judged]) for name, judged in places.items())
+    print_table("other numbers of ranks, each from those below it", groups)
+
+
+if __name__ == "__main__":
+    main()

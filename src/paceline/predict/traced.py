@@ -1,0 +1,325 @@
+"""The steps of a DDP job in traces of torch.profiler, made by whichever program.
+
+`read_steps` finds the steps of one rank in its events. It needs only what torch records by itself: the nodes of
+autograd, the calls that start an all-reduce, the all-reduces, and the optimizer. On a GPU the times are those of the
+kernels, found by the calls that launched them; the host runs ahead of them. `traced_job` makes a job of the steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.errors import RecordError, refuse
+from paceline.predict.simulate import SERVERS
+from paceline.predict.traces import BUCKET, Event, Floats, RankTrace, find_messages, is_collective
+from paceline.records.samples import group_by
+from paceline.records.traced import TracedMessage, TracedStepRecord
+
+_NODE, _ACCUMULATE = "autograd::engine::evaluate_function: ", "torch::autograd::AccumulateGrad"
+_LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_?reduce")
+# Between two of these there is at most one backward. The second of each is ours.
+_FORWARDS, _MARKS = ("DistributedDataParallel.forward", "forward"), re.compile(r"ProfilerStep#\d+|step \d+")
+_OPTIMIZER = "Optimizer.step#"
+# As torch's profiler names element types, in lower case and without their namespace.
+_ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2}
+_INTEGERS = ("int", "long", "byte", "char", "bool", "unsigned", "signed")
+_CALLS, _WORKS = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class _Backward(NamedTuple):
+    """The nodes of autograd between two forwards or optimizer steps; `limit` is when the next of those begins."""
+
+    begin: float
+    end: float
+    limit: float
+    nodes: list[Event]
+
+
+class _Pair(NamedTuple):
+    """An all-reduce, and the call that launched it where the trace has it."""
+
+    call: Event | None
+    message: Event
+
+    @property
+    def handed(self) -> float:
+        return float((self.call or self.message)["ts"])
+
+
+def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
+    """The whole steps of one rank's trace, in order. RecordError says what the trace lacks."""
+    timed = sorted((event for event in trace.events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+    ranges = [event for event in timed if event.get("cat") == "user_annotation"]
+    backwards, device, sizes = _find_backwards(timed, ranges), _Device(timed), _Sizes(timed)
+    messages, calls = _find_sent(timed)
+    refuse(
+        (not backwards, "it has no backward: trace steps of training, with ProfilerActivity.CPU"),
+        (not messages, "it has no all-reduce: trace steps of DistributedDataParallel on two or more ranks"),
+        error=RecordError,
+    )
+    windows = _find_windows(timed, ranges, backwards)
+    steps: list[TracedStepRecord] = []
+    reached = previous = windows[0][0] if windows else 0.0
+    for begin, end in windows:
+        # What lies between two ranges of steps, such as a barrier of the loop, belongs to none.
+        first, reached, previous = reached + begin - previous, device.find_end(begin, end), end
+        inside = [backward for backward in backwards if begin <= backward.begin < end]
+        sent = [_pair(backward, calls, messages, device) for backward in inside]
+        chosen = max((k for k, pairs in enumerate(sent) if pairs), default=len(inside) - 1)
+        alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k]]
+        if inside:
+            step = _build_step(trace, len(steps), inside[chosen], sent[chosen], sizes, device, (first, reached))
+            steps.append(replace(step, alone_s=tuple((last - first) * 1e-6 for first, last in alone)))
+    refuse(
+        (not steps, "it has no whole step: trace two or more, up to the end of an optimizer step"), error=RecordError
+    )
+    return steps
+
+
+def _find_backwards(timed: Sequence[Event], ranges: Sequence[Event]) -> list[_Backward]:
+    nodes = [event for event in timed if event.get("cat") == "cpu_op" and event["name"].startswith(_NODE)]
+    names = [e for e in ranges if e["name"] in _FORWARDS or e["name"].startswith(_OPTIMIZER)]
+    borders = sorted(e["ts"] for e in [*names, *(e for e in ranges if _MARKS.fullmatch(e["name"]))])
+    found = []
+    for place, run in group_by(nodes, lambda node: bisect.bisect(borders, node["ts"])).items():
+        if any(node["name"].endswith(_ACCUMULATE) for node in run):
+            limit = borders[place] if place < len(borders) else math.inf
+            found.append(_Backward(run[0]["ts"], max(map(_end, run)), limit, run))
+    return found
+
+
+def _find_windows(
+    timed: Sequence[Event], ranges: Sequence[Event], backwards: Sequence[_Backward]
+) -> list[tuple[float, float]]:
+    """Begin and end of each step: its range, if each has an optimizer step, else up to the end of each of those."""
+    ends = [_end(event) for event in ranges if event["name"].startswith(_OPTIMIZER)]
+    marks = [(event["ts"], _end(event)) for event in ranges if _MARKS.fullmatch(event["name"])]
+    used = [mark for mark in marks if any(mark[0] <= backward.begin < mark[1] for backward in backwards)]
+    if used and (not ends or all(any(begin < end <= last for end in ends) for begin, last in used)):
+        return used
+    host = [event for event in timed if event.get("cat") in ("user_annotation", "cpu_op")]
+    begins = [backward.begin for backward in backwards]
+    if not ends:  # a step ends where the forward after a backward begins
+        ends = [min(backward.limit, max(map(_end, host))) for backward in backwards]
+    # Several optimizers of one step end together.
+    last = {bisect.bisect(begins, end): end for end in sorted(ends)}
+    return list(itertools.pairwise([host[0]["ts"], *(end for count, end in sorted(last.items()) if count)]))
+
+
+class _Device:
+    """What computes. A moment of the host is, on a GPU, that at which the kernels launched until then are done."""
+
+    def __init__(self, timed: Sequence[Event]) -> None:
+        called = {_get(e, "correlation"): float(e["ts"]) for e in timed if e.get("cat") in _CALLS}
+        linked = [
+            (called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called
+        ]
+        linked.sort(key=lambda pair: pair[0])
+        self.launched = {id(event): moment for moment, event in linked}
+        self._all = _Kernels(linked)
+        self._computing = _Kernels([pair for pair in linked if not is_collective(pair[1]["cat"], pair[1]["name"])])
+        self.is_gpu = bool(self._computing.moments)
+
+    def find_end(self, begin: float, end: float) -> float:
+        """When what the host launched from `begin` to `end` is done."""
+        return self._all.find_end(begin, end, end) if self.is_gpu else end
+
+    def place(self, backward: _Backward) -> tuple[float, float]:
+        """Begin and end of a backward's own work."""
+        part = backward.begin, backward.end
+        return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
+
+    def find_ready(self, begin: float, moment: float) -> float:
+        """When the own work is done that a backward, which began at `begin`, had launched at this moment."""
+        return self._computing.find_end(begin, moment, 0.0) if self.is_gpu else moment
+
+    def measure(self, begin: float, end: float) -> float:
+        """How long the work takes that the host did, or launched, from `begin` to `end`."""
+        return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
+
+
+class _Kernels:
+    """What a GPU did, in the order in which it was launched."""
+
+    def __init__(self, linked: Sequence[tuple[float, Event]]) -> None:
+        self.moments = [moment for moment, _ in linked]
+        self._starts, self._ends = [float(e["ts"]) for _, e in linked], [_end(e) for _, e in linked]
+
+    def _within(self, begin: float, end: float) -> slice:
+        return slice(bisect.bisect_left(self.moments, begin), bisect.bisect_left(self.moments, end))
+
+    def find_begin(self, begin: float, end: float, default: float) -> float:
+        return min(self._starts[self._within(begin, end)], default=default)
+
+    def find_end(self, begin: float, end: float, default: float) -> float:
+        return max(self._ends[self._within(begin, end)], default=default)
+
+    def sum_up(self, begin: float, end: float) -> float:
+        part = self._within(begin, end)
+        return sum(self._ends[part]) - sum(self._starts[part])
+
+
+def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """The all-reduces, and the calls that launched them. Where our wrapper shows its buckets, these are the calls, or
+    the messages where the backend does not show its own."""
+    named = [(e, f"{e['name']} {_get(e, 'Collective name')}") for e in find_messages(timed) if e["cat"] != BUCKET]
+    messages, buckets = (
+        [e for e, name in named if _ALL_REDUCE.search(name)],
+        [e for e in timed if e.get("cat") == BUCKET],
+    )
+    if buckets and not any(event["cat"] == "kernel" for event in messages):
+        return (messages, buckets) if len(messages) == len(buckets) else (buckets, [])
+    return messages, [e for e in timed if e.get("cat") == "cpu_op" and _LAUNCH.match(e["name"])]
+
+
+def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> list[_Pair]:
+    """The all-reduces of a backward. Every backend begins them in the order of the calls, so that the first ones are
+    its own; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket."""
+    moments = [device.launched.get(id(event), _begin(event)) for event in messages]
+    sent = [e for e, moment in zip(messages, moments, strict=True) if backward.begin <= moment < backward.limit]
+    own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
+    first: Sequence[Event | None] = own or [None] * len(sent)
+    pairs = [_Pair(call, event) for call, event in zip(first, sent, strict=False)]
+    return [pair for pair in pairs if not _name_type(pair.message, pair.call).startswith(_INTEGERS)]
+
+
+def _build_step(
+    trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], sizes: _Sizes, device: _Device,
+    span: tuple[float, float],
+) -> TracedStepRecord:  # fmt: skip
+    begin, end = device.place(backward)
+    handed = [pair.handed for pair in pairs]
+    hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
+    # A gradient is ready when its hook is over, or when that hands over a bucket.
+    moments = [next((t for t in handed if node["ts"] <= t <= _end(node)), _end(node)) for node in hooks]
+    ready = sorted(zip(moments, hooks, strict=True), key=lambda pair: pair[0])
+    gradients, sent, are_known = sizes.find(pairs, ready, device)
+    backend, messages = _name_backend(pairs), list[TracedMessage]()
+    servers = SERVERS.get(backend, 1)
+    done = [begin] * servers
+    for pair, num_bytes in zip(pairs, sent, strict=True):
+        launch = max(begin, device.find_ready(backward.begin, pair.handed))
+        # A range may begin before its data are there, or before a message in front of it is done.
+        start = max(launch, pair.message["ts"], sorted(done)[-servers])
+        # The thread of a backend may note the end late, after the optimizer has begun with the result.
+        done.append(max(start, _end(pair.message) if device.is_gpu else min(_end(pair.message), backward.limit)))
+        messages.append(TracedMessage(num_bytes, *((moment - begin) * 1e-6 for moment in (launch, start, done[-1]))))
+    calls = [pair.call["dur"] for pair in pairs if pair.call is not None and pair.call["cat"] != BUCKET]
+    there = (min(end, max(begin, device.find_ready(backward.begin, moment))) for moment, _ in ready)
+    return TracedStepRecord(
+        rank=trace.rank, world_size=trace.world_size, device="cuda" if device.is_gpu else "cpu", backend=backend,
+        host=trace.host, number=number, before_s=max(0.0, begin - span[0]) * 1e-6, backward_s=(end - begin) * 1e-6,
+        after_s=max(0.0, span[1] - max(end, *done)) * 1e-6, gradient_bytes=tuple(gradients),
+        ready_s=tuple((moment - begin) * 1e-6 for moment in there), messages=tuple(messages), are_sizes_known=are_known,
+        launch_s=statistics.median(calls) * 1e-6 if calls and not device.is_gpu else 0.0,
+    )  # fmt: skip
+
+
+class _Sizes:
+    """How many bytes gradients and messages have, by what the events inside hooks and calls say."""
+
+    def __init__(self, timed: Sequence[Event]) -> None:
+        self._inner, self._comms = (
+            [event for event in timed if event["name"] == name] for name in (_ACCUMULATE, "record_param_comms")
+        )
+
+    def find(
+        self, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
+    ) -> tuple[list[int], list[int], bool]:
+        """Bytes of the gradients and of the messages, and whether the trace has those of the gradients. Else the bytes
+        of each message are shared by the time that its gradients' hooks took: most of that copies into the bucket."""
+        handed = [pair.handed for pair in pairs]
+        bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
+        shapes = [size for _, node in ready if (size := _count_bytes(node, *_find_within(node, self._inner)))]
+        sent = [size for p in pairs if (size := _count_bytes(p.message, p.call, *_find_within(p.call, self._comms)))]
+        if len(shapes) < len(ready):
+            refuse(
+                (len(sent) < len(pairs),
+                 "it does not say how many bytes its all-reduces have: trace with profile(..., record_shapes=True)"),
+                error=RecordError,
+            )  # fmt: skip
+            times = [device.measure(node["ts"], moment) for moment, node in ready]
+            return _share_out(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
+        if len(sent) < len(pairs):
+            members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
+            sent = [max(1, sum(sizes)) for sizes in members]
+        if pairs:  # gradients of parameters that were not used are sent, too
+            shapes[-1] += max(0, sum(sent) - sum(shapes))
+        # A message that was compressed counts as the gradients that it stands for: so do caps.
+        return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
+
+
+def _share_out(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:
+    """The bytes of messages over the gradients of each, by these weights."""
+    shares = np.zeros(len(weights), dtype=np.int64)
+    for number, size in enumerate(sent):
+        # Of buckets that were handed over together the first has all gradients: the others go with its last.
+        own = [k for k, bucket in enumerate(bucket_of) if bucket == number]
+        own = own or [max((k for k, bucket in enumerate(bucket_of) if bucket < number), default=0)]
+        ends = np.round(np.cumsum(weights[own]) / weights[own].sum() * size / 4).astype(np.int64) * 4
+        ends[-1] = size
+        shares[own] += np.diff(ends, prepend=0)
+    return [int(share) for share in shares]
+
+
+def _find_within(event: Event | None, others: list[Event]) -> list[Event]:
+    if event is None:
+        return []
+    return others[bisect.bisect_left(others, event["ts"], key=_begin) : bisect.bisect(others, _end(event), key=_begin)]
+
+
+def _count_bytes(*events: Event | None) -> int:
+    """The bytes that the arguments of the first event that has them speak of; 0 where none has."""
+    for event in events:
+        count = _get(event, "In msg nelems") or _count_elements(_get(event, "Input Dims"))
+        if num_bytes := _get(event, "bytes") or count * _ITEM_BYTES.get(_name_type(*events), 4):
+            return int(num_bytes)
+    return 0
+
+
+def _count_elements(dims: Any) -> int:
+    """Of all tensors among these shapes; one without dimensions, a number, is counted where it stands alone."""
+    if not isinstance(dims, list) or not dims:
+        return 0
+    if dims == [[]]:
+        return 1
+    return sum(map(_count_elements, dims)) if isinstance(dims[0], list) else math.prod(dims)
+
+
+def _name_type(*events: Event | None) -> str:
+    """The element type of the first event that has one, as in `_ITEM_BYTES`; empty where none has."""
+    for event in events:
+        found = _get(event, "dtype") or next(iter(_get(event, "Input type") or ()), "")
+        if found and "List" not in str(found):
+            return str(found).rpartition("::")[2].lower()
+    return ""
+
+
+def _name_backend(pairs: Sequence[_Pair]) -> str:
+    kinds = {("nccl" if pair.message["cat"] == "kernel" else pair.message["name"].partition(":")[0]) for pair in pairs}
+    return "" if not pairs else "shm" if pairs[0].message["cat"] == BUCKET else sorted(kinds)[0]
+
+
+def _is_work(event: Event) -> bool:
+    return event.get("cat") in _WORKS
+
+
+def _get(event: Event | None, name: str) -> Any:
+    return None if event is None else (event.get("args") or {}).get(name)
+
+
+def _begin(event: Event) -> float:
+    return float(event["ts"])
+
+
+def _end(event: Event) -> float:
+    return float(event["ts"] + event["dur"])

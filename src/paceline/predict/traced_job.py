@@ -1,0 +1,297 @@
+"""The job of traced steps, and what its messages cost: what the simulator needs to predict other buckets for it.
+
+A trace shows a step in which messages and arithmetic slow each other down. Here that is undone, by rates that were
+measured where the trace has a backward without messages and else assumed, and the simulator does it again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.errors import MeasurementError, RecordError
+from paceline.plan import Gradient, cut_like
+from paceline.predict.curves import MeasuredCurve, Resample, fit_line
+from paceline.predict.job import Job
+from paceline.predict.networks import MeasuredFabric, build_measured_fabric
+from paceline.predict.predictor import Predictor, RankCosts
+from paceline.predict.simulate import SERVERS, Contention, MachineCosts, simulate
+from paceline.predict.traces import Floats
+from paceline.records import CollectiveRecord
+from paceline.records.samples import Samples, group_by
+from paceline.records.traced import TracedStepRecord
+from paceline.units import KIB, format_bytes, format_duration, format_number_of
+
+_DRAWS, _SEED = 40, 17
+# Sizes within this factor are one point of the curve: their times differ by noise.
+_ALIKE = 1.25
+# What a message between two ranks costs without its bytes, to a factor (one standard deviation): about what the
+# smallest all-reduces of the reference measurements take. A trace has few sizes, and moves this by `_REACH` at most.
+_LATENCY_S, _LATENCY_FACTOR, _REACH = {"gloo": 5e-4, "nccl": 3e-5, "shm": 3e-5}, 2.0, 4.0
+# How far messages are from a line of latency and bandwidth, as a standard deviation.
+_LINE_ERROR = 0.2
+# How much worse the time of a message is known with each doubling beyond the largest that was seen.
+_ERROR_PER_DOUBLING = 0.10
+# A trace of fewer steps than this does not tell how much they vary.
+_FEW_STEPS, _FEW_NOISE = 3, 0.05
+# Messages are made faster or slower by no more than this to reproduce the traced step.
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+
+
+class _Split(NamedTuple):
+    """One step, by who was at work. `under_s`: how long messages were under way before each gradient was ready, and
+    before the own work ended. `message_s`: for each message its time next to computing, alone and with another message,
+    and its time behind that, alone and with another."""
+
+    under_s: Floats
+    message_s: Floats
+
+
+def _split_step(step: TracedStepRecord) -> _Split:
+    starts, dones = (np.array([getattr(m, name) for m in step.messages]) for name in ("start_s", "done_s"))
+    points = np.unique(np.concatenate([[0.0, step.backward_s], starts, dones]))
+    middle, took = (points[1:] + points[:-1]) / 2, np.diff(points)
+    moving = (starts[None, :] <= middle[:, None]) & (middle[:, None] < dones[None, :])
+    computes, shares = middle < step.backward_s, moving.sum(axis=1) > 1
+    under = np.concatenate([[0.0], np.cumsum(took * (computes & moving.any(axis=1)))])
+    cases = [computes & ~shares, computes & shares, ~computes & ~shares, ~computes & shares]
+    times = np.stack([(moving * (took * case)[:, None]).sum(axis=0) for case in cases], axis=1)
+    return _Split(np.interp([*step.ready_s, step.backward_s], points, under), times)
+
+
+class _Fit(NamedTuple):
+    """The job and its costs, calibrated: the time of messages was multiplied by `factor`. `error` is how far the
+    simulated step was off before, as a share of the traced one."""
+
+    job: Job
+    costs: MachineCosts
+    error: float
+    factor: float
+
+
+class TracedJob:
+    """What the traced steps of one job say, of one rank or several. `rank` is the one whose messages take least: the
+    others wait for it, and the job is that of it. `steps` are those of it that count: not those with other buckets than
+    most, such as a wrapper's first."""
+
+    def __init__(self, records: Sequence[TracedStepRecord]) -> None:
+        by_rank = group_by(records, lambda record: record.rank)
+        layouts = {rank: _find_layout(rank, steps) for rank, steps in by_rank.items()}
+        (first, self.layout), *others = layouts.items()
+        for rank, layout in others:
+            if layout != self.layout:
+                found = f"rank {first} sends {_describe(self.layout)}, rank {rank} {_describe(layout)}"
+                raise RecordError(f"the traces are not of one job: {found}", code="mismatch")
+        used = {rank: [s for s in steps if s.layout == self.layout] for rank, steps in by_rank.items()}
+        # The same gradients in each: their number is that of the last step.
+        used = {rank: [s for s in steps if len(s.ready_s) == len(steps[-1].ready_s)] for rank, steps in used.items()}
+        self.rank = min(used, key=lambda rank: _sum_messages(used[rank]))
+        self.ranks, self.steps, of_rank = tuple(sorted(used)), used[self.rank], by_rank[self.rank]
+        self.num_left_out = sum(1 for step in of_rank if step.messages) - len(self.steps)
+        last = self.steps[-1]
+        self.device, self.backend, self.world_size = last.device, last.backend, last.world_size
+        # One trace does not tell where the others are.
+        self.is_on_host = self.device == "cpu" and len({record.host for record in records}) == 1
+        self.step_s = statistics.median(step.step_s for step in self.steps)
+        self.exposed_s = statistics.median(step.exposed_s for step in self.steps)
+        alone = [step.backward_s for step in of_rank if not step.messages]
+        self.alone_s = (*alone, *(seconds for step in of_rank for seconds in step.alone_s))
+        self._splits = {rank: [_split_step(step) for step in steps] for rank, steps in used.items()}
+        # Where ranks were traced for unequal times, nothing tells which of their steps belong together.
+        self.compared = [rank for rank in used if len(used[rank]) == len(self.steps)]
+        self.gradients = self._build_gradients()
+        self.fit = self._fit(Resample())
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The calibrated job, and what else it might be given the spread of its steps and what is assumed."""
+        source, times = random.Random(_SEED), [step.step_s for step in self.steps]
+        draws = [self._fit(Resample(source)) for _ in range(_DRAWS)]
+        noise = _FEW_NOISE if self.is_short else 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / self.step_s
+        job, costs = self.fit.job, self.fit.costs
+        return Predictor(job, costs, [(fit.job, fit.costs) for fit in draws], job.local_s, noise)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the steps are too few to tell how much they vary."""
+        return len(self.steps) < _FEW_STEPS
+
+    @property
+    def where(self) -> str:
+        return f"{format_number_of(self.world_size, 'rank')} ({self.backend}, {self.device})"
+
+    @property
+    def has_contention(self) -> bool:
+        """Whether a backward without messages tells what they cost one with them; else it is assumed."""
+        under = [split.under_s[-1] for split in self._splits[self.rank]]
+        return bool(self.alone_s) and statistics.median(under) >= 0.02 * self.step_s
+
+    @property
+    def has_latency(self) -> bool:
+        """Whether messages of unlike sizes tell what one costs without its bytes; else it is assumed."""
+        return max(self.layout) >= 2 * min(self.layout)
+
+    @property
+    def notes(self) -> list[str]:
+        """What had to be assumed, a line each."""
+        last, sizes, curve = self.steps[-1], sorted(set(self.layout)), self.fit.costs.curve
+        seen = format_bytes(sizes[0]) if len(sizes) == 1 else f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
+        latency = format_duration(curve.estimate_s(1))
+        told = "from their sizes" if self.has_latency else "assumed, for their sizes are alike"
+        waits = "from the last rank's arrival" if len(self.compared) > 1 else "with its wait for later ranks"
+        by = "the trace has their shapes" if last.are_sizes_known else "the bytes of each bucket by the times of copies"
+        return [
+            f"gradients: {len(self.gradients)}, {format_bytes(self.fit.job.num_bytes)}; their sizes: {by}",
+            f"all-reduce: {format_number_of(len(self.layout), 'message')} of {seen} a step, each {waits}; a message "
+            f"takes {latency} without its bytes, {told}: known to a factor of {_LATENCY_FACTOR:g}",
+            f"contention: {self.fit.costs.contention.basis}",
+        ]
+
+    @property
+    def rank_costs(self) -> RankCosts:
+        """What is known of its ranks elsewhere: those of a CPU host were traced next to each other."""
+        costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
+        contention = costs.contention if self.has_contention else None
+        return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
+
+    def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 1) -> MeasuredFabric:
+        """Its messages as a sweep of all-reduce, for other numbers of ranks."""
+        curve = self.fit.costs.curve
+        assert isinstance(curve, MeasuredCurve)
+        points = [
+            CollectiveRecord(
+                collective="all_reduce", backend=self.backend, device=self.device, dtype="float32", op="sum",
+                world_size=self.world_size, num_bytes=size, timing=Samples(((seconds,),)),
+            )
+            for size, seconds in zip(curve.sizes, curve.seconds, strict=True)
+        ]  # fmt: skip
+        per_node = ranks_per_node if ranks_per_node > 1 else 0
+        return build_measured_fabric(points, None, algorithm, ranks_per_node=per_node)
+
+    def _build_gradients(self) -> tuple[Gradient, ...]:
+        """Their bytes change between steps only where they were shared by times: there they are a mean."""
+        ends = np.cumsum(np.mean([step.gradient_bytes for step in self.steps], axis=0))
+        sizes = np.diff(np.round(ends / 4).astype(np.int64) * 4, prepend=0).tolist()
+        return tuple(Gradient(f"gradient {number}", size, device=self.device) for number, size in enumerate(sizes))
+
+    def _fit(self, resample: Resample) -> _Fit:
+        drawn = resample.take(range(len(self.steps)))
+        steps, launch_s = [self.steps[int(k)] for k in drawn], self.steps[0].launch_s
+        under = np.array([self._splits[self.rank][int(k)].under_s for k in drawn])
+        contention = self._fit_contention(steps, float(np.median(under[:, -1])), resample)
+        compute_rate, message_rate = contention.rates(self.layout[0])
+        # Undisturbed: without what messages cost arithmetic, and without handing them over.
+        moments = np.array([[*step.ready_s, step.backward_s] for step in steps])
+        launched = np.array([[message.launch_s for message in step.messages] for step in steps])
+        handed = np.sum(launched[:, None, :] < moments[:, :, None] - 1e-9, axis=2) * launch_s
+        alone = np.maximum(0.0, np.median(moments - handed - (1 - compute_rate) * under, axis=0))
+        before_s, after_s = (statistics.median(getattr(s, name) for s in steps) for name in ("before_s", "after_s"))
+        backward_s = max(1e-9, float(alone.max()))
+        job = Job(self.gradients, tuple(alone[:-1].tolist()), backward_s, before_s, after_s, self.device)
+        servers = SERVERS.get(self.backend, 1)
+        speeds = np.array([message_rate, message_rate / servers, 1.0, 1.0 / servers])
+        every = [[self._splits[rank][int(k)].message_s @ speeds for k in drawn] for rank in self.compared]
+        costs = MachineCosts(self._fit_curve(np.min(every, axis=0), resample), servers, launch_s, contention=contention)
+        costs = replace(costs, pair_rate=1 / servers)
+        return self._calibrate(job, costs, statistics.median(step.step_s for step in steps))
+
+    def _fit_contention(self, steps: Sequence[TracedStepRecord], under_s: float, resample: Resample) -> Contention:
+        """From backwards without messages, else as assumed."""
+        if not self.has_contention or under_s <= 0:
+            return Contention.assume(self.device, self.is_on_host, source=resample.source)
+        own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
+        rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
+        rate = min(1.0, max(0.1, rate))
+        # What arithmetic loses moves the message; where it loses little, so does the message.
+        basis = f"fitted to {format_number_of(len(self.alone_s), 'backward')} without messages (no_sync) in the trace"
+        return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
+
+    def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
+        """The curve of messages, from a row of times for each step. Beyond the sizes that were sent it is a line; at
+        them it is between that line and the times, and the nearer to these the less they vary."""
+        sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
+        noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
+        latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR ** resample.gauss()
+        latency_s = min(latency_s, 0.9 * float(times.min()))
+        bytes_per_s = float(sizes.sum() / (times - latency_s).sum())
+        line = latency_s + sizes / bytes_per_s
+        weight = _LINE_ERROR**2 / (_LINE_ERROR**2 + noise**2)
+        points = _merge_alike(zip(self.layout, (line * (times / line) ** weight).tolist(), strict=True))
+        (small, least_s), (large, most_s) = points[0], points[-1]
+        # Through the first and the last point, so that there is no step between them and the rest.
+        found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
+        shift, count = _ERROR_PER_DOUBLING * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
+        for n in range(1, count):
+            found[large << n] = (latency_s + (most_s - latency_s) * 2**n) * math.exp(shift * n)
+        ordered = tuple(sorted(found))
+        return MeasuredCurve(ordered, tuple(max(1e-9, found[size]) for size in ordered))
+
+    def _fit_latency(self, sizes: Floats, times: Floats) -> float:
+        assumed_s = _LATENCY_S.get(self.backend, 1e-4) * (1 + math.log2(max(2, self.world_size))) / 2
+        if not self.has_latency:
+            return assumed_s
+        try:
+            fitted_s = fit_line(zip(sizes.tolist(), times.tolist(), strict=True)).alpha_s
+        except MeasurementError:  # larger messages were not slower
+            return assumed_s
+        return min(_REACH * assumed_s, max(assumed_s / _REACH, fitted_s))
+
+    def _calibrate(self, job: Job, costs: MachineCosts, step_s: float) -> _Fit:
+        """The costs with which the traced buckets take as long as they did: by a factor on the time of messages and,
+        where that is not enough, by what follows backward."""
+        curve, cuts = costs.curve, cut_like(job.totals, self.layout)
+        assert isinstance(curve, MeasuredCurve)
+
+        def scale(factor: float) -> MachineCosts:
+            return replace(costs, curve=MeasuredCurve(curve.sizes, tuple(factor * s for s in curve.seconds)))
+
+        error, factor = simulate(job, cuts, costs).step_s / step_s - 1, 1.0
+        low, high = _LEAST_FACTOR, _MOST_FACTOR
+        if simulate(job, cuts, scale(low)).step_s < step_s < simulate(job, cuts, scale(high)).step_s:
+            for _ in range(16):
+                factor = (low + high) / 2
+                low, high = (factor, high) if simulate(job, cuts, scale(factor)).step_s < step_s else (low, factor)
+        rest_s = step_s - simulate(job, cuts, scale(factor)).step_s
+        return _Fit(replace(job, after_s=max(0.0, job.after_s + rest_s)), scale(factor), error, factor)
+
+
+def _find_layout(rank: int, steps: Sequence[TracedStepRecord]) -> tuple[int, ...]:
+    """The buckets of most steps; of two as frequent, those of the later ones."""
+    found = Counter(step.layout for step in reversed(steps) if step.messages)
+    if not found:
+        raise RecordError(f"no step of rank {rank} sent its gradients: trace steps outside of no_sync")
+    return found.most_common(1)[0][0]
+
+
+def _describe(layout: tuple[int, ...]) -> str:
+    return f"{format_bytes(sum(layout))} in {format_number_of(len(layout), 'bucket')}"
+
+
+def _sum_messages(steps: Sequence[TracedStepRecord]) -> float:
+    return statistics.median(sum(m.done_s - m.start_s for m in step.messages) for step in steps)
+
+
+def _halve(size: int) -> list[int]:
+    """Half of it, half of that, and so on down to a KiB; and a byte."""
+    return [1, *(part for part in (size >> n for n in range(1, 64)) if part >= KIB)]
+
+
+def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Points in order of their size; neighbours of nearly one size are one point, by medians."""
+    groups: list[list[tuple[int, float]]] = []
+    for point in sorted(points):
+        if not groups or point[0] > _ALIKE * groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append(point)
+    return [
+        (round(statistics.median(size for size, _ in group)), max(1e-9, statistics.median(s for _, s in group)))
+        for group in groups
+    ]

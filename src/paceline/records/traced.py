@@ -1,0 +1,80 @@
+"""Steps of a data-parallel job as a profiler's trace shows them, made by whichever program."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import RecordError
+from paceline.records.kinds import Record
+
+
+@dataclass(frozen=True)
+class TracedMessage:
+    """One all-reduce of gradients: when the rank handed it over, when it began to move, and when it was done, in
+    seconds since backward began."""
+
+    num_bytes: int
+    launch_s: float
+    start_s: float
+    done_s: float
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1 or not self.launch_s <= self.start_s <= self.done_s < math.inf:
+            raise RecordError(
+                f"a message of {self.num_bytes} bytes from {self.start_s} to {self.done_s} s is not valid"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStepRecord(Record):
+    """One step of one rank. The last backward of it begins after `before_s`; times below count from there. The rank's
+    own work in it ends at `backward_s`, and after the last message, at `over_s`, comes `after_s`. `ready_s` and
+    `gradient_bytes` are of the gradients in the order in which they were ready. `alone_s` are the backwards of the step
+    that sent nothing: those of `no_sync`. `launch_s` is what the host needs to hand over a message; 0 where the device
+    computes meanwhile. `are_sizes_known` says whether the trace has the sizes of gradients, or only those of messages.
+    A step without messages sent nothing."""
+
+    kind: ClassVar[str] = "traced_step"
+    rank: int
+    world_size: int
+    device: str
+    backend: str
+    host: str
+    number: int
+    before_s: float
+    backward_s: float
+    after_s: float
+    gradient_bytes: tuple[int, ...]
+    ready_s: tuple[float, ...]
+    messages: tuple[TracedMessage, ...]
+    alone_s: tuple[float, ...] = ()
+    launch_s: float = 0.0
+    are_sizes_known: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        times = (self.before_s, self.backward_s, self.after_s, self.launch_s, *self.ready_s, *self.alone_s)
+        if any(not 0 <= value < math.inf for value in times) or self.backward_s <= 0:
+            raise RecordError(f"step {self.number} of rank {self.rank} has a time that is negative or not a number")
+        if len(self.ready_s) != len(self.gradient_bytes) or not self.ready_s or max(self.ready_s) > self.backward_s:
+            raise RecordError(f"step {self.number} of rank {self.rank} has gradients outside of its backward")
+
+    @property
+    def over_s(self) -> float:
+        """When all gradients were there."""
+        return max([self.backward_s, *(message.done_s for message in self.messages)])
+
+    @property
+    def step_s(self) -> float:
+        return self.before_s + self.over_s + self.after_s
+
+    @property
+    def exposed_s(self) -> float:
+        """From the end of the rank's own backward to the end of the last message."""
+        return self.over_s - self.backward_s
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        return tuple(message.num_bytes for message in self.messages)

@@ -1,0 +1,254 @@
+"""`predict --trace`: the best bucket size of the job that was traced, and what it would cost elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError
+from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
+from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
+from paceline.predict.predictor import Estimate
+from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_best_cuts
+from paceline.predict.traced_job import TracedJob
+from paceline.predict.whatif import WhatIfRow, describe_scenario, simulate_what_if
+from paceline.records.traced import TracedStepRecord
+from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.predictions import WHAT_IF, draw_caps
+from paceline.report.result import Result
+from paceline.report.table import Column, Table, raw_columns
+from paceline.units import MIB, format_bytes, format_ms, format_number_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NUM_CAPS = 8
+
+
+@dataclass(frozen=True)
+class CapRow:
+    """A bucket size; `cap_bytes` is 0 where none makes these buckets. `gain` is what it saves of the step with the
+    traced buckets, with its 90 % interval. `is_beyond`: it has a message more than twice as large as any that was
+    traced, or less than half as large."""
+
+    label: str
+    cap_bytes: int
+    estimate: Estimate
+    gain: tuple[float, float, float]
+    is_beyond: bool
+
+    @property
+    def cap_mib(self) -> float | None:
+        return self.cap_bytes / MIB if self.cap_bytes else None
+
+
+CAPS = (
+    Column("bucket_cap_mb", "cap_mib", "{:.4g}".format, "bucket_cap_mb", is_key=True),
+    Column("", "label", str, "label", is_key=True),
+    Column("buckets", "estimate.num_buckets", "count", "num_buckets", priority=2),
+    Column("step", "estimate.step_s", "ms", "step_s", priority=6),
+    Column("90 % (ms)", lambda r: f"{format_ms(r.estimate.low_s)} to {format_ms(r.estimate.high_s)}", str, priority=3),
+    Column("saves", lambda r: r.gain[0], "{:+.1%}".format, "gain", priority=5),
+    Column("90 %", lambda r: f"{r.gain[1]:+.1%} to {r.gain[2]:+.1%}", str, priority=4),
+    Column("exposed", "estimate.exposed_s", "ms", "exposed_s", priority=1),
+    Column("beyond the trace", lambda r: r.is_beyond or None, "yes", priority=1),
+    Column(None, lambda r: r.gain[1], key="gain_low"),
+    Column(None, lambda r: r.gain[2], key="gain_high"),
+    *raw_columns("estimate.low_s", "estimate.high_s", "cap_bytes", "is_beyond"),
+    Column(None, lambda r: "simulated", key="source"),
+)
+MESSAGES = (
+    Column("bucket", lambda row: row[0], "count", "bucket", is_key=True),
+    Column("size", lambda row: row[1].num_bytes, "bytes", "num_bytes", is_key=True),
+    Column("launched", lambda row: row[1].launch_s, "ms", "launch_s", priority=2),
+    Column("begun", lambda row: row[1].start_s, "ms", "start_s", priority=1),
+    Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=2),
+    Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=3),
+    Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=3),
+    Column("source", lambda row: "measured", key="source"),
+)
+
+
+class TracedResult(Result):
+    """`predict --trace`: `best` is the bucket size to use and `now` the traced buckets, with their predicted steps;
+    `verdict` is "use" or "keep". `rows` are bucket sizes, `elsewhere` networks and numbers of ranks."""
+
+    def _derive(self) -> None:
+        self.traced = TracedJob(self.only(TracedStepRecord))
+        self.model = self.traced.predictor
+        self.job, self.costs = self.model.job, self.model.costs
+        self._caps = enumerate_caps(self.job.sizes)
+        default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
+        self._now_cuts, self._default_cuts = map(self.model.cut_like, (self.traced.layout, default.bucket_bytes))
+        self.is_default = self._now_cuts == self._default_cuts
+        self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
+        choice = self.model.choose(self._now_cuts, only_caps=True)
+        self.candidate = self._build_row("best", choice.estimate.cuts)
+        gain, low, _ = self.candidate.gain
+        self.verdict = "use" if low > 0 and gain > PLATEAU else "keep"
+        self.best = self.candidate if self.verdict == "use" else self.now
+        self.elsewhere = self._predict_elsewhere()
+
+    def _build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
+        estimate, gain = self.model.estimate(cuts), self.model.estimate_gain(cuts, self._now_cuts)
+        sizes = [bucket.num_bytes for bucket in estimate.step.buckets]
+        low, high = min(self.traced.layout), max(self.traced.layout)
+        cap_bytes = round_cap(*self._caps[cuts]) if cuts in self._caps else 0
+        return CapRow(label, cap_bytes, estimate, gain, 2 * min(sizes) < low or max(sizes) > 2 * high)
+
+    @cached_property
+    def fabrics(self) -> list[Fabric]:
+        config, per_node = self.config, self.config["ranks_per_node"] or 1
+        if config["network"] is None:
+            return [self.traced.build_fabric(config["algorithm"], per_node)] if config["ranks"] else []
+        inside, algorithm = find_network(config["inside"] or "nvlink"), config["algorithm"]
+        return [AssumedFabric(network, inside, per_node, algorithm) for network in find_networks(config["network"])]
+
+    def _predict_elsewhere(self) -> list[WhatIfRow]:
+        ranks = self.config["ranks"] or [self.traced.world_size]
+        draws, known = [job for job, _ in self.model.draws], self.traced.rank_costs
+        found = (simulate_what_if(self.job, draws, fabric, ranks, known=known) for fabric in self.fabrics)
+        return [row for rows in found for row in rows]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The best buckets with a cap for each, which torch 2.13 can take. Gradients are in ready order."""
+        cuts, _ = find_best_cuts(self.job, self.costs, (self._now_cuts, self.best.estimate.cuts))
+        return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, "free, from a trace")
+
+    @property
+    def answer(self) -> str:
+        now, best, (gain, low, high) = self.now.estimate, self.best, self.best.gain
+        where = f"The traced job on {self.traced.where}"
+        if self.verdict == "use":
+            return (
+                f"{where}: use bucket_cap_mb={best.cap_mib:g}, "
+                f"{format_number_of(best.estimate.num_buckets, 'bucket')}: a step takes "
+                f"{format_ms(best.estimate.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
+                f"{low:.1%} to {high:.1%}). Simulated."
+            )
+        other, (gain, low, high) = self.candidate.cap_mib, self.candidate.gain
+        kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
+        plateau = "no bucket size is predicted to save more than 1 %"
+        if gain > PLATEAU:
+            plateau = f"bucket_cap_mb={other:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%}), which is not sure"
+        added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
+        return f"{where}: {kept}: {plateau}; {added}. Simulated."
+
+    @cached_property
+    def rows(self) -> list[CapRow]:
+        """Bucket sizes over the whole range, no two with the same buckets: the traced ones first, torch's default and
+        the best one among them."""
+        rows = {self.candidate.estimate.cuts: self.candidate} | {self._now_cuts: self.now}
+        caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
+        for cuts in (self._default_cuts, *map(self.job.cut, caps)):
+            if cuts not in rows:
+                rows[cuts] = self._build_row("default" if cuts == self._default_cuts else "", cuts)
+        rows = {self._now_cuts: self.now} | rows
+        first, *others = rows.values()
+        return [first, *sorted(others, key=lambda row: row.cap_bytes)]
+
+    @property
+    def findings(self) -> Sequence[str]:
+        traced, plan = self.traced, self.plan
+        count, left_out = len(traced.steps), traced.num_left_out
+        without = f"; {left_out} with other buckets left out" if left_out else ""
+        off = f"{abs(traced.fit.error):.1%} {'more' if traced.fit.error > 0 else 'less'}"
+        free = self.model.estimate(self.model.cut_like(plan.bucket_bytes))
+        spread = f"their median is known to {self.model.noise:.1%}{' (assumed)' if traced.is_short else ''}"
+        lines = [
+            f"traced: {format_number_of(count, 'step')} of rank {traced.rank}{without}; {format_ms(traced.step_s)} ms "
+            f"each, of which {format_ms(traced.exposed_s)} ms of messages behind backward; {spread}",
+            f"self-check: with the traced buckets the simulated step takes {off} than the traced one; messages are "
+            f"multiplied by {traced.fit.factor:.2f} so that it takes as long",
+            *traced.notes,
+            "assumed: the profiler's own cost is in all times; copies cost the same for every bucket size",
+            "interval: 90 %, from the spread of the steps, what is assumed, and 10 % of what communication adds",
+        ]
+        if free.step_s < (1 - PLATEAU) * self.best.estimate.step_s:
+            lines.append(f"a cap for each bucket (torch 2.13): {_write_arguments(plan)}, {format_ms(free.step_s)} ms")
+        if any(row.is_beyond for row in self.rows):
+            sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
+            lines.append(
+                f"beyond the trace: its messages are from {sizes[0]} to {sizes[1]}; trace another bucket size, too"
+            )
+        if self.elsewhere:
+            named = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
+            taken = describe_scenario(self.job, self.fabrics, known=traced.rank_costs)
+            lines += [f"elsewhere: {line}" for line in (*named, *taken)]
+            lines += [f"doubtful: {r.network} on {r.world_size:,} ranks: {r.doubt}" for r in self.elsewhere if r.doubt]
+        return lines
+
+    def tables(self) -> list[Table]:
+        step = self.traced.steps[-1]
+        messages = [(number, message, step.backward_s) for number, message in enumerate(step.messages)]
+        found = [Table("caps", "a step by bucket size", CAPS, self.rows)]
+        if self.elsewhere:
+            found.append(
+                Table("elsewhere", "on other networks and ranks, each at its best bucket size", WHAT_IF, self.elsewhere)
+            )
+        return [*found, Table("messages", "the messages of the last traced step", MESSAGES, messages)]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        return {"caps": lambda: plot_traced(self)}
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        if self.verdict == "use":
+            return (f"DistributedDataParallel(model, bucket_cap_mb={self.best.cap_mib:g})",)
+        return ("paceline predict --trace FILE... --network 10gbe --ranks 8,64",)
+
+    def to_json(self) -> dict[str, Any]:
+        traced, best = self.traced, self.best
+        return super().to_json() | {
+            "verdict": self.verdict, "best_bucket_cap_mb": best.cap_mib, "best_cap_bytes": best.cap_bytes,
+            "gain": best.gain[0], "gain_low": best.gain[1], "gain_high": best.gain[2], "step_s": best.estimate.step_s,
+            "traced_step_s": traced.step_s, "traced_exposed_s": traced.exposed_s, "self_check": traced.fit.error,
+            "factor": traced.fit.factor, "world_size": traced.world_size, "backend": traced.backend,
+            "device": traced.device, "rank": traced.rank, "num_steps": len(traced.steps),
+            "plan": _read_arguments(self.plan), "source": "simulated",
+        }  # fmt: skip
+
+
+def round_cap(low_bytes: int, high_bytes: int) -> int:
+    """A cap between the two that is short in MiB, as torch takes it."""
+    for digits in range(1, 12):
+        scale = 10 ** (digits - 1 - math.floor(math.log10(high_bytes / MIB)))
+        cap_bytes = int(math.floor(high_bytes / MIB * scale) / scale * MIB)
+        if cap_bytes >= low_bytes:
+            return cap_bytes
+    return high_bytes
+
+
+def _read_arguments(plan: Plan) -> dict[str, Any]:
+    try:
+        return plan.as_torch_kwargs()
+    except ConfigError:  # gradients of several dtypes
+        return {}
+
+
+def _write_arguments(plan: Plan) -> str:
+    return ", ".join(f"{name}={value}" for name, value in _read_arguments(plan).items())
+
+
+def plot_traced(result: TracedResult) -> Figure:
+    """Step time against bucket size, predicted for every cap, with intervals; the traced step is a point on it."""
+    title = f"Step time against bucket size: the traced job on {result.traced.where}"
+    figure, axes = new_figure(title, f"simulated from {len(result.traced.steps)} traced steps; band: 90 %")
+    points, best = estimate_caps(result.job, result.costs).points, result.best
+    at = best.cap_bytes or max(result.traced.layout)
+    draw_caps(axes, points, lambda point: point.step.step_s, (at, best.estimate.step_s), result.job.local_s)
+    rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)
+    sizes, low, high = zip(
+        *((r.cap_bytes / MIB, r.estimate.low_s * 1e3, r.estimate.high_s * 1e3) for r in rows), strict=True
+    )
+    axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
+    seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
+    axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")
+    axes.axhline(result.traced.step_s * 1e3, color=COLORS[1], lw=1, label="traced: median")
+    axes.set(xlim=(min(result.job.sizes) / MIB, None), ylim=(0, None), ylabel="step (ms)")
+    place_legend(figure, axes)
+    return figure

@@ -1,0 +1,136 @@
+"""`paceline predict --trace`: the answer first, and one line for a trace that cannot be used."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.predict.curves import FamilyCurve
+from paceline.predict.simulate import Contention, MachineCosts, simulate
+from paceline.predict.traces import RankTrace, merge_traces, read_ranks, render_trace
+from paceline.report.traced import round_cap
+from paceline.units import KIB, MIB
+from tests.unit.made_ddp import NODE, build_document, made_job, made_on_cpu, made_on_gpu
+from tests.unit.made_traces import MadeTrace
+
+SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
+READY = (4, 8, 12, 18, 22, 24, 28, 30)
+JOB = made_job(SIZES, READY, 31, device="cuda")
+# A slow link with a latency that counts, and no contention: one bucket leaves everything exposed.
+COSTS = MachineCosts(FamilyCurve("line", 2, 1e-4, 2e9), contention=Contention())
+
+
+def write(folder: Path, made: MadeTrace, name: str = "rank-0.json", **place: int) -> Path:
+    file = folder / name
+    file.write_text(json.dumps(build_document(made, **place)))
+    return file
+
+
+@pytest.fixture
+def one_bucket(tmp_path) -> Path:
+    return write(tmp_path, made_on_gpu(JOB, COSTS, (8,), num_steps=4))
+
+
+def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, one_bucket, tmp_path):
+    answer = command("predict", "--trace", str(one_bucket), "--out", str(tmp_path / "runs"))
+    assert answer.code == 0, answer.err
+    result = paceline.predict_trace(one_bucket)
+    assert result.verdict == "use" and not result.now.is_beyond
+    assert answer.out.replace("\n", " ").startswith(result.answer)
+    cap = f"bucket_cap_mb={result.best.cap_mib:g}"
+    assert cap in result.answer and f"next: DistributedDataParallel(model, {cap})" in answer.out
+    # What it is predicted to gain, it gains in truth: here the truth is known.
+    truth = simulate(JOB, JOB.cut(result.best.cap_bytes), COSTS).step_s / simulate(JOB, (8,), COSTS).step_s
+    gain, low, high = result.best.gain
+    assert low <= 1 - truth <= high and gain > 0.05
+    assert JOB.cut(result.best.cap_bytes) == result.best.estimate.cuts
+    assert any(row.is_beyond for row in result.rows)  # a message half as large was never seen
+
+
+def test_the_best_buckets_stay(tmp_path):
+    cuts = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, (8,)))).best.estimate.cuts
+    result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, cuts), "again.json"))
+    assert result.verdict == "keep" and result.best is result.now
+    assert result.candidate.gain[0] == pytest.approx(0, abs=0.01)
+    assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
+
+
+def test_a_saved_run_gives_the_same_result_again(one_bucket, tmp_path):
+    result = paceline.predict_trace(one_bucket, network="10gbe", ranks=8, out=tmp_path / "runs")
+    again = paceline.load_result(result.folder)
+    assert again.to_json() == result.to_json() and len(again.table("elsewhere").rows_json()) == 1
+    assert {path.name for path in result.folder.iterdir()} >= {"run.json", "caps.csv", "caps.png", "messages.md"}
+
+
+def test_all_ranks_in_one_file_as_our_own_trace_has_them(tmp_path):
+    made = made_on_cpu(made_job(SIZES, READY, 31), MachineCosts(COSTS.curve, 2, pair_rate=0.5), (3, 8))
+    ranks: list[RankTrace] = [read_ranks(build_document(made, rank=rank))[0] for rank in (0, 1)]
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(render_trace(merge_traces(ranks)))
+    result = paceline.predict_trace(tmp_path)  # the folder of a run
+    assert result.traced.ranks == (0, 1) and result.traced.world_size == 2
+    assert result.traced.layout == (16 * MIB, 5 * MIB)
+
+
+def test_a_cap_is_short_and_makes_the_same_buckets():
+    for low, high in ((MIB, MIB), (3 * MIB // 2, 25 * MIB - 1), (1, 4), (123456, 123457), (7 * MIB, 9 * MIB)):
+        assert low <= round_cap(low, high) <= high
+    assert round_cap(3 * MIB, 45 * MIB // 10) == 4 * MIB
+
+
+def damage(folder: Path, how: str) -> list[Path]:
+    """Traces that cannot be used."""
+    cpu, costs = made_job(SIZES, READY, 31), MachineCosts(COSTS.curve, 2, pair_rate=0.5)
+    made = made_on_cpu(cpu, costs, (3, 8))
+    whole, file = json.dumps(build_document(made)), folder / "bad.json"
+    texts = {
+        "malformed": "{]", "empty": "", "truncated": whole[: len(whole) // 2], "no trace": '{"a": 1}', "a list": "[1]",
+        "no events": json.dumps({"traceEvents": [], "distributedInfo": {"rank": 0, "world_size": 2}}),
+        "no rank": json.dumps({"traceEvents": made.events}),
+        "odd events": json.dumps(build_document(made) | {"traceEvents": [1, 2]}),
+    }  # fmt: skip
+    if how in texts:
+        file.write_text(texts[how])
+        return [file]
+    if how == "truncated gzip":
+        file.write_bytes(gzip.compress(whole.encode())[:-200])
+        return [file]
+    if how == "no such file":
+        return [folder / "none.json"]
+    if how in ("no all-reduce", "no backward"):
+        lacking = "all_reduce" if how == "no all-reduce" else NODE
+        made.events = [event for event in made.events if lacking not in event["name"]]
+        return [write(folder, made)]
+    if how == "one rank twice":
+        return [write(folder, made), write(folder, made, "again.json")]
+    if how == "unlike world sizes":
+        return [write(folder, made), write(folder, made, "other.json", rank=1, world_size=4)]
+    assert how == "two jobs"
+    return [write(folder, made), write(folder, made_on_cpu(cpu, costs, (1, 8)), "other.json", rank=1)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "malformed", "empty", "truncated", "no trace", "a list", "no events", "no rank", "odd events", "truncated gzip",
+        "no such file", "no all-reduce", "no backward", "one rank twice", "unlike world sizes", "two jobs",
+    ],
+)  # fmt: skip
+def test_a_trace_that_cannot_be_used_is_refused_in_one_line(command, tmp_path, how):
+    files = damage(tmp_path, how)
+    answer = command("predict", "--trace", *map(str, files), "--out", str(tmp_path / "runs"))
+    assert (answer.code, answer.out) == (2, "") and answer.err.count("\n") == 1, answer.err
+    assert answer.err.startswith("paceline: error: ")
+    if how != "two jobs":  # which of them is wrong cannot be known
+        assert files[-1].name in answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("option", [("--csv", "x"), ("--gradients", "bf16"), ("--inside", "nvlink"), ("--ranks", "0")])
+def test_options_that_do_not_go_with_a_trace_are_refused(command, one_bucket, tmp_path, option):
+    answer = command("predict", "--trace", str(one_bucket), *option, "--out", str(tmp_path / "runs"))
+    assert answer.code == 2 and option[0].lstrip("-") in answer.err and answer.err.count("\n") == 1

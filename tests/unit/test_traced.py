@@ -1,0 +1,208 @@
+"""Traces of DDP jobs: a made-up job comes out of its trace as it went in, and its own buckets take what they took."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import RecordError
+from paceline.predict.curves import FamilyCurve
+from paceline.predict.simulate import Contention, MachineCosts, simulate
+from paceline.predict.traced import read_steps
+from paceline.predict.traced_job import TracedJob
+from paceline.predict.traces import read_ranks
+from paceline.units import KIB, MIB
+from tests.unit.made_ddp import FORWARD, NODE, build_document, made_job, made_on_cpu, made_on_gpu
+from tests.unit.made_traces import MadeTrace
+
+SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
+JOB = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31)
+CUTS = (1, 3, 5, 8)
+LINE = FamilyCurve("line", 2, 1e-3, 2e9)  # 1 ms and 2 GB/s
+# On gloo two messages share the link.
+FREE = MachineCosts(LINE, 2, launch_s=2e-4, pair_rate=0.5)
+HALF = Contention.assume("cpu", is_on_host=True)
+
+
+def read(made: MadeTrace, **place: int):
+    (trace,) = read_ranks(build_document(made, **place))
+    return read_steps(trace)
+
+
+def test_a_step_on_a_cpu_is_read_as_it_was_simulated():
+    truth = simulate(JOB, CUTS, FREE)
+    steps = read(made_on_cpu(JOB, FREE, CUTS))
+    assert len(steps) == 3
+    for step in steps:
+        assert (step.device, step.backend, step.rank, step.world_size) == ("cpu", "gloo", 0, 2)
+        assert step.before_s == pytest.approx(JOB.before_s) and step.after_s == pytest.approx(JOB.after_s)
+        assert step.backward_s == pytest.approx(truth.backward_s)
+        assert step.step_s == pytest.approx(truth.step_s)
+        assert step.gradient_bytes == SIZES and step.are_sizes_known
+        assert step.launch_s == pytest.approx(2e-4)
+        for message, bucket in zip(step.messages, truth.buckets, strict=True):
+            assert message.num_bytes == bucket.num_bytes
+            assert message.launch_s == pytest.approx(bucket.ready_s)  # when it was handed over
+            assert (message.start_s, message.done_s) == pytest.approx((bucket.start_s, bucket.done_s))
+
+
+def test_a_step_on_a_gpu_has_the_times_of_its_kernels():
+    costs = MachineCosts(LINE)
+    job = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31, device="cuda")
+    truth = simulate(job, CUTS, costs)
+    for step in read(made_on_gpu(job, costs, CUTS)):
+        assert (step.device, step.backend, step.launch_s) == ("cuda", "nccl", 0)
+        assert step.backward_s == pytest.approx(31e-3) and step.step_s == pytest.approx(truth.step_s)
+        assert step.before_s == pytest.approx(job.before_s) and step.after_s == pytest.approx(job.after_s)
+        assert step.ready_s == pytest.approx(job.ready_s)
+        for message, bucket in zip(step.messages, truth.buckets, strict=True):
+            assert message.num_bytes == bucket.num_bytes
+            assert (message.start_s, message.done_s) == pytest.approx((bucket.start_s, bucket.done_s))
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_the_job_and_other_buckets_come_out_of_the_trace_of_one(marks):
+    job = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31)
+    traced = TracedJob(read(made_on_cpu(job, FREE, CUTS, marks=marks, num_alone=2)))
+    # A backward without messages took as long as one with them: nothing slows down.
+    assert traced.fit.costs.contention.rates(MIB) == pytest.approx((1, 1))
+    assert traced.fit.job.ready_s == pytest.approx(job.ready_s, abs=1e-6)
+    assert traced.fit.job.backward_s == pytest.approx(job.backward_s)
+    assert traced.fit.error == pytest.approx(0, abs=1e-3) and traced.fit.factor == pytest.approx(1, abs=0.01)
+    for cuts in ((8,), (3, 8), (1, 2, 3, 4, 8), tuple(range(1, 9))):
+        expected = simulate(job, cuts, FREE)
+        found = traced.predictor.estimate(cuts)
+        # The first two steps have a second micro-batch in front.
+        around_s = traced.fit.job.before_s + traced.fit.job.after_s - job.before_s - job.after_s
+        assert found.step_s - around_s == pytest.approx(expected.step_s, rel=0.01)
+        assert found.low_s <= found.step_s <= found.high_s
+
+
+def test_contention_is_undone_and_done_again():
+    """One gradient to a bucket, so that the simulator says when each is ready with messages under way."""
+    costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
+    cuts = tuple(range(1, len(SIZES) + 1))
+    slowed = simulate(JOB, cuts, costs)
+    assert slowed.backward_s > 1.2 * JOB.backward_s
+    traced = TracedJob(read(made_on_cpu(JOB, costs, cuts)))
+    assert traced.fit.job.ready_s == pytest.approx(JOB.ready_s, abs=1e-5)
+    assert traced.fit.job.backward_s == pytest.approx(JOB.backward_s, rel=1e-3)
+    assert "assumed" in traced.fit.costs.contention.basis
+    for other in ((8,), (3, 8)):
+        assert traced.predictor.estimate(other).step_s == pytest.approx(simulate(JOB, other, costs).step_s, rel=0.02)
+
+
+def test_a_backward_without_messages_tells_what_messages_cost_it():
+    rates = Contention((1,), (0.7,), (0.7,))
+    costs = MachineCosts(LINE, 2, contention=rates, pair_rate=0.5)
+    cuts = tuple(range(1, len(SIZES) + 1))
+    traced = TracedJob(read(made_on_cpu(JOB, costs, cuts, num_alone=1)))
+    assert traced.fit.costs.contention.rates(MIB) == pytest.approx((0.7, 0.7), abs=0.01)
+    assert "no_sync" in traced.fit.costs.contention.basis
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_the_traced_buckets_take_as_long_as_they_did(data):
+    count = data.draw(st.integers(1, 6))
+    sizes = data.draw(st.lists(st.integers(1, 4 * MIB).map(lambda n: 4 * n), min_size=count, max_size=count))
+    gaps = data.draw(st.lists(st.floats(0.1, 20), min_size=count, max_size=count))
+    ready = list(itertools.accumulate(gaps))
+    job = made_job(sizes, ready, ready[-1] + data.draw(st.floats(0.1, 5)))
+    curve = FamilyCurve("line", 2, data.draw(st.floats(1e-5, 1e-2)), data.draw(st.floats(1e8, 1e10)))
+    costs = MachineCosts(curve, 2, 1e-5, contention=HALF, pair_rate=0.5)
+    cuts = tuple(range(1, count + 1))
+    traced = TracedJob(read(made_on_cpu(job, costs, cuts)))
+    assert traced.step_s == pytest.approx(simulate(job, cuts, costs).step_s, rel=1e-6)
+    assert simulate(traced.fit.job, cuts, traced.fit.costs).step_s == pytest.approx(traced.step_s, rel=1e-3)
+    assert traced.fit.job.num_bytes == sum(sizes)
+
+
+@pytest.mark.parametrize("make", [made_on_cpu, made_on_gpu])
+def test_without_shapes_the_bytes_of_a_bucket_are_shared_by_the_times_of_its_copies(make):
+    """The hook of the smallest gradient, a bias, tells what a hook costs without its bytes."""
+    costs, sizes = FREE if make is made_on_cpu else MachineCosts(LINE), (4 * MIB, 4 * KIB, 2 * MIB, 8 * MIB, 4 * KIB)
+    step = read(make(made_job(sizes, (4, 8, 12, 18, 22), 31), costs, (2, 5), shapes=False))[-1]
+    assert not step.are_sizes_known
+    for part, message in zip((slice(0, 2), slice(2, 5)), step.messages, strict=True):
+        assert sum(step.gradient_bytes[part]) == message.num_bytes == sum(sizes[part])
+    if make is made_on_cpu:  # on the made-up GPU copies take no time
+        assert step.gradient_bytes == pytest.approx(sizes, rel=0.01, abs=16 * KIB)
+
+
+def test_half_precision_counts_two_bytes_for_each_element():
+    step = read(made_on_gpu(JOB, MachineCosts(LINE), CUTS, shapes=False, dtype="BFloat16"))[0]
+    assert sum(step.gradient_bytes) == sum(SIZES) // 2
+
+
+def test_the_slowest_rank_is_the_job_and_messages_count_from_its_arrival():
+    first = read(made_on_cpu(JOB, FREE, CUTS))
+    other = read(made_on_cpu(JOB, FREE, CUTS, late_ms=0.1), rank=1)
+    assert TracedJob([*first, *other]).rank == TracedJob([*other, *first]).rank == 0
+    assert TracedJob([*first, *other]).ranks == (0, 1)
+
+
+def test_steps_with_other_buckets_are_left_out():
+    odd = read(made_on_cpu(JOB, FREE, (8,), num_steps=1))
+    traced = TracedJob([*odd, *read(made_on_cpu(JOB, FREE, CUTS))])
+    assert (len(traced.steps), traced.num_left_out) == (3, 1)
+    assert traced.layout == (8 * MIB, 8 * MIB, 3 * MIB, 2 * MIB)
+
+
+def test_messages_of_one_size_leave_the_latency_assumed_and_the_interval_wide():
+    job = made_job((4 * MIB,) * 6, (4, 8, 12, 16, 20, 24), 25)
+    alike = TracedJob(read(made_on_cpu(job, FREE, tuple(range(1, 7)))))
+    unlike = TracedJob(read(made_on_cpu(JOB, FREE, CUTS)))
+    assert not alike.has_latency and unlike.has_latency
+    assert any("assumed, for their sizes are alike" in note for note in alike.notes)
+    narrow, wide = (one.predictor.estimate(one.fit.job.cut(4 * MIB)) for one in (unlike, alike))
+    assert wide.high_s - wide.low_s > 0 and narrow.high_s - narrow.low_s > 0
+
+
+def test_two_jobs_are_refused():
+    with pytest.raises(RecordError, match="not of one job") as caught:
+        TracedJob([*read(made_on_cpu(JOB, FREE, CUTS)), *read(made_on_cpu(JOB, FREE, (8,)), rank=1)])
+    assert caught.value.code == "mismatch"
+
+
+def test_what_the_program_reduces_itself_is_no_bucket():
+    made = made_on_cpu(JOB, FREE, CUTS, num_steps=1)
+    over = max(e["ts"] + e["dur"] for e in made.events if e["name"] == "gloo:all_reduce") / 1e3
+    moved = next(e for e in made.events if e["name"].startswith("Optimizer"))
+    moved["ts"] += 2e3
+    made.op("c10d::allreduce_", over + 0.1, over + 0.2).add("user_annotation", "gloo:all_reduce", over + 0.3, over + 1)
+    (step,) = read(made)
+    assert len(step.messages) == len(CUTS)
+
+
+def test_a_message_whose_end_is_noted_late_was_done_when_the_optimizer_began():
+    made = made_on_cpu(JOB, FREE, CUTS)
+    expected = [step.after_s for step in read(made)]
+    last = max((e for e in made.events if e["name"] == "gloo:all_reduce"), key=lambda e: e["ts"])
+    last["dur"] += 1e4
+    assert [step.after_s for step in read(made)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("without", "text"),
+    [("all_reduce", "no all-reduce"), (NODE, "no backward"), ("Optimizer", "")],
+)
+def test_a_trace_that_lacks_something_is_refused_with_what(without, text):
+    made = made_on_cpu(JOB, FREE, CUTS)
+    made.events = [event for event in made.events if without not in event["name"]]
+    if text:
+        with pytest.raises(RecordError, match=text):
+            read(made)
+    else:  # a step then ends where the next forward begins
+        assert len(read(made)) == 3 and [e for e in made.events if e["name"] == FORWARD]
+
+
+def test_gloo_without_shapes_does_not_say_how_much_it_sends():
+    made = made_on_cpu(JOB, FREE, CUTS, shapes=False)
+    for event in made.events:
+        event["args"] = {}
+    with pytest.raises(RecordError, match="record_shapes=True"):
+        read(made)
