@@ -297,7 +297,9 @@ def build_differences(runs: Sequence[Measured]) -> Table:
         found = [[run.result.tuning.judged], [crossed[run.name]] if run.name in crossed else []]
         cells = [cell for cases in found for cell in list_differences(score_differences(cases))]
         rows.append([run.name, percent(run.spread), *cells])
-    rows.append([f"all {len(wide)}", "", *(cell for found in over_all.values() for cell in list_differences(found))])
+    unclear = sum(run.spread >= WIDE for run in runs) - len(wide)
+    name = f"all {len(wide)}; of {unclear} more no two bucket sizes differ clearly"
+    rows.append([name, "", *(cell for found in over_all.values() for cell in list_differences(found))])
     head = ["run", "spread"]
     for what in over_all:
         head += [f"R2, {what}", f"pairs in order, {what}"]

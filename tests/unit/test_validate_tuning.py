@@ -122,6 +122,7 @@ def test_every_coverage_has_its_width_and_emulated_runs_stand_apart(script):
     tables = {table.name: table for table in script.build_tables([*runs, make_run(script, "emulated", "emulated")])}
     assert tables.keys() == {"cases", "differences", "held-out", "ablation", "loaded", "emulated", "bars"}
     assert [row[0] for row in tables["cases"].rows] == ["pass-1/made", "pass-2/made"]
+    assert [row[2:] for row in tables["differences"].rows] == [["1.00", "3 of 3"] * 2] * 2 + [["1.00", "6 of 6"] * 2]
     assert [row[0] for row in tables["emulated"].rows] == ["emulated/made"] and "simulator" in tables["emulated"].title
     for table in tables.values():
         head = [column.name for column in table.columns]
