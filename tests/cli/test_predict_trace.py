@@ -35,7 +35,7 @@ def one_bucket(tmp_path) -> Path:
     return write(tmp_path, made_on_gpu(JOB, COSTS, (8,), num_steps=4))
 
 
-def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, one_bucket, tmp_path):
+def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, sketched, one_bucket, tmp_path):
     answer = command("predict", "--trace", str(one_bucket), "--out", str(tmp_path / "runs"))
     assert answer.code == 0, answer.err
     result = paceline.predict_trace(one_bucket)
@@ -59,7 +59,7 @@ def test_the_best_buckets_stay(tmp_path):
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
 
 
-def test_a_saved_run_gives_the_same_result_again(one_bucket, tmp_path):
+def test_a_saved_run_gives_the_same_result_again(sketched, one_bucket, tmp_path):
     result = paceline.predict_trace(one_bucket, network="10gbe", ranks=8, out=tmp_path / "runs")
     again = paceline.load_result(result.folder)
     assert again.to_json() == result.to_json() and len(again.table("elsewhere").rows_json()) == 1
@@ -109,6 +109,8 @@ def damage(folder: Path, how: str) -> list[Path]:
         return [write(folder, made), write(folder, made, "again.json")]
     if how == "unlike world sizes":
         return [write(folder, made), write(folder, made, "other.json", rank=1, world_size=4)]
+    if how == "one rank alone":
+        return [write(folder, made, world_size=1)]
     assert how == "two jobs"
     return [write(folder, made), write(folder, made_on_cpu(cpu, costs, (1, 8)), "other.json", rank=1)]
 
@@ -117,7 +119,8 @@ def damage(folder: Path, how: str) -> list[Path]:
     "how",
     [
         "malformed", "empty", "truncated", "no trace", "a list", "no events", "no rank", "odd events", "truncated gzip",
-        "no such file", "no all-reduce", "no backward", "one rank twice", "unlike world sizes", "two jobs",
+        "no such file", "no all-reduce", "no backward", "one rank alone", "one rank twice", "unlike world sizes",
+        "two jobs",
     ],
 )  # fmt: skip
 def test_a_trace_that_cannot_be_used_is_refused_in_one_line(command, tmp_path, how):

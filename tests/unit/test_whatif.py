@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -260,7 +261,7 @@ def test_the_interval_has_what_the_model_leaves_out():
     """10 % of what communication adds, one standard deviation: nothing else varies on a network without an error."""
 
     class Certain(AssumedFabric):
-        def draw(self, source):
+        def draw(self, source, shift=None):
             return self
 
     network = Network("net", 0.0, 1e8, "made up")
@@ -288,3 +289,12 @@ def test_a_sweep_of_one_host_has_its_ranks_next_to_each_other(sweep):
     assert four.neighbours_s == pytest.approx(0.3 * MADE.plain_s)
     nccl = replace(sweep, fits=tuple(replace(fit, algorithm="ring") for fit in sweep.fits))
     assert predict_made(nccl, [4], slowed=1.3)[0].neighbours_s == 0
+
+
+def test_the_interval_of_a_network_has_its_quantiles_even_with_few_draws():
+    fabric = join(0.0, 1e6)  # 160 MiB take far longer than the step
+    (row,) = simulate_what_if(JOB, [JOB] * 50, fabric, [2])
+    # 45 % is one standard deviation of the logarithm of a large message; p5 and p95 are 1.645 of them.
+    sent_s = row.step_s - JOB.local_s
+    assert (row.high_s - JOB.local_s) / sent_s == pytest.approx(math.exp(1.645 * 0.45), rel=0.25)
+    assert (row.low_s - JOB.local_s) / sent_s == pytest.approx(math.exp(-1.645 * 0.45), rel=0.25)

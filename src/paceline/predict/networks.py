@@ -259,9 +259,10 @@ class AssumedFabric:
 
         return curves.multiply_curve(best, vary) if self.shift else best
 
-    def draw(self, source: random.Random) -> AssumedFabric:
-        inside = self.inside.draw(source) if isinstance(self.inside, MeasuredFabric) else self.inside
-        return replace(self, shift=source.gauss(0, 1), inside=inside)
+    def draw(self, source: random.Random, shift: float | None = None) -> AssumedFabric:
+        """The fabric as it might be, or with this shift."""
+        inside = self.inside.draw(source, shift) if isinstance(self.inside, MeasuredFabric) else self.inside
+        return replace(self, shift=source.gauss(0, 1) if shift is None else shift, inside=inside)
 
 
 @functools.cache
@@ -310,7 +311,7 @@ class MeasuredFabric:
         others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
         nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
         return (
-            f"{self.what}: all-reduce as measured on {ranks} ranks{nodes}, timed from the last rank's arrival",
+            f"{self.what}: all-reduce as measured on {ranks} ranks{nodes}",
             *(
                 f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
                 f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
@@ -346,6 +347,7 @@ class MeasuredFabric:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
             here, there = ("several nodes", "one") if is_beyond else ("one node", "several")
             doubt = f"{world_size:,} ranks are on {here}, and all that was measured on {there}"
+            doubt += " (name a --network with --ranks-per-node)" if is_beyond else ""
         if not self.shift and not doubt:
             return scaled
 
@@ -355,7 +357,8 @@ class MeasuredFabric:
 
         return curves.multiply_curve(scaled, vary, doubt)
 
-    def draw(self, source: random.Random) -> MeasuredFabric:
+    def draw(self, source: random.Random, shift: float | None = None) -> MeasuredFabric:
+        """The fabric as it might be, or with this shift."""
         sweeps = {
             count: {
                 size: curves.Resample(source, find_noise(times) > UNSTABLE).take(times)
@@ -363,7 +366,7 @@ class MeasuredFabric:
             }
             for count, by_size in self.sweeps.items()
         }
-        return replace(self, sweeps=sweeps, shift=source.gauss(0, 1))
+        return replace(self, sweeps=sweeps, shift=source.gauss(0, 1) if shift is None else shift)
 
 
 Fabric = AssumedFabric | MeasuredFabric

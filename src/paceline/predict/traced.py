@@ -62,6 +62,7 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     backwards, device, sizes = _find_backwards(timed, ranges), _Device(timed), _Sizes(timed)
     messages, calls = _find_sent(timed)
     refuse(
+        (trace.world_size < 2, "it is of one rank, which sends nothing: trace a job of two or more"),
         (not backwards, "it has no backward: trace steps of training, with ProfilerActivity.CPU"),
         (not messages, "it has no all-reduce: trace steps of DistributedDataParallel on two or more ranks"),
         error=RecordError,
@@ -171,12 +172,10 @@ class _Kernels:
 def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     """The all-reduces, and the calls that launched them. Where our wrapper shows its buckets, these are the calls, or
     the messages where the backend does not show its own."""
-    named = [(e, f"{e['name']} {_get(e, 'Collective name')}") for e in find_messages(timed) if e["cat"] != BUCKET]
-    messages, buckets = (
-        [e for e, name in named if _ALL_REDUCE.search(name)],
-        [e for e in timed if e.get("cat") == BUCKET],
-    )
-    if buckets and not any(event["cat"] == "kernel" for event in messages):
+    found = find_messages(timed)
+    buckets, others = [e for e in found if e["cat"] == BUCKET], [e for e in found if e["cat"] != BUCKET]
+    messages = [e for e in others if _ALL_REDUCE.search(f"{e['name']} {_get(e, 'Collective name')}")]
+    if buckets:
         return (messages, buckets) if len(messages) == len(buckets) else (buckets, [])
     return messages, [e for e in timed if e.get("cat") == "cpu_op" and _LAUNCH.match(e["name"])]
 

@@ -30,7 +30,7 @@ from paceline.records.samples import Samples, group_by
 from paceline.records.traced import TracedStepRecord
 from paceline.units import KIB, format_bytes, format_duration, format_number_of
 
-_DRAWS, _SEED = 40, 17
+_DRAWS, _SEED = 30, 17
 # Sizes within this factor are one point of the curve: their times differ by noise.
 _ALIKE = 1.25
 # What a message between two ranks costs without its bytes, to a factor (one standard deviation): about what the
@@ -38,8 +38,8 @@ _ALIKE = 1.25
 _LATENCY_S, _LATENCY_FACTOR, _REACH = {"gloo": 5e-4, "nccl": 3e-5, "shm": 3e-5}, 2.0, 4.0
 # How far messages are from a line of latency and bandwidth, as a standard deviation.
 _LINE_ERROR = 0.2
-# How much worse the time of a message is known with each doubling beyond the largest that was seen.
-_ERROR_PER_DOUBLING = 0.10
+# How well the time of a message is known at twice the largest that was seen; the variance grows with each doubling.
+_ERROR_OF_TWICE = 0.05
 # A trace of fewer steps than this does not tell how much they vary.
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
 # Messages are made faster or slower by no more than this to reproduce the traced step.
@@ -228,9 +228,9 @@ class TracedJob:
         (small, least_s), (large, most_s) = points[0], points[-1]
         # Through the first and the last point, so that there is no step between them and the rest.
         found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
-        shift, count = _ERROR_PER_DOUBLING * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
+        shift, count = _ERROR_OF_TWICE * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
         for n in range(1, count):
-            found[large << n] = (latency_s + (most_s - latency_s) * 2**n) * math.exp(shift * n)
+            found[large << n] = (latency_s + (most_s - latency_s) * 2**n) * math.exp(shift * math.sqrt(n))
         ordered = tuple(sorted(found))
         return MeasuredCurve(ordered, tuple(max(1e-9, found[size]) for size in ordered))
 

@@ -1,6 +1,7 @@
 """What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated."""
 
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -119,10 +120,13 @@ def simulate_what_if(
     micro-batches, and the ranks' computing lies apart by `spread`, a relative sd. `evidence`: what the profile says of
     copies, contention and neighbours; without it they are `known`, or assumed."""
     job, source = job.accumulate(accumulate), random.Random(2024)
+    # The error of a network is most of an interval: its quantiles in random order, as few draws reach into the tails.
+    shifts = [statistics.NormalDist().inv_cdf((place + 0.5) / len(draws)) for place in range(len(draws))]
+    source.shuffle(shifts)
     varied = []
-    for draw in draws:
+    for draw, shift in zip(draws, shifts, strict=True):
         rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
-        found = fabric.draw(source)
+        found = fabric.draw(source, shift)
         rank = _settle(job, found, rank, source)
         varied.append(_Draw(draw.accumulate(accumulate), found, rank, source.gauss(0, 1), source.gauss(0, 1)))
     rank = _settle(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))

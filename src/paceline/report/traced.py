@@ -12,7 +12,8 @@ from paceline.errors import ConfigError
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.predictor import Estimate
-from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_best_cuts
+from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_cuts
+from paceline.predict.simulate import simulate
 from paceline.predict.traced_job import TracedJob
 from paceline.predict.whatif import WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records.traced import TracedStepRecord
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NUM_CAPS = 8
+_MOST_MESSAGES = 12  # on the terminal: the last ones; the CSV has all
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,10 @@ class TracedResult(Result):
 
     @cached_property
     def plan(self) -> Plan:
-        """The best buckets with a cap for each, which torch 2.13 can take. Gradients are in ready order."""
-        cuts, _ = find_best_cuts(self.job, self.costs, (self._now_cuts, self.best.estimate.cuts))
+        """The best buckets, with a cap for each where that is better, which torch 2.13 can take. Gradients are in ready
+        order."""
+        free = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s))
+        cuts = min((self.best.estimate.cuts, free), key=lambda cuts: simulate(self.job, cuts, self.costs).step_s)
         return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, "free, from a trace")
 
     @property
@@ -169,7 +173,10 @@ class TracedResult(Result):
             "interval: 90 %, from the spread of the steps, what is assumed, and 10 % of what communication adds",
         ]
         if free.step_s < (1 - PLATEAU) * self.best.estimate.step_s:
-            lines.append(f"a cap for each bucket (torch 2.13): {_write_arguments(plan)}, {format_ms(free.step_s)} ms")
+            lines.append(
+                f"with a cap for each of {len(plan.buckets)} buckets, bucket_cap_mb_list of torch 2.13, a step takes "
+                f"{format_ms(free.step_s)} ms: the JSON and `result.plan` have the list"
+            )
         if any(row.is_beyond for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
@@ -190,7 +197,8 @@ class TracedResult(Result):
             found.append(
                 Table("elsewhere", "on other networks and ranks, each at its best bucket size", WHAT_IF, self.elsewhere)
             )
-        return [*found, Table("messages", "the messages of the last traced step", MESSAGES, messages)]
+        title, shown = "the messages of the last traced step", messages[-_MOST_MESSAGES:]
+        return [*found, Table("messages", title, MESSAGES, messages, shown=shown)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         return {"caps": lambda: plot_traced(self)}
@@ -230,18 +238,15 @@ def _read_arguments(plan: Plan) -> dict[str, Any]:
         return {}
 
 
-def _write_arguments(plan: Plan) -> str:
-    return ", ".join(f"{name}={value}" for name, value in _read_arguments(plan).items())
-
-
 def plot_traced(result: TracedResult) -> Figure:
     """Step time against bucket size, predicted for every cap, with intervals; the traced step is a point on it."""
     title = f"Step time against bucket size: the traced job on {result.traced.where}"
     figure, axes = new_figure(title, f"simulated from {len(result.traced.steps)} traced steps; band: 90 %")
-    points, best = estimate_caps(result.job, result.costs).points, result.best
-    at = best.cap_bytes or max(result.traced.layout)
-    draw_caps(axes, points, lambda point: point.step.step_s, (at, best.estimate.step_s), result.job.local_s)
     rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)
+    points, best = estimate_caps(result.job, result.costs).points, result.candidate
+    points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes)
+    ends = best.cap_bytes, best.estimate.step_s
+    draw_caps(axes, points, lambda point: point.step.step_s, ends, result.job.local_s)
     sizes, low, high = zip(
         *((r.cap_bytes / MIB, r.estimate.low_s * 1e3, r.estimate.high_s * 1e3) for r in rows), strict=True
     )
@@ -249,6 +254,6 @@ def plot_traced(result: TracedResult) -> Figure:
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
     axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")
     axes.axhline(result.traced.step_s * 1e3, color=COLORS[1], lw=1, label="traced: median")
-    axes.set(xlim=(min(result.job.sizes) / MIB, None), ylim=(0, None), ylabel="step (ms)")
+    axes.set(xlim=(sizes[0] / 1.2, None), ylim=(0, None), ylabel="step (ms)")
     place_legend(figure, axes)
     return figure
