@@ -56,6 +56,7 @@ sanitize: ## Fuzz the C core under AddressSanitizer, UBSan and ThreadSanitizer (
 
 bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/engine_against_loop.py
+	$(BIN)/python benchmarks/validate_traces.py
 	$(BIN)/paceline bench allreduce --backend gloo,paceline --memory ordinary,shared --limit --ranks 2,4 \
 	  --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
 	$(BIN)/paceline bench chunks --backend gloo,paceline

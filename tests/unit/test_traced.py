@@ -142,7 +142,21 @@ def test_the_slowest_rank_is_the_job_and_messages_count_from_its_arrival():
     first = read(made_on_cpu(JOB, FREE, CUTS))
     other = read(made_on_cpu(JOB, FREE, CUTS, late_ms=0.1), rank=1)
     assert TracedJob([*first, *other]).rank == TracedJob([*other, *first]).rank == 0
-    assert TracedJob([*first, *other]).ranks == (0, 1)
+    both, late = TracedJob([*first, *other]), TracedJob(other)
+    assert both.ranks == (0, 1)
+    costs = [job.fit.costs.curve.estimate_s(8 * MIB) / job.fit.factor for job in (TracedJob(first), both, late)]
+    assert costs[0] == pytest.approx(costs[1]) and costs[2] > costs[1]
+
+
+def test_the_flags_of_unused_parameters_are_no_bucket():
+    made = made_on_cpu(JOB, FREE, CUTS, num_steps=1)
+    end = max(e["ts"] + e["dur"] for e in made.events if e["name"].startswith(NODE)) / 1e3
+    made.op(f"{NODE}Last", end, end + 0.3).op("c10d::allreduce_", end + 0.1, end + 0.2)
+    made.add(
+        "user_annotation", "gloo:all_reduce", end + 0.21, end + 0.29, **{"Input Dims": [[8]], "Input type": ["int"]}
+    )
+    (step,) = read(made)
+    assert step.layout == (8 * MIB, 8 * MIB, 3 * MIB, 2 * MIB)
 
 
 def test_steps_with_other_buckets_are_left_out():
