@@ -63,7 +63,6 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
 	$(BIN)/python benchmarks/validate_networks.py --runs results/*/allreduce* results/*/scale-ranks
 	$(BIN)/python benchmarks/validate_ranks.py results/*/scale-ranks
-	$(BIN)/python benchmarks/validate_traces.py
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/validate_tuning.py
 
