@@ -199,6 +199,16 @@ def test_on_a_slower_link_a_message_costs_as_much_arithmetic_over_a_longer_time(
     assert Contention().spread_over(line(0.0, 5.0)) == Contention()
 
 
+def test_where_bytes_slow_a_message_that_only_waits_costs_nothing():
+    found = Contention.assume("cuda", is_on_host=False)
+    curve = line(1e-3, 2**30)  # 1 MiB takes about a millisecond more than its latency
+    small, half, large = (found.spread_over(curve).rates(size)[0] for size in (4096, 2**20, 2**32))
+    lost = 1 - found.rates(1)[0]
+    assert (1 - small, 1 - half, 1 - large) == pytest.approx((0.0, lost / 2, lost), abs=0.01)
+    free = found.spread_over(line(0.0, 1e30))
+    assert all(0 < rate <= 1 for rate in free.compute_rates)
+
+
 @given(st.lists(st.tuples(st.integers(1, 2**40), positive), min_size=2, max_size=10, unique_by=lambda p: p[0]))
 def test_a_measured_curve_passes_through_its_points_and_stays_between_them(points):
     points = sorted(points)

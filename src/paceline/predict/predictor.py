@@ -118,7 +118,7 @@ def fit_job(
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
     pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
-    assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source)
+    assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source).spread_over(curve)
     emulated = Contention(basis="an emulated network takes no core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0

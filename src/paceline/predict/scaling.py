@@ -345,7 +345,7 @@ class _ScalingCurve:
         layout = Layout(buckets, tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places))
         curve, servers = self._build_curve(world_size, place), self.fabric.servers if self.fabric else 1
         seconds: dict[float, float] = {size: curve.estimate_s(size) for size in buckets}
-        contention = self.find_contention(world_size)
+        contention = self.find_contention(world_size).spread_over(curve)
 
         def expose(factor: float) -> float:
             slowed = DerivedCurve(lambda num_bytes: factor * seconds[num_bytes])

@@ -29,6 +29,7 @@ MODEL_ERROR = 0.10
 _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
 # And how far off an assumed share of a core is, one standard deviation.
 _SHARE_ERROR = 0.15
+_SIZES = tuple(4096 << 2 * power for power in range(11))  # to 4 GiB
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ class Contention:
     steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which. Small
     messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines on a
     log axis, beyond them constant. `alone_s` are the seconds of these messages alone where they are not those of the
-    curve: see `spread_over`."""
+    curve, and `is_by_bytes` says that it is their bytes that slow, not their wait: see `spread_over`."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
     message_rates: tuple[float, ...] = (1.0,)
     basis: str = "assumed: messages and computing do not slow each other"
     alone_s: tuple[float, ...] = ()
+    is_by_bytes: bool = False
 
     def __post_init__(self) -> None:
         rates, is_ordered = (*self.compute_rates, *self.message_rates), list(self.sizes) == sorted(set(self.sizes))
@@ -62,7 +64,7 @@ class Contention:
             mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # of a triangle from 0 to the most with this mean
             slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
             basis = f"assumed: a GPU computes {_SLOWED_MEAN:.1%} longer while NCCL moves a message, {_SLOWED_MOST:.0%} "
-            return cls((1,), (1 / (1 + slowed),), (1.0,), f"{basis}at most (published, arXiv 2507.03114)")
+            return cls((1,), (1 / (1 + slowed),), (1.0,), f"{basis}at most (published, arXiv 2507.03114)", (), True)
         share, on_host = 0.0, device == "cpu" and is_on_host
         if on_host:
             share = (1 - min(1.0, max(0.0, spare_cores))) / 2
@@ -75,7 +77,11 @@ class Contention:
 
     def spread_over(self, curve: CostCurve) -> Contention:
         """For messages that a link makes longer than those that were measured: arithmetic loses as many seconds, and
-        delays the message by as many, over a longer time."""
+        delays the message by as many, over a longer time. Where bytes slow, the latency of a message costs nothing."""
+        if self.is_by_bytes:
+            wait_s, lost = curve.estimate_s(1), 1 - self.compute_rates[0]
+            rates = tuple(1 - lost * (1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12)) for size in _SIZES)
+            return Contention(_SIZES, rates, (1.0,) * len(_SIZES), self.basis)
         if not self.alone_s:
             return self
         compute_rates, message_rates = [], []

@@ -251,13 +251,15 @@ class CapsResult(Result):
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
         self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
         device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not say it
-        costs = MachineCosts(curve=self.cost, contention=Contention.assume(device, is_on_host=False))
+        contention = Contention.assume(device, is_on_host=False).spread_over(self.cost)
+        costs = MachineCosts(curve=self.cost, contention=contention)
         self.contention = costs.contention
+        self.undisturbed = estimate_caps(self.job, MachineCosts(curve=self.cost)) if device == "cuda" else None
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
-        self.free_plan = find_best_cuts(self.job, costs)
+        self.free_plan = find_best_cuts(self.job, costs, (self.caps.best.cuts,))
         source, times = random.Random(DRAWS), []
         for _ in range(DRAWS):
-            contention = Contention.assume(device, is_on_host=False, source=source)
+            contention = Contention.assume(device, is_on_host=False, source=source).spread_over(self.cost)
             step = simulate(self.job, self.caps.best.cuts, replace(costs, contention=contention))
             times.append(step.over_s + MODEL_ERROR * source.gauss(0, 1) * max(0.0, step.exposed_s))
         self.interval = hold_draws(self.caps.best.backward_s, times)
@@ -299,11 +301,17 @@ class CapsResult(Result):
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
             "assumed: one message at a time, no copies; times include the ranks' wait for each other",
-            f"contention: {self.contention.basis}",
+            f"contention: {self.contention.basis}{self._describe_undisturbed()}",
             f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
             "adds for what the model leaves out; the tables have no repetitions to draw from",
             *self._describe_measured(),
         ]
+
+    def _describe_undisturbed(self) -> str:
+        if self.undisturbed is None:
+            return ""
+        best = f"{_join(*self.undisturbed.plateau)}, in {format_ms(self.undisturbed.best.backward_s)} ms"
+        return f"; with none the best bucket size would be {best}"
 
     def _describe_measured(self) -> list[str]:
         if not self.measured:
@@ -651,8 +659,8 @@ def describe_errors(tuning: Tuning) -> list[str]:
         lines.append(
             f"predicted steps are {said['mape']} off on average, {said['max_error']} at most; the time that "
             f"communication adds{by if added > tuning.noise else ' is within the noise'}; "
-            f"{said['coverage']} of the measured points are in their 90 % intervals; rank correlation "
-            f"{'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
+            f"{said['coverage']} of the measured points are in their 90 % intervals (±{said['width']}); "
+            f"rank correlation {'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
         )
     odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
