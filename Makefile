@@ -62,8 +62,9 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/paceline bench chunks --backend gloo,paceline
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
 	$(BIN)/python benchmarks/validate_networks.py --runs results/*/allreduce* results/*/scale-ranks
-	$(BIN)/python benchmarks/validate_tuning.py
 	$(BIN)/python benchmarks/validate_ranks.py results/*/scale-ranks
+	$(BIN)/python benchmarks/verdicts.py
+	$(BIN)/python benchmarks/validate_tuning.py
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A `paceline` command between two hosts that are network namespaces of this machine, joined by a link of a given rate.
 
-    benchmarks/limited_link.py OUT [--rate 1gbit] [-- tune --model gpt2-mini ...]
+    benchmarks/limited_link.py [--rate 1gbit] OUT [-- tune --model gpt2-mini ...]
 
 Needs root, `ip` and `tc`; the namespaces and the link are made here and removed at the end, whatever happens. Loopback
 and other interfaces are not touched.

@@ -1,11 +1,20 @@
 #!/usr/bin/env python
-"""How wrong are the predictions of `paceline tune`? All cases, an ablation and baselines, as tables.
+"""How wrong are the predictions of `paceline tune`? Judged by steps that they have not seen, as tables and as bars.
 
-    benchmarks/validate_tuning.py [OUT] [--only NAME] [--keep]
+    benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu] [--only NAME] [--keep]
 
-Runs `paceline tune` for each case, then makes every table anew from the runs in OUT, by default the folder `tuning` of
-this host under results/. `--keep` judges the stored runs and measures only what is missing, so that a change of the
-model is judged without measuring again. Measuring takes about half an hour on two quiet cores.
+Each case is a `paceline tune` in a process of its own, with predictions that were written before the race began:
+
+- real: two ranks of this host.
+- link: one rank in each of two network namespaces, joined by a link of 1, 2.5 or 10 Gb/s (root, `ip` and `tc`).
+- emulated: one rank on a network that is modelled. The emulation waits by the curve that predicts: it is a test of the
+  simulator, not of the predictions.
+- gpu: gpt2-large on one GPU, on such a network.
+
+Real cases and links are measured twice, at least ten minutes apart; what one pass predicted is judged by the steps of
+the other. A few are measured once more while another process computes on one core. All tables are made from the runs in
+OUT, by default the folder `tuning` of this host under results/. `--keep` measures only what is missing there. Real
+cases and links take about 35 minutes on two quiet cores, emulated ones another six.
 """
 
 from __future__ import annotations
@@ -15,131 +24,342 @@ import itertools
 import math
 import os
 import platform
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline import load_result
 from paceline.predict.curves import MeasuredCurve, fit_line
-from paceline.predict.job import Job, build_job_from_profile
-from paceline.predict.networks import build_measured_fabric
-from paceline.predict.search import enumerate_caps
+from paceline.predict.job import Job
 from paceline.predict.simulate import Contention, MachineCosts, simulate
-from paceline.predict.tuning import Tuning
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.predict.tuning import (
+    PREDICTIONS,
+    Differences,
+    Judged,
+    hash_predictions,
+    score_differences,
+    score_predictions,
+)
+from paceline.records.doubts import is_busy
+from paceline.records.store import load_json
 from paceline.report.predictions import TuneResult
-from paceline.units import MIB
+from paceline.report.table import Column, Table
+from paceline.units import format_duration
 
 MODELS = {
     "mlp": "--model mlp --hidden 2048 --batch-size 4",
     "cnn": "--model cnn --batch-size 16",
     "resnet18": "--model resnet18 --batch-size 2",
+    "gpt2-tiny": "--model gpt2-tiny --batch-size 4",
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
-# Name, bit/s and latency of the emulated networks, and their ranks.
-NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us", "100Gb": "100Gb/s,5us"}
-ALONE = "--ranks 1 --threads 1 --quick"  # the other core is for the thread that is the network
-EMULATED = (
-    ("mlp", "1Gb", 2), ("mlp", "10Gb", 64), ("mlp", "100Gb", 1024), ("cnn", "1Gb", 64), ("cnn", "10Gb", 2),
-    ("cnn", "100Gb", 1024), ("resnet18", "1Gb", 2), ("resnet18", "10Gb", 1024), ("gpt2-mini", "1Gb", 64),
-    ("gpt2-mini", "10Gb", 2), ("gpt2-mini", "100Gb", 1024),
-)  # fmt: skip
-
-
-def list_cases() -> Iterator[tuple[str, str]]:
-    """The name of each case, and the arguments of `tune`."""
-    for model, backend in itertools.product(MODELS, ("gloo", "paceline")):
-        yield f"{model}-{backend}", f"{MODELS[model]} --ranks 2 --backend {backend}"
-    for model, backend in (("mlp", "gloo"), ("gpt2-mini", "gloo"), ("gpt2-mini", "paceline")):
-        yield f"{model}-{backend}-torch", f"{MODELS[model]} --ranks 2 --backend {backend} --wrapper torch"
-    for model, network, ranks in EMULATED:
-        name = f"{model}-{network}-{ranks}-ranks"
-        yield name, f"{MODELS[model]} {ALONE} --network {NETWORKS[network]} --network-ranks {ranks}"
-    torch = f"--wrapper torch --network {NETWORKS['1Gb']} --network-ranks 8"
-    yield "gpt2-mini-1Gb-8-ranks-torch", f"{MODELS['gpt2-mini']} {ALONE} {torch}"
-
-
-def measure(out: Path, name: str, arguments: str) -> None:
-    new = Path(tempfile.mkdtemp(prefix="new-", dir=out))
-    command = [sys.executable, "-m", "paceline", "tune", *arguments.split(), "--out", str(new)]
-    print(name, flush=True)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}")
-    print(done.stdout.split("\n\n", 1)[0], flush=True)
-    (folder,) = new.iterdir()
-    for picture in folder.glob("*.svg"):
-        picture.unlink()
-    shutil.rmtree(out / name, ignore_errors=True)
-    folder.rename(out / name)
-    new.rmdir()
+NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us"}
+ALONE = "--ranks 1 --threads 1"  # the other core is for the thread that is the network
+GPU = "--model gpt2-large --batch-size 4 --precision bf16 --device cuda --ranks 1 --network 100GB/s,5us"
+APART_S = 600.0
+WIDE = 0.05  # a sweep with this spread has something to predict
+KINDS = ("real", "link", "emulated", "gpu")
+# Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and what is emulated.
+FIRST, SECOND, LOADED, EMULATED = "pass-1", "pass-2", "loaded", "emulated"
 
 
 @dataclass(frozen=True)
 class Case:
+    kind: str
     name: str
-    tuning: Tuning
-    is_emulated: bool
+    arguments: str  # of `tune`
+    rate: str = ""  # of the link
 
 
-def load_case(folder: Path) -> Case:
-    """Everything from the records alone: what the run printed is not used."""
-    result = load_result(folder)
+def list_cases() -> list[Case]:
+    def real(name: str, model: str, backend: str, more: str = "") -> Case:
+        return Case("real", name, f"{MODELS[model]} --ranks 2 --backend {backend} --quick{more}")
+
+    def emulated(model: str, network: str, ranks: int, more: str = "") -> Case:
+        name = f"{model}-{network}-{ranks}-ranks{'-torch' if more else ''}"
+        options = f"{ALONE} --quick --network {NETWORKS[network]} --network-ranks {ranks}{more}"
+        return Case("emulated", name, f"{MODELS[model]} {options}")
+
+    torch = " --wrapper torch"
+    on_gloo = ("mlp", "resnet18", "gpt2-tiny", "gpt2-mini")
+    return [
+        *(real(f"{model}-gloo", model, "gloo") for model in on_gloo),
+        *(real(f"{model}-shm", model, "shm") for model in ("mlp", "gpt2-mini")),
+        real("gpt2-mini-gloo-torch", "gpt2-mini", "gloo", torch),
+        *(
+            Case("link", f"{model}-{rate}", f"{MODELS[model]} --backend gloo --quick{more}", rate)
+            for rate in ("1gbit", "2.5gbit", "10gbit")
+            for model, more in (("resnet18", ""), ("gpt2-mini", torch))
+        ),
+        emulated("mlp", "10Gb", 64), emulated("cnn", "1Gb", 64), emulated("resnet18", "1Gb", 2),
+        emulated("gpt2-mini", "1Gb", 64), emulated("gpt2-mini", "10Gb", 2), emulated("gpt2-mini", "1Gb", 8, torch),
+        Case("gpu", "gpt2-large-gpu", f"{GPU} --network-ranks 16"),
+    ]  # fmt: skip
+
+
+IN_LOAD = ("mlp-gloo", "gpt2-mini-gloo", "gpt2-mini-shm")
+
+
+def find_missing(kind: str) -> str:
+    """What this machine lacks for cases of this kind."""
+    if kind == "link" and (os.geteuid() or not shutil.which("ip") or not shutil.which("tc")):
+        return "root, `ip` and `tc` are needed"
+    return "there is no GPU" if kind == "gpu" and not shutil.which("nvidia-smi") else ""
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, folder: Path, more: Sequence[str]) -> bool:
+    """One tuning in a process of its own; False if it failed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    tune = ["tune", *case.arguments.split(), *more]
+    command = [sys.executable, "-m", "paceline", *tune, "--out", str(new)]
+    if case.rate:
+        script = Path(__file__).with_name("limited_link.py")
+        command = [sys.executable, str(script), "--rate", case.rate, str(new), "--", *tune]
+    begin_s = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    took = format_duration(time.monotonic() - begin_s)
+    found = list(new.iterdir())
+    if done.returncode or len(found) != 1:
+        print(f"{folder.parent.name}/{case.name}: failed after {took}: {done.stderr.strip()[-500:]}", flush=True)
+        shutil.rmtree(new)
+        return False
+    for picture in found[0].glob("*.svg"):
+        picture.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    found[0].rename(folder)
+    new.rmdir()
+    print(f"{folder.parent.name}/{case.name} ({took}): {done.stdout.strip().splitlines()[0]}", flush=True)
+    return True
+
+
+def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str], apart_s: float) -> list[str]:
+    """Pass by pass, so that much time lies between two runs of a case; the names of what failed."""
+    failed = []
+
+    def run(name: str, chosen: Iterable[Case]) -> None:
+        for case in chosen:
+            folder, first = out / name / case.name, out / FIRST / case.name / "run.json"
+            if keep and folder.exists():
+                continue
+            if name == SECOND and first.exists():
+                time.sleep(max(0.0, first.stat().st_mtime + apart_s - time.time()))
+            if not measure(case, folder, more):
+                failed.append(f"{name}/{case.name}")
+
+    twice = [case for case in cases if case.kind in ("real", "link")]
+    run(FIRST, twice)
+    run(EMULATED, (case for case in cases if case not in twice))
+    run(SECOND, twice)
+    load = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        run(LOADED, (case for case in cases if case.name in IN_LOAD))
+    finally:
+        load.kill()
+        load.wait()
+    return failed
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One tuning as it was stored. `predicted_at_s` is when its predictions were written."""
+
+    case: Case
+    place: str
+    result: TuneResult
+    predicted_at_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.place}/{self.case.name}"
+
+    @property
+    def spread(self) -> float:
+        """Between the bucket sizes of the sweep."""
+        times_s = [point.measured_s for point in self.result.tuning.judged]
+        return max(times_s) / min(times_s) - 1
+
+    @property
+    def is_wide(self) -> bool:
+        return self.spread >= WIDE and score_differences([self.result.tuning.judged]).num_pairs > 0
+
+
+def load_measured(case: Case, folder: Path) -> Measured:
+    """A run; refused if its predictions are not those that were written before its race."""
+    result, file = load_result(folder), load_json(folder / PREDICTIONS, "")
     assert isinstance(result, TuneResult), folder
-    return Case(folder.name, result.tuning, result.tuning.settings.network is not None)
+    if file["sha256"] != hash_predictions(result.config["predictions"]):
+        raise SystemExit(f"{folder}: {PREDICTIONS} does not hold the predictions of this run: measure it again")
+    return Measured(case, folder.parent.name, result, file["unix_s"])
+
+
+def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Judged], list[Judged]]:
+    """What one run predicted against the steps of another, or of the same: bucket sizes of the sweep, whose predictions
+    follow from the calibration of the first alone; and plans of the race, whose predictions it wrote before that."""
+    sizes = {point.cap_bytes: point.estimate for point in predicting.tuning.points}
+    sweep = [
+        Judged(known.step_s, known.low_s, known.high_s, point.best_s, point.measured.turns_s)
+        for point in measuring.tuning.points
+        if point.measured is not None and (known := sizes.get(point.cap_bytes)) is not None
+    ]
+    ran = predicting.tuning.confirmed
+    plans = {ran[one["label"]].bucket_bytes: one for one in predicting.config["predictions"] if one["label"] in ran}
+    race = [
+        Judged(known["step_s"], known["low_s"], known["high_s"], record.timing.median_s, record.turns_s)
+        for record in measuring.tuning.confirmed.values()
+        if (known := plans.get(record.bucket_bytes)) is not None
+    ]
+    return sweep, race
+
+
+def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
+    """The run that predicts and the one that is measured, both ways, of cases that were measured in both passes."""
+    by_case = {(run.place, run.case.name): run for run in runs}
+    firsts = [run for run in runs if run.place == FIRST and (SECOND, run.case.name) in by_case]
+    pairs = [(run, by_case[SECOND, run.case.name]) for run in firsts]
+    return [*pairs, *((second, first) for first, second in pairs)]
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def render(head: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---', *['--:'] * (len(head) - 1)])}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def render_cases(cases: list[Case]) -> str:
+def build_table(name: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
+    """Of cells as people read them; the first columns are words, the others numbers."""
+    columns = [
+        Column(text, lambda row, place=place: row[place], "text" if place < words else str)
+        for place, text in enumerate(head)
+    ]
+    return Table(name, title, columns, rows)
+
+
+SCORES = ("points", "MAPE", "largest error", "in the 90 %", "half-width")
+
+
+def list_scores(points: Sequence[Judged]) -> list[str]:
+    """Coverage always stands next to the width of the intervals."""
+    if not points:
+        return [""] * len(SCORES)
+    scores = score_predictions(points)
+    return [str(len(points)), *(percent(scores[name]) for name in ("mape", "max_error", "coverage", "width"))]
+
+
+def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
+    """Every run by itself: other bucket sizes are all that is held out."""
     rows = []
-    for case in cases:
-        j, tuning = case.tuning.judgement, case.tuning
-        score = j.scores
-        gain = j.gain
-        measured = "default kept" if gain is None else f"{1 - gain.value:+.1%} ± {gain.noise or 0:.1%}"
-        rows.append([
-            f"[{case.name}]({case.name}/grid.md)", str(len(j.measured)), percent(score["mape"]),
-            percent(score["max_error"]), percent(score["exposed_error"]), percent(score["exposed_step_error"]),
-            percent(score["coverage"]), "" if score["kendall_tau"] is None else f"{score['kendall_tau']:.2f}",
-            percent(j.noise), "yes" if j.is_flat else "no", percent(j.regret), f"{tuning.choice.gain:.1%}", measured,
-        ])  # fmt: skip
-    for what, chosen in (
-        ("measured", [c for c in cases if not c.is_emulated]),
-        ("emulated", [c for c in cases if c.is_emulated]),
-    ):
-        points = [p for case in chosen for p in case.tuning.judgement.measured]
-        if not points:
-            continue
-        errors = [abs(p.error or 0.0) for p in points]
-        exposed = [(abs((p.estimate.exposed_s) - (p.exposed_s or 0.0)), abs(p.exposed_s or 0.0)) for p in points]
-        regrets = [c.tuning.judgement.regret or 0.0 for c in chosen]
-        within = sum(r <= max(0.01, c.tuning.judgement.noise) for r, c in zip(regrets, chosen, strict=True))
-        rows.append([
-            f"**all {what}**", str(len(points)), percent(statistics.fmean(errors)), percent(max(errors)),
-            percent(sum(e for e, _ in exposed) / sum(x for _, x in exposed)), "",
-            percent(statistics.fmean(bool(p.is_covered) for p in points)), "", "", "",
-            f"{within} of {len(chosen)} within 1 % or the noise", "", "",
-        ])  # fmt: skip
-    head = ["case", "points", "MAPE", "largest error", "error on what is added", "of the step", "in the 90 %", "tau",
-            "noise", "flat", "regret", "gain predicted", "gain measured"]  # fmt: skip
-    return render(head, rows)
+    for run in runs:
+        race, verdict, gain = run.result.tuning.race, run.result.verdict, ""
+        if race is not None and race.gain.is_known and verdict == "use":
+            gain = f"{1 - race.gain.value:.1%} [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
+        regret = "" if race is None else percent(race.regret[0])
+        most = "" if race is None or race.regret[1] == math.inf else percent(race.regret[1])
+        busy, spread = "yes" if is_busy(run.result.doubts) else "", percent(run.spread)
+        rows.append([run.name, verdict, gain, regret, most, spread, *list_scores(run.result.tuning.judged), busy])
+    head = ["run", "verdict", "gain", "regret", "at most", "spread", *SCORES, "says it was busy"]
+    return build_table(name, title, head, rows, words=2)
+
+
+def list_differences(found: Differences) -> list[str]:
+    pairs = f"{found.num_right} of {found.num_pairs}" if found.num_pairs else ""
+    return ["" if found.r2 is None else f"{found.r2:.2f}", pairs]
+
+
+def find_differences(runs: Sequence[Measured]) -> tuple[list[Measured], dict[str, Differences]]:
+    """The runs with a spread of at least 5 %, and how right the differences in them were predicted, by what was held
+    out, over all of them."""
+    wide = [run for run in runs if run.is_wide]
+    names = {run.name for run in wide}
+    crossed = [judge(here.result, there.result)[0] for here, there in pair_passes(runs) if there.name in names]
+    held_out = {"other bucket sizes": [run.result.tuning.judged for run in wide], "and a process, later": crossed}
+    return wide, {what: score_differences(cases) for what, cases in held_out.items()}
+
+
+def build_differences(runs: Sequence[Measured]) -> Table:
+    wide, over_all = find_differences(runs)
+    crossed = {there.name: judge(here.result, there.result)[0] for here, there in pair_passes(runs)}
+    rows = []
+    for run in wide:
+        found = [[run.result.tuning.judged], [crossed[run.name]] if run.name in crossed else []]
+        cells = [cell for cases in found for cell in list_differences(score_differences(cases))]
+        rows.append([run.name, percent(run.spread), *cells])
+    unclear = sum(run.spread >= WIDE for run in runs) - len(wide)
+    name = f"all {len(wide)}; of {unclear} more no two bucket sizes differ clearly"
+    rows.append([name, "", *(cell for found in over_all.values() for cell in list_differences(found))])
+    head = ["run", "spread"]
+    for what in over_all:
+        head += [f"R2, {what}", f"pairs in order, {what}"]
+    title = f"real cases and links whose bucket sizes differ by at least {WIDE:.0%}"
+    return build_table("differences", title, head, rows)
+
+
+def find_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> dict[str, list[Judged]]:
+    """Points by what was held out from their predictions."""
+    pairs, quiet = pair_passes(runs), {run.case.name: run for run in runs if run.place == FIRST}
+    held: dict[str, list[Judged]] = {}
+    for kind in dict.fromkeys(run.case.kind for run in runs):
+        own = [(run, run) for run in runs if run.case.kind == kind]
+        crossed = [(here, there) for here, there in pairs if here.case.kind == kind]
+        for when, chosen in (("the same run", own), ("another process, later", crossed)):
+            found = [judge(here.result, there.result) for here, there in chosen]
+            for what, points in zip(("bucket sizes", "plans of the race"), zip(*found, strict=True), strict=False):
+                held[f"{kind}: {what}, {when}"] = list(itertools.chain(*points))
+    busy = [(run, run) for run in loaded], [(quiet[run.case.name], run) for run in loaded if run.case.name in quiet]
+    for who, chosen in zip(("", ", predicted on the quiet one"), busy, strict=True):
+        points = [point for here, there in chosen for part in judge(here.result, there.result) for point in part]
+        held[f"a loaded machine{who}"] = points
+    return {what: points for what, points in held.items() if points}
+
+
+def build_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> Table:
+    rows = [[what, *list_scores(points)] for what, points in find_held_out(runs, loaded).items()]
+    return build_table("held-out", "predictions by what was held out", ["steps of", *SCORES], rows)
+
+
+def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
+    """What was asked for and what was found."""
+    rows: list[list[str]] = []
+
+    def add(what: str, held_out: str, goal: str, found: str, is_met: bool) -> None:
+        rows.append([what, held_out, goal, found, "met" if is_met else "missed"])
+
+    wide, over_all = find_differences(runs)
+    for held_out, found in over_all.items():
+        if found.r2 is not None and found.num_pairs:
+            share = found.num_right / found.num_pairs
+            what = f"{len(wide)} runs with a spread of at least {WIDE:.0%}"
+            add(f"{what}: R2 of differences", held_out, "at least 0.8", f"{found.r2:.2f}", found.r2 >= 0.8)
+            pairs = f"{share:.1%} of {found.num_pairs}"
+            add(f"{what}: pairs in order", held_out, "at least 95 %", pairs, share >= 0.95)
+    pairs = pair_passes(runs)
+    later = [p for here, there in pairs for part in judge(here.result, there.result) for p in part]
+    if later:
+        scores = score_predictions(later)
+        apart_s = min(abs(here.predicted_at_s - there.predicted_at_s) for here, there in pairs)
+        held_out = f"another process, {apart_s / 60:.0f} minutes apart or more"
+        add("MAPE of a step", held_out, "at most 2.5 %", percent(scores["mape"]), scores["mape"] <= 0.025)
+        found = f"{scores['coverage']:.1%} of {len(later)}, ± {scores['width']:.1%}"
+        add("in the 90 %", held_out, "85 to 95 %", found, 0.85 <= scores["coverage"] <= 0.95)
+    for run in gpu:
+        points = run.result.tuning.judged
+        mape = score_predictions(points)["mape"]
+        found = f"{mape:.1%} over {len(points)}"
+        add(f"{run.case.name}: MAPE", "8 bucket sizes", "at most 2 %", found, mape <= 0.02 and len(points) >= 8)
+    return build_table("bars", "bars", ["what", "held out", "goal", "found", ""], rows, words=5)
 
 
 # What a change of the model makes of a job and its costs.
@@ -158,10 +378,15 @@ def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
     return replace(job, ready_s=tuple(job.backward_s * part / job.num_bytes for part in job.totals[1:])), costs
 
 
+def _assume(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
+    """Half a core for a message, as `predict` and `scale` take it between ranks of a host."""
+    return job, replace(costs, contention=Contention.assume(job.device, is_on_host=True))
+
+
 ABLATIONS: dict[str, Change] = {
     "the whole model": lambda job, costs: (job, costs),
     "without contention": lambda job, costs: (job, replace(costs, contention=Contention())),
-    "contention as assumed": lambda job, costs: (job, _assume(job, costs)),
+    "contention as assumed on a host": _assume,
     "one message at a time": lambda job, costs: (job, replace(costs, servers=1)),
     "no cost of a bucket": lambda job, costs: (job, replace(costs, launch_s=0.0)),
     "no copies": lambda job, costs: (job, replace(costs, gather_s_per_byte=0.0)),
@@ -171,130 +396,70 @@ ABLATIONS: dict[str, Change] = {
 }
 
 
-def _assume(job: Job, costs: MachineCosts) -> MachineCosts:
-    """Half a core for a message, as `predict` and `scale` take it; an emulated network still takes none."""
-    is_fitted = len(costs.contention.sizes) > 1
-    return replace(costs, contention=Contention.assume(job.device, is_on_host=True)) if is_fitted else costs
-
-
-def render_ablation(cases: list[Case]) -> str:
+def build_ablation(runs: Sequence[Measured]) -> Table:
+    """The mean error over all bucket sizes with parts of the model left out one by one."""
+    kinds = list(dict.fromkeys(run.case.kind for run in runs))
     rows = []
     for name, change in ABLATIONS.items():
         cells = []
-        for is_emulated in (False, True):
-            errors, added = [], []
-            for case in (c for c in cases if c.is_emulated == is_emulated):
-                job, costs = change(case.tuning.model.job, case.tuning.model.costs)
-                for point in case.tuning.judgement.measured:
-                    step_s = simulate(job, job.cut(point.cap_bytes), costs).step_s
-                    errors.append(abs(step_s / (point.measured_s or math.nan) - 1))
-                    added.append((abs(step_s - (point.measured_s or 0.0)), abs(point.exposed_s or 0.0)))
-            cells += ["", "", ""] if not errors else [
-                percent(statistics.fmean(errors)), percent(max(errors)),
-                percent(sum(e for e, _ in added) / sum(x for _, x in added)),
-            ]  # fmt: skip
+        for kind in kinds:
+            errors = []
+            for tuning in (run.result.tuning for run in runs if run.case.kind == kind):
+                job, costs = change(tuning.model.job, tuning.model.costs)
+                steps = ((simulate(job, job.cut(p.cap_bytes), costs).step_s, p.best_s) for p in tuning.measured)
+                errors += [abs(here / there - 1) for here, there in steps]
+            cells += [percent(statistics.fmean(errors)), percent(max(errors))]
         rows.append([name, *cells])
-    head = [
-        "",
-        *(f"{what}, {kind}" for kind in ("measured", "emulated") for what in ("MAPE", "largest", "of what is added")),
-    ]
-    return render(head, rows)
+    head = ["", *(f"{what}, {kind}" for kind in kinds for what in ("MAPE", "largest error"))]
+    return build_table("ablation", "parts of the model left out one by one", head, rows)
 
 
-def _greedy(job: Job, costs: MachineCosts) -> tuple[int, ...]:
-    """MG-WFBP's idea: wait for the next gradient if it comes before the latency of a message of its own is paid."""
-    alpha_s = costs.curve.estimate_s(1)
-    cuts: list[int] = []
-    free_s, first = 0.0, 0
-    for index in range(len(job.sizes)):
-        start_s = max(free_s, job.ready_s[index])
-        if index + 1 < len(job.sizes) and job.ready_s[index + 1] < start_s + alpha_s:
-            continue
-        free_s = start_s + costs.curve.estimate_s(sum(job.sizes[first : index + 1]))
-        cuts.append(index + 1)
-        first = index + 1
-    return tuple(cuts)
-
-
-def _square_root(job: Job, costs: MachineCosts) -> tuple[int, ...]:
-    return job.cut(max(1, round(job.num_bytes * math.sqrt(costs.curve.estimate_s(1) / job.backward_s))))
-
-
-def _find_quickest(job: Job, costs: MachineCosts, tried: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return min(tried, key=lambda cuts: simulate(job, cuts, costs).step_s)
-
-
-def _random(job: Job, costs: MachineCosts) -> tuple[int, ...]:
-    source = random.Random(1)
-    tried = [job.cut(max(1, round(job.num_bytes * 0.01 ** source.random()))) for _ in range(20)]
-    return _find_quickest(job, costs, tried)
-
-
-BASELINES: dict[str, Callable[[Job, MachineCosts], tuple[int, ...]]] = {
-    "25 MiB": lambda job, costs: job.cut(25 * MIB),
-    "100 MB": lambda job, costs: job.cut(100_000_000),
-    "Megatron's rule, 40 M elements": lambda job, costs: job.cut(160_000_000),
-    "the square-root formula": _square_root,
-    "MG-WFBP's greedy merge": _greedy,
-    "the best of 20 random caps": _random,
-    "the best cap": lambda job, costs: _find_quickest(job, costs, (i.cuts for i in enumerate_caps(job.sizes))),
-}
-
-
-def render_baselines(cases: list[Case]) -> str:
-    """Steps under other rules over steps under the recommended plan, all simulated on the same calibration."""
-    rows = []
-    for case in cases:
-        job, costs = case.tuning.model.job, case.tuning.model.costs
-        ours = case.tuning.choice.estimate.step_s
-        steps = [simulate(job, rule(job, costs), costs).step_s for rule in BASELINES.values()]
-        cells = [f"{step_s / ours - 1:+.1%}" for step_s in steps]
-        rows.append([case.name, *cells])
-    return render(["case", *BASELINES], rows)
-
-
-def render_what_if(cases: list[Case]) -> str:
-    """Measured cases from the bare profile and the sweep alone, as `predict --allreduce` takes them."""
-    errors: dict[str, list[float]] = {}
-    for case in (c for c in cases if not c.is_emulated):
-        records = case.tuning.records
-        job = build_job_from_profile(next(r for r in records if isinstance(r, LayerProfileRecord)))
-        sweep = [r for r in records if isinstance(r, CollectiveRecord) and r.note != "buffers"]
-        fabric = build_measured_fabric(sweep, None)
-        curve = fabric.build_curve(sweep[0].world_size)
-        for contention in (Contention.assume(job.device, is_on_host=True), Contention()):
-            costs = MachineCosts.assume(curve, fabric.servers, contention)
-            errors.setdefault(contention.basis, []).extend(
-                simulate(job, job.cut(point.cap_bytes), costs).step_s / (point.measured_s or math.nan) - 1
-                for point in case.tuning.judgement.measured
-            )
-    rows = [
-        [basis, str(len(found)), percent(statistics.fmean(map(abs, found))), percent(max(map(abs, found)))]
-        for basis, found in errors.items()
-    ]
-    return render(["contention", "points", "MAPE", "largest error"], rows)
+def build_tables(runs: Sequence[Measured]) -> list[Table]:
+    """All tables, from runs of any places."""
+    twice = [run for run in runs if run.place in (FIRST, SECOND)]
+    loaded = [run for run in runs if run.place == LOADED]
+    alone = [run for run in runs if run.place == EMULATED]
+    tables = []
+    if twice:
+        tables += [build_cases("cases", "real cases and links", twice), build_differences(twice)]
+        tables += [build_held_out(twice, loaded), build_ablation(twice)]
+    if loaded:
+        tables.append(build_cases("loaded", "next to a process that computes", loaded))
+    if alone:
+        tables.append(build_cases("emulated", "emulated networks: a test of the simulator", alone))
+    return [*tables, build_bars(twice, [run for run in alone if run.case.kind == "gpu"])]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     host = os.environ.get("PACELINE_HOST") or platform.node()
     parser.add_argument("out", type=Path, nargs="?", default=Path("results") / host / "tuning")
-    parser.add_argument("--only", help="cases whose names contain this")
+    parser.add_argument("--kind", choices=KINDS, help="measure cases of this kind alone")
+    parser.add_argument("--only", help="measure cases whose names contain this alone")
     parser.add_argument("--keep", action="store_true", help="do not measure again what is there")
+    parser.add_argument("--iters", type=int, help="rounds of every tuning: few of them, to try this script out")
+    parser.add_argument("--apart", type=float, default=APART_S, help="seconds between the two passes of a case")
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    names = []
-    for name, arguments in list_cases():
-        names.append(name)
-        if (not asked.only or asked.only in name) and not (asked.keep and (asked.out / name).exists()):
-            measure(asked.out, name, arguments)
-    cases = [load_case(asked.out / name) for name in names if (asked.out / name).exists()]
-    for name, text in (
-        ("cases", render_cases(cases)), ("ablation", render_ablation(cases)), ("baselines", render_baselines(cases)),
-        ("whatif", render_what_if(cases)),
-    ):  # fmt: skip
-        (asked.out / f"{name}.md").write_text(text)
-        print(f"\n{name}\n{text}")
+    every, chosen = list_cases(), []
+    for kind in KINDS:
+        wanted = [
+            case
+            for case in every
+            if case.kind == kind and asked.kind in (None, kind) and (not asked.only or asked.only in case.name)
+        ]
+        if missing := wanted and find_missing(kind):
+            print(f"{kind}: skipped, {missing}", flush=True)
+        else:
+            chosen += wanted
+    more = [] if asked.iters is None else ["--iters", str(asked.iters)]
+    failed = measure_all(asked.out, chosen, asked.keep, more, asked.apart)
+    stored = [(case, asked.out / place / case.name) for place in (FIRST, SECOND, LOADED, EMULATED) for case in every]
+    runs = [load_measured(case, folder) for case, folder in stored if folder.exists()]
+    for table in build_tables(runs):
+        (asked.out / f"{table.name}.md").write_text(table.markdown())
+        print(f"\n{table.title}\n\n{table.markdown()}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import paceline
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.traces import RankTrace, merge_traces, read_ranks, render_trace
-from paceline.report.traced import round_cap
+from paceline.records.environment import capture_environment
+from paceline.records.store import Run
+from paceline.report.traced import TracedResult, round_cap
 from paceline.units import KIB, MIB
+from paceline.verbs.predict import load_traced_steps
 from tests.unit.made_ddp import NODE, build_document, made_job, made_on_cpu, made_on_gpu
 from tests.unit.made_traces import MadeTrace
 
@@ -57,6 +61,20 @@ def test_the_best_buckets_stay(tmp_path):
     assert result.verdict == "keep" and result.best is result.now
     assert result.candidate.gain[0] == pytest.approx(0, abs=0.01)
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
+
+
+def test_steps_that_vary_much_are_doubtful(one_bucket):
+    steps = load_traced_steps([one_bucket])
+    runs = [
+        Run("predict trace", paceline.predict_trace(one_bucket).config, capture_environment(), tuple(
+            replace(step, before_s=step.before_s * factor ** (step.number % 2)) for step in steps
+        ))
+        for factor in (1, 20)
+    ]  # fmt: skip
+    quiet, busy = (TracedResult(run) for run in runs)
+    assert not any(line.startswith("doubtful") for line in quiet.findings)
+    assert any(line.startswith("doubtful: the traced steps vary") for line in busy.findings)
+    assert busy.now.estimate.high_s - busy.now.estimate.low_s > quiet.now.estimate.high_s - quiet.now.estimate.low_s
 
 
 def test_a_saved_run_gives_the_same_result_again(sketched, one_bucket, tmp_path):

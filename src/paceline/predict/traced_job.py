@@ -113,9 +113,9 @@ class TracedJob:
     @cached_property
     def predictor(self) -> Predictor:
         """The calibrated job, and what else it might be given the spread of its steps and what is assumed."""
-        source, times = random.Random(_SEED), [step.step_s for step in self.steps]
+        source = random.Random(_SEED)
         draws = [self._fit(Resample(source)) for _ in range(_DRAWS)]
-        noise = _FEW_NOISE if self.is_short else 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / self.step_s
+        noise = _FEW_NOISE if self.is_short else 1.25 * self.spread / math.sqrt(len(self.steps))
         job, costs = self.fit.job, self.fit.costs
         return Predictor(job, costs, [(fit.job, fit.costs) for fit in draws], job.local_s, noise)
 
@@ -123,6 +123,12 @@ class TracedJob:
     def is_short(self) -> bool:
         """Whether the steps are too few to tell how much they vary."""
         return len(self.steps) < _FEW_STEPS
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the steps, as a share of their median; 0 of one step."""
+        times = [step.step_s for step in self.steps]
+        return statistics.stdev(times) / self.step_s if len(times) > 1 else 0.0
 
     @property
     def where(self) -> str:

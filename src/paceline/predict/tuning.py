@@ -2,6 +2,7 @@
 Pure, so that a saved run gives the same answer again; measuring is in `measure.tuning`."""
 
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -18,7 +19,7 @@ from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve, median_noise
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
-from paceline.predict.race import Race, judge_race
+from paceline.predict.race import Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.records import LayerProfileRecord, Record, StepRecord
 from paceline.units import MIB, format_bytes
@@ -26,6 +27,8 @@ from paceline.units import MIB, format_bytes
 DEFAULT, RECOMMENDED, PREDICTIONS = "default", "recommended", "predictions.json"
 # As many plans are confirmed at most.
 _MOST_CANDIDATES = 6
+# Measured steps differ clearly if their paired ratios do, with this chance of an error on each side.
+_CLEAR = 0.005
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,60 @@ class TuneSettings:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What was predicted for one plan, and what it took. `turns_s` are its steps in turns with the other plans."""
+
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    turns_s: Sequence[float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def score_predictions(points: Sequence[Judged]) -> dict[str, float]:
+    """How right predictions were, as fractions: `coverage` is the share of steps in their 90 % intervals, `width` the
+    median half-width of these."""
+    errors = [abs(point.error) for point in points]
+    return {
+        "mape": statistics.fmean(errors),
+        "max_error": max(errors),
+        "coverage": statistics.fmean(point.low_s <= point.measured_s <= point.high_s for point in points),
+        "width": statistics.median((point.high_s - point.low_s) / 2 / point.predicted_s for point in points),
+    }
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How right predictions are about the differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2:
+    m is a measured step minus the mean of its case, p the same of the predicted ones, both over the measured mean. Of
+    `num_pairs` pairs of plans that differ clearly as measured, `num_right` are predicted in that order."""
+
+    r2: float | None
+    num_pairs: int
+    num_right: int
+
+
+def score_differences(cases: Sequence[Sequence[Judged]]) -> Differences:
+    """Over all cases; each has plans that took turns in one run."""
+    wrong = total = 0.0
+    num_pairs = num_right = 0
+    for points in cases:
+        measured, predicted = np.array([(point.measured_s, point.predicted_s) for point in points]).T
+        here, there = measured - measured.mean(), predicted - predicted.mean()
+        wrong += float(((there - here) ** 2).sum() / measured.mean() ** 2)
+        total += float((here**2).sum() / measured.mean() ** 2)
+        for one, other in itertools.combinations(points, 2):
+            if (ratio := estimate_ratio(one.turns_s, other.turns_s, _CLEAR)).is_clear:
+                num_pairs += 1
+                num_right += (one.predicted_s < other.predicted_s) == (ratio.high < 1)
+    return Differences(1 - wrong / total if total else None, num_pairs, num_right)
+
+
+@dataclass(frozen=True)
 class GridPoint:
     """One cap: what was predicted for it and, where the job was run, what it took."""
 
@@ -206,25 +263,31 @@ class Tuning:
     def measured(self) -> list[GridPoint]:
         return [point for point in self.points if point.measured is not None]
 
+    @property
+    def judged(self) -> list[Judged]:
+        """The bucket sizes of the sweep that ran."""
+        return [
+            Judged(p.estimate.step_s, p.estimate.low_s, p.estimate.high_s, p.best_s, p.measured.turns_s)
+            for p in self.points
+            if p.measured is not None
+        ]
+
     @cached_property
     def scores(self) -> dict[str, float | None]:
         """How right the predictions were, as fractions; None where nothing was measured. `exposed_error` is the mean
         error over what communication adds on average, `exposed_step_error` over the step; `coverage` is the share of
-        points in their intervals."""
+        points in their intervals, `width` the median half-width of these."""
         points = self.measured
         if not points:
-            names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
+            names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "width", "kendall_tau")
             return dict.fromkeys(names)
         pairs = [(point.estimate.step_s, point.best_s) for point in points]
-        errors = [abs(point.error or 0.0) for point in points]
         added_s = sum(abs(point.exposed_s or 0.0) for point in points)
         wrong_s = sum(abs(point.estimate.exposed_s - (point.exposed_s or 0.0)) for point in points)
         return {
-            "mape": statistics.fmean(errors),
-            "max_error": max(errors),
+            **score_predictions(self.judged),
             "exposed_error": wrong_s / added_s if added_s else None,
             "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
-            "coverage": sum(p.estimate.low_s <= p.best_s <= p.estimate.high_s for p in points) / len(points),
             "kendall_tau": kendall_tau(pairs),
         }
 

@@ -659,8 +659,8 @@ def describe_errors(tuning: Tuning) -> list[str]:
         lines.append(
             f"predicted steps are {said['mape']} off on average, {said['max_error']} at most; the time that "
             f"communication adds{by if added > tuning.noise else ' is within the noise'}; "
-            f"{said['coverage']} of the measured points are in their 90 % intervals; rank correlation "
-            f"{'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
+            f"{said['coverage']} of the measured points are in their 90 % intervals (±{said['width']}); "
+            f"rank correlation {'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
         )
     odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NUM_CAPS = 8
+# Steps that vary by more than this share were not alone on their machine.
+_NOISY = 0.15
 _MOST_MESSAGES = 12  # on the terminal: the last ones; the CSV has all
 
 
@@ -177,6 +179,8 @@ class TracedResult(Result):
                 f"with a cap for each of {len(plan.buckets)} buckets, bucket_cap_mb_list of torch 2.13, a step takes "
                 f"{format_ms(free.step_s)} ms: the JSON and `result.plan` have the list"
             )
+        if traced.spread > _NOISY:
+            lines.append(f"doubtful: the traced steps vary by {traced.spread:.0%}; trace again on a quiet machine")
         if any(row.is_beyond for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
