@@ -36,7 +36,7 @@ from paceline.predict.search import (
     estimate_sensitivity,
     find_best_cuts,
 )
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,
@@ -242,7 +242,8 @@ CHANGES = (
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
-    `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given.
+    `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given. The tables
+    say nothing of contention, so that it does not decide which size is best; but the time that is expected has it.
     """
 
     def _derive(self) -> None:
@@ -251,25 +252,28 @@ class CapsResult(Result):
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
         self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
         device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not say it
-        contention = Contention.assume(device, is_on_host=False).spread_over(self.cost)
-        costs = MachineCosts(curve=self.cost, contention=contention)
-        self.contention = costs.contention
-        self.undisturbed = estimate_caps(self.job, MachineCosts(curve=self.cost)) if device == "cuda" else None
+        costs = MachineCosts(curve=self.cost)
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
-        self.free_plan = find_best_cuts(self.job, costs, (self.caps.best.cuts,))
+        self.free_plan = find_best_cuts(self.job, costs)
+        self.contention, self.is_on_gpu = Contention.assume(device, is_on_host=False), device == "cuda"
+        self._slowed = replace(costs, contention=self.contention.spread_over(self.cost))
         source, times = random.Random(DRAWS), []
         for _ in range(DRAWS):
             contention = Contention.assume(device, is_on_host=False, source=source).spread_over(self.cost)
             step = simulate(self.job, self.caps.best.cuts, replace(costs, contention=contention))
             times.append(step.over_s + MODEL_ERROR * source.gauss(0, 1) * max(0.0, step.exposed_s))
-        self.interval = hold_draws(self.caps.best.backward_s, times)
+        self.interval = hold_draws(self.expect(self.caps.best).over_s, times)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
     def predict_s(self, record: CapTimeRecord) -> float:
         """What is predicted for a measured time."""
-        step = self._find_point(record).step
+        step = self.expect(self._find_point(record))
         return step.step_s if record.of == "step" else step.over_s
+
+    def expect(self, point: CapPoint) -> SimulatedStep:
+        """The step with the contention that is expected."""
+        return simulate(self.job, point.cuts, self._slowed) if self.is_on_gpu else point.step
 
     def _find_point(self, record: CapTimeRecord) -> CapPoint:
         cap_bytes = min(record.cap_bytes, self.job.num_bytes)
@@ -278,9 +282,11 @@ class CapsResult(Result):
     @property
     def answer(self) -> str:
         beyond = ", with messages larger than any of the table" if self.changes[0].is_beyond else ""
+        slowed = f"; {format_ms(self.expect(self.caps.best).over_s)} ms" if self.is_on_gpu else ""
+        expected = f"{slowed}{' with what NCCL costs a GPU on average' if slowed else ''}"
         return (
             f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
-            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication (90 %: "
+            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication{expected} (90 %: "
             f"{' to '.join(map(format_ms, self.interval))}). Simulated{beyond}."
         )
 
@@ -301,17 +307,11 @@ class CapsResult(Result):
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
             "assumed: one message at a time, no copies; times include the ranks' wait for each other",
-            f"contention: {self.contention.basis}{self._describe_undisturbed()}",
+            f"contention: {self.contention.basis}; it does not decide which size is best",
             f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
             "adds for what the model leaves out; the tables have no repetitions to draw from",
             *self._describe_measured(),
         ]
-
-    def _describe_undisturbed(self) -> str:
-        if self.undisturbed is None:
-            return ""
-        best = f"{_join(*self.undisturbed.plateau)}, in {format_ms(self.undisturbed.best.backward_s)} ms"
-        return f"; with none the best bucket size would be {best}"
 
     def _describe_measured(self) -> list[str]:
         if not self.measured:
@@ -342,8 +342,10 @@ class CapsResult(Result):
             Column("predicted", self.predict_s, "ms", "predicted_s", priority=2),
             Column("error", lambda r: self.predict_s(r) / r.timing.center_s - 1, "{:+.1%}".format, "error"),
         )
+        slowed = Column("with contention", lambda p: self.expect(p).over_s, "ms", "expected_s", priority=2)
+        columns = (*POINTS[:-1], *((slowed,) if self.is_on_gpu else ()), POINTS[-1])
         return [
-            Table("caps", "backward against bucket size", POINTS, self.caps.points, shown=shown),
+            Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
             Table("sensitivity", "what would move it", CHANGES, self.changes),
             *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]
@@ -359,6 +361,7 @@ class CapsResult(Result):
         (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
             "best": build_row(POINTS, self.caps.best), "interval_s": list(self.interval),
+            "expected_s": self.expect(self.caps.best).over_s,
             "plateau_low_bytes": low, "plateau_high_bytes": high,
             "plateaus": [list(sizes) for sizes in self.caps.plateaus], "alpha_s": self.line.alpha_s,
             "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
@@ -377,6 +380,9 @@ def plot_caps(result: CapsResult) -> Figure:
     around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
     draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
+    if result.is_on_gpu:
+        slowed = [(p.high_bytes / MIB, (result.expect(p).over_s + around_s) * 1e3) for p in curve.points]
+        axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[0], lw=1.2, label="predicted, with contention")
     for number, (low, high) in enumerate(curve.plateaus):
         label = "_" if number else "within 1 % of the best"
         first = least if low == curve.least_bytes else low / MIB  # smaller caps make the same buckets
