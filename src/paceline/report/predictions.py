@@ -495,9 +495,9 @@ class RaceRow:
 
 class TuneResult(Result):
     """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans of the
-    race take the same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and `regret` how
-    much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates` are the
-    bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
+    race take the same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and
+    `regret` how much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates`
+    are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -656,7 +656,7 @@ def _say_difference(ratio: Interval) -> str:
 
 def _say_status(race: Race, label: str) -> str:
     if label == race.winner:
-        return "use"
+        return "keep" if label == DEFAULT else "use"
     if race.to_default[label].is_flat:
         return "within 1 %"
     return "" if label in race.left else "slower" if label != DEFAULT else "beaten"
@@ -743,8 +743,9 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
     axes.axvspan(-100 * PLATEAU, 100 * PLATEAU, color=COLORS[6], alpha=0.08, lw=0, label="within 1 % of the default")
     axes.axvline(0, color=COLORS[6], lw=1)
     styles = {
-        "use": (COLORS[2], "to use"), "slower": (COLORS[1], "slower than another plan"), "": (COLORS[0], "not decided"),
-        "within 1 %": (COLORS[5], "shown to be within 1 %"), "beaten": (COLORS[1], "slower than another plan"),
+        "use": (COLORS[2], "to use"), "keep": (COLORS[2], "to keep"), "": (COLORS[0], "not decided"),
+        "slower": (COLORS[1], "slower than another plan"), "within 1 %": (COLORS[5], "shown to be within 1 %"),
+        "beaten": (COLORS[1], "slower than another plan"),
     }  # fmt: skip
     for place, row in enumerate(rows):
         color, label = styles[row.status]
