@@ -167,7 +167,7 @@ def find_links(text: str) -> list[Network]:
 
 def describe_errors(networks: Iterable[Network]) -> str:
     """What the intervals allow for (one standard deviation), in words: that of names only where there are such."""
-    used = {bool(network.sweeps): network for network in networks}
+    used = {bool(network.sweeps) for network in networks}
     kinds = ((False, "a data sheet", SHEET_ERRORS), (True, "a published network", SITE_ERRORS))
     named = [
         f"{max(errors)[1]:.0%} to {max(sd for _, sd in errors):.0%} on {what}, more for small messages"

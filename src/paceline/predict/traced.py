@@ -193,7 +193,8 @@ def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event]
     its own; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket; nor
     is what another node of autograd than a gradient's hook launches, such as that of SyncBatchNorm."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
-    sent = [e for e, moment in zip(messages, moments, strict=True) if backward.begin <= moment < backward.limit]
+    launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
+    sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
     # Where no hook launched one, those behind the nodes are of the end of backward.
     rest = [] if any(_is_of_hook(backward, e) for e in own) else [None] * max(0, len(sent) - len(own))

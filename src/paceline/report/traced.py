@@ -121,11 +121,12 @@ class TracedResult(Result):
     def plan(self) -> Plan:
         """The buckets of the verdict: the traced ones where those stay, and else the best ones, with a cap for each
         where that is as sure and better, which torch 2.13 can take. Gradients are in ready order."""
-        cuts, label = self.best.estimate.cuts, "traced" if self.verdict == "keep" else "from a trace"
-        free = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s))
-        first_s, other_s = (simulate(self.job, each, self.costs).step_s for each in (cuts, free))
-        if self.verdict == "use" and other_s < first_s and _is_sure(self.model.estimate_gain(free, self._now_cuts)):
-            cuts, label = free, "free, from a trace"
+        cuts, label = self.best.estimate.cuts, "traced"
+        if self.verdict == "use":
+            free, label = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s)), "from a trace"
+            first_s, other_s = (simulate(self.job, each, self.costs).step_s for each in (cuts, free))
+            if other_s < first_s and _is_sure(self.model.estimate_gain(free, self._now_cuts)):
+                cuts, label = free, "free, from a trace"
         return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, label)
 
     @property
