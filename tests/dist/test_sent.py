@@ -91,7 +91,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         return future
 
     def run(bench: Any, *args: Any, **kwargs: Any) -> None:
-        num_bytes.append(sum(param.nbytes for param in bench.variants[1].replica.parameters))
+        num_bytes.append(sum(param.nbytes for param in bench.variants[-1].replica.parameters))
         real_run(bench, *args, **kwargs)
 
     Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = start_sum, send, run  # type: ignore[method-assign]

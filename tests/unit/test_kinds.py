@@ -32,6 +32,7 @@ from paceline.records.layers import (
 )
 from paceline.records.samples import REDUCERS, Samples, Summary
 from paceline.records.steps import ROLES, StepRecord
+from paceline.records.traced import TracedMessage, TracedStepRecord
 from paceline.records.training import BUDGETS, BatchRecord, CurvePoint, LargeBatchRecord, NoiseProbe, NoiseRecord
 
 
@@ -262,6 +263,21 @@ LARGE_BATCH_FIELDS = {
 
 CENTERS = st.builds(Summary, median_s=POSITIVE)
 
+
+@st.composite
+def traced_steps(draw):
+    """Gradients are ready, and messages move, in order."""
+    times = sorted(draw(st.lists(POSITIVE, min_size=4, max_size=4)))
+    sizes = draw(st.lists(COUNT, min_size=1, max_size=3))
+    message = TracedMessage(draw(COUNT), *times[:3])
+    return TracedStepRecord(
+        rank=0, world_size=2, device="cpu", backend="gloo", host=draw(TEXT), number=1, before_s=draw(TIME),
+        backward_s=times[3], after_s=draw(TIME), gradient_bytes=tuple(sizes), ready_s=(times[0],) * len(sizes),
+        messages=(message,) * draw(st.integers(0, 2)), alone_s=(times[3],), launch_s=draw(TIME),
+        are_sizes_known=draw(st.booleans()),
+    )  # fmt: skip
+
+
 RECORDS = {
     "check": st.builds(CheckRecord, name=TEXT, status=st.sampled_from(("ok", "warn", "fail")), found=TEXT, advice=TEXT),
     "batch": batches(),
@@ -285,6 +301,7 @@ RECORDS = {
     ),
     "noise_scale": noise_records(),
     "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),
+    "traced_step": traced_steps(),
 }  # fmt: skip
 
 

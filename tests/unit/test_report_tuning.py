@@ -64,7 +64,10 @@ def make_result(tuning, **config):
 def test_flat():
     tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070, "cap 8 MiB": 0.0701})
     answer = describe_answer(tuning)
-    assert answer == "flat: all 2 plans are within ±1 % of the default (8 buckets), 40 rounds in turns; keep it"
+    assert (
+        answer
+        == "flat: all 2 plans of the race are within ±1 % of the default (8 buckets), 40 rounds in turns; keep it"
+    )
     result = make_result(tuning)
     assert (result.verdict, result.plan, result.gain) == ("flat", tuning.candidates[0].plan, tuning.race.gain)
     assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
@@ -87,7 +90,7 @@ def test_plans_with_the_same_buckets_are_one():
          ("use bucket size 4 MiB (2 buckets): 20.0% less than the default [19.", "40 rounds", "regret at most 0.0%")),
         ((0.150, 0.120, 0.100), CALM, "use", ("use bucket size 8 MiB (1 bucket): 33.3% less than",)),
         ((0.150, 0.149, 0.165), NOISY, "undecided",
-         ("undecided: the default (8 buckets) is within [-", "] of the best of 3 plans after 40 rounds; about ",
+         ("undecided: the default (8 buckets) is within [0.0%, ", "] of the best of 3 plans after 40 rounds; about ",
           " more rounds (", ") would decide")),
         ((0.150, 0.165, 0.180), CALM, "default",
          ("the default (8 buckets) is the best of 3 plans: the others are slower",)),
@@ -110,9 +113,9 @@ def test_the_race_decides(times_s, spread, verdict, words):
     rows = result.table("race").rows_json()
     assert [row["plan"] for row in rows] == list(confirmed)
     assert [row["measured_s"] for row in rows] == pytest.approx(times_s, rel=0.03)
-    assert [row["status"] for row in rows][place] == "use"
+    assert [row["status"] for row in rows][place] == ("use" if place else "keep")
     labels = set(plot_race(result, "a box").axes[0].get_legend_handles_labels()[1])
-    assert {"to use", "predicted", "within 1 % of the default"} <= labels
+    assert {"to use" if place else "to keep", "predicted", "within 1 % of the default"} <= labels
 
 
 def test_what_races_is_the_default_the_predicted_best_the_best_of_the_sweep_and_what_may_be_as_good():
@@ -124,6 +127,28 @@ def test_what_races_is_the_default_the_predicted_best_the_best_of_the_sweep_and_
     assert [one["label"] for one in tuning.predictions] == labels
     for one, candidate in zip(tuning.predictions, tuning.candidates, strict=True):
         assert one["low_s"] < one["step_s"] < one["high_s"] and one["bucket_bytes"] == list(candidate.plan.bucket_bytes)
+
+
+def test_a_plan_that_raced_is_the_one_that_is_saved_where_dtypes_are_mixed():
+    """One bucket of each dtype: where the ready order was cut does not follow from their bytes."""
+    dtypes = ("float32", "float64") * 4
+    tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
+    gradients = tuple(replace(g, dtype=dtype) for g, dtype in zip(SLOW.gradients, dtypes, strict=True))
+    default = plan_by_cap(gradients, ORDER, MIB)
+    raced = tuning.model.build_plan(gradients, (8,), "tuned")
+    assert raced.bucket_bytes == (4 * MIB, 4 * MIB)
+    said = [{"label": "default", "cuts": list(range(1, 9))}, {"label": "recommended", "cuts": [8]}]
+    again = judge_tuning(SETTINGS, tuning.records, gradients, default, said)
+    assert again.answer.label == "recommended" and again.answer.plan.buckets == raced.buckets
+    assert judge_tuning(SETTINGS, tuning.records, gradients, default).answer.plan.buckets != raced.buckets
+
+
+def test_a_plan_that_torch_cannot_make_is_not_recommended():
+    tuning = tune(SLOW, settings=replace(SETTINGS, wrapper="torch"))
+    assert tuning.choice.is_clear
+    without = replace(tuning, candidates=tuning.candidates[:1])
+    assert without.verdict == "default" and without.answer.label == "default"
+    assert "no gain is certain" in describe_answer(without)
 
 
 def test_predictions_that_were_changed_are_found_out(tmp_path):

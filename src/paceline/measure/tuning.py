@@ -137,9 +137,9 @@ class _Variants:
             plan = Options().make_planner(self._channel, self.gradients, self._networks is not None)(order)
         return [*records, profile], plan
 
-    def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
+    def confirm(self, candidates: Sequence[Candidate], stops: bool = True) -> list[Record]:
         """The race of these plans: rounds until it is decided, or the time is over. A plan that is shown to be slower
-        than another leaves it."""
+        than another leaves it. Unless it `stops`, all run until the time is over."""
         self._bench.clear()
         for c in candidates:
             self._add("job", c.label, self._group, c.cap_bytes, None if c.label == DEFAULT or c.cap_bytes else c.plan)
@@ -152,7 +152,7 @@ class _Variants:
         def is_over(number: int) -> bool:
             spent = agree_on_max((time.perf_counter() - begin_s) / most_s, bench.meeting)
             report(min(1.0, max(spent, number / (self._settings.iters or _MOST_ROUNDS))))
-            if not is_look(number):
+            if not stops or not is_look(number):
                 return spent >= 1
             mine = [variant.times["marked"][bench.num_warm_steps :] for variant in bench.variants]
             by_plan, turns_s = zip(*self._world.share(mine), strict=True), dict[str, Sequence[float]]()

@@ -3,7 +3,7 @@
 A round has one turn of every plan. Two plans are compared by the ratios of their times in the same round. The interval
 of the median ratio is by order statistics: it assumes nothing about the distribution. The race is looked at after 16,
 32, 64, ... rounds; each look spends a part of the 5 %, so that all claims against the default hold together in 95 % of
-races, however often it is looked at.
+races, however often it is looked at, and what was shown once stands. Claims between other plans have 5 % of their own.
 """
 
 import itertools
@@ -54,10 +54,10 @@ def is_look(num_rounds: int) -> bool:
     return num_rounds in list_looks(num_rounds + 1)[:-1]
 
 
-def spend(look: int, num_plans: int) -> float:
+def spend(look: int, num_pairs: int) -> float:
     """The chance of an error on one side of one interval at the look of this number, from 1: over all looks, both sides
-    and every plan against the default, 5 %."""
-    return _ALPHA / (2 * max(1, num_plans - 1) * look * (look + 1))
+    and this many pairs, 5 %."""
+    return _ALPHA / (2 * max(1, num_pairs) * look * (look + 1))
 
 
 def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float) -> Interval:
@@ -82,33 +82,36 @@ def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float)
 class Race:
     """Where a race stands after its last look. `left` are the plans that were not shown to be slower than another one;
     the default runs on as the reference when it is. The leader is the fastest, by the median, of those that are shown
-    to be faster than the default, or else of those that are left. `to_default` and `to_leader` have, by plan, its time
-    over that of the default and of the leader."""
+    to be faster than the default, or else of those that are left. `ratios` has the time of a plan over that of
+    another, for each pair."""
 
     default: str
     leader: str
     left: tuple[str, ...]
-    to_default: Mapping[str, Interval]
-    to_leader: Mapping[str, Interval]
+    ratios: Mapping[tuple[str, str], Interval]
     num_rounds: int
+
+    @property
+    def to_default(self) -> dict[str, Interval]:
+        """By plan, its time over the default's."""
+        return {mine: interval for (mine, theirs), interval in self.ratios.items() if theirs == self.default}
 
     @property
     def verdict(self) -> str:
         """`use` the leader, which is shown to be faster than the default; the `default` is best; all are `flat`, within
         1 % of the default; or `undecided`."""
-        others = [interval for label, interval in self.to_default.items() if label != self.default]
-        if all(interval.is_flat for interval in others):
+        to_default = self.to_default
+        if all(interval.is_flat for interval in to_default.values()):
             return "flat"
-        if self.leader != self.default and self.to_default[self.leader].high < 1:
+        if to_default[self.leader].high < 1:
             return "use"
-        is_best = all(self.to_default[label].low >= 1 - PLATEAU for label in self.left if label != self.default)
+        is_best = all(to_default[label].low >= 1 - PLATEAU for label in self.left)
         return "default" if self.default in self.left and is_best else "undecided"
 
     @property
     def is_decided(self) -> bool:
         """Whether more rounds would change nothing: one plan is left, or those that are differ by less than 1 %."""
-        base = self.to_leader if self.verdict == "use" else self.to_default
-        rest = [base[label] for label in self.left if label != self.winner]
+        rest = (self.ratios[label, self.winner] for label in self.left)
         return self.verdict != "undecided" and all(interval.is_flat for interval in rest)
 
     @property
@@ -119,43 +122,48 @@ class Race:
     @property
     def gain(self) -> Interval:
         """The winner's time over the default's."""
-        return self.to_default[self.winner]
+        return self.ratios[self.winner, self.default]
 
     @property
-    def regret(self) -> tuple[float, float]:
-        """How much longer than the best plan the winner takes, and at most: 0 where it is the fastest."""
-        own = self.to_leader[self.winner]
-        others = [self.to_leader[label] for label in self.left if label not in (self.leader, self.winner)]
-        least, most = min((1.0, *(one.value for one in others))), min((1.0, *(one.low for one in others)))
-        return max(0.0, own.value / least - 1), max(0.0, own.high / most - 1) if most else math.inf
+    def regret(self) -> tuple[float, float, float]:
+        """How much longer than the best plan the winner takes, at least and at most."""
+        found = [self.ratios[self.winner, label] for label in {*self.left, self.winner}]
+        value, low, high = (max(getattr(one, name) for one in found) - 1 for name in ("value", "low", "high"))
+        return max(0.0, value), max(0.0, low), max(0.0, high)
 
     @property
     def rounds_to_decide(self) -> int:
         """About how many more rounds would decide: widths shrink with the square root of the rounds."""
         most = 0.0
-        for interval in (self.to_leader[label] for label in {*self.left, self.default} - {self.leader}):
+        for interval in (self.ratios[label, self.leader] for label in {*self.left, self.default} - {self.leader}):
             middle = abs(math.log(interval.value))
-            half = math.log(interval.high / interval.low) / 2 if interval.low else math.inf
+            half = math.log(interval.high / interval.low) / 2 if interval.is_known else math.inf
             wanted = max(middle, math.log(1 + PLATEAU) - middle)
             most = max(most, (half / wanted) ** 2)
         return max(_FIRST_LOOK, math.ceil(self.num_rounds * (most - 1))) if math.isfinite(most) else _FIRST_LOOK
 
 
 def judge_race(times: Mapping[str, Sequence[float]], default: str) -> Race:
-    """The race of these plans: for each the time of its turn in every round until it was dropped. One that was shown to
-    be slower than another at a look counts no longer."""
-    num_rounds, left, look = len(times[default]), list(times), 0
+    """The race of these plans: for each the time of its turn in every round until it was dropped. What is shown at a
+    look stands at all later ones; a plan that is shown to be slower than another one leaves the race."""
+    num_rounds, left = len(times[default]), list(times)
+    # Claims against the default, and those between the other plans, have an error of 5 % each.
+    with_default = len(times) - 1
+    without = with_default * (with_default - 1) // 2
+    ratios = {(mine, theirs): Interval(1.0, 0.0, math.inf) for mine in times for theirs in times}
     for look, rounds in enumerate(list_looks(num_rounds), 1):
-        error = spend(look, len(times))
-        seen = {label: times[label][:rounds] for label in left}
-        slower = {
-            mine
-            for mine, theirs in itertools.permutations(left, 2)
-            if estimate_ratio(seen[mine], seen[theirs], error).low > 1
-        }
+        running = [label for label in times if label in left or label == default]
+        for mine, theirs in itertools.product(running, repeat=2):
+            error = spend(look, with_default if default in (mine, theirs) else without)
+            now = estimate_ratio(times[mine][:rounds], times[theirs][:rounds], error)
+            ratios[mine, theirs] = _narrow(ratios[mine, theirs], now)
+        slower = {mine for mine, theirs in itertools.permutations(left, 2) if ratios[mine, theirs].low > 1}
         left = [label for label in left if label not in slower] or left
-    error = spend(max(1, look), len(times))
-    to_default = {label: estimate_ratio(found, times[default], error) for label, found in times.items()}
-    leader = min(left, key=lambda label: (to_default[label].high >= 1, to_default[label].value))
-    to_leader = {label: estimate_ratio(found, times[leader], error) for label, found in times.items()}
-    return Race(default, leader, tuple(left), to_default, to_leader, num_rounds)
+    leader = min(left, key=lambda label: (ratios[label, default].high >= 1, ratios[label, default].value))
+    return Race(default, leader, tuple(left), ratios, num_rounds)
+
+
+def _narrow(before: Interval, now: Interval) -> Interval:
+    """What both say: each holds by its own share of the error. Where they exclude each other, the later."""
+    low, high = max(before.low, now.low), min(before.high, now.high)
+    return Interval(min(high, max(low, now.value)), low, high) if low <= high else now

@@ -227,10 +227,11 @@ class Tuning:
         """One of `race.VERDICTS`; where no plan ran, it is predicted."""
         if self.race is not None:
             return self.race.verdict
-        if self.choice.is_clear:
+        if self.choice.is_clear and any(candidate.label == RECOMMENDED for candidate in self.candidates):
             return "use"
-        steps = [candidate.estimate.step_s / self.choice.default.step_s - 1 for candidate in self.candidates]
-        return "flat" if max(map(abs, steps)) <= PLATEAU else "default"
+        estimates = [*(c.estimate for c in self.candidates), *(point.estimate for point in self.points)]
+        ratios = [estimate.step_s / self.choice.default.step_s for estimate in estimates]
+        return "flat" if min(ratios) >= 1 - PLATEAU and max(ratios) <= 1 + PLATEAU else "default"
 
     @property
     def answer(self) -> Candidate:
@@ -247,7 +248,8 @@ class Tuning:
         """How long the rounds would take that may decide the race."""
         if self.race is None:
             return 0.0
-        running = (self.confirmed[label] for label in {*self.race.left, DEFAULT})
+        labels = [c.label for c in self.candidates if c.label in (*self.race.left, DEFAULT)]
+        running = [self.confirmed[label] for label in labels]
         return self.race.rounds_to_decide * sum(record.steps_per_turn * record.timing.median_s for record in running)
 
     @property
@@ -255,7 +257,8 @@ class Tuning:
         """What is predicted for every plan that will run, for the record."""
         return [
             {"label": c.label, "cap_bytes": c.cap_bytes, "bucket_bytes": list(c.plan.bucket_bytes),
-             "step_s": c.estimate.step_s, "low_s": c.estimate.low_s, "high_s": c.estimate.high_s}
+             "cuts": list(c.estimate.cuts), "step_s": c.estimate.step_s, "low_s": c.estimate.low_s,
+             "high_s": c.estimate.high_s}
             for c in self.candidates
         ]  # fmt: skip
 
@@ -332,9 +335,11 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def judge_tuning(
-    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
-) -> Tuning:
-    """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it."""
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
+    predictions: Sequence[Mapping[str, Any]] = (),
+) -> Tuning:  # fmt: skip
+    """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it. Where plans
+    raced, `predictions` say where each was cut: that does not follow from its bytes where dtypes are mixed."""
     model = Predictor.fit(Evidence(records), settings.build_curve())
     choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
@@ -351,7 +356,8 @@ def judge_tuning(
     default = Candidate(DEFAULT, 0, default_plan, choice.default)
     ran = [record for record in jobs if record.note]
     if ran:  # judged is what ran, not what would be chosen today
-        estimates = (model.estimate(model.cut_like(record.bucket_bytes)) for record in ran)
+        cuts = {one["label"]: one.get("cuts") for one in predictions}
+        estimates = (model.estimate(cuts.get(record.label) or model.cut_like(record.bucket_bytes)) for record in ran)
         others = [build(r.label, r.cap_bytes, e) for r, e in zip(ran, estimates, strict=True) if r.label != DEFAULT]
     else:
         others = [build(RECOMMENDED, 0, choice.estimate)]
@@ -383,7 +389,8 @@ def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: st
     if "tune" in config:
         settings = TuneSettings(**config["tune"] | {"caps_bytes": tuple(config["tune"]["caps_bytes"])})
         gradients = tuple(Gradient(**gradient) for gradient in config["gradients"])
-        return judge_tuning(settings, records, gradients, Plan.from_json(json.dumps(config["default_plan"])))
+        default_plan = Plan.from_json(json.dumps(config["default_plan"]))
+        return judge_tuning(settings, records, gradients, default_plan, config.get("predictions", ()))
     if plan_text is None:
         raise RecordError("this tuning is of an older version and its plan.json is missing: it cannot be judged again")
     plan = Plan.from_json(plan_text)

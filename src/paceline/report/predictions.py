@@ -493,10 +493,10 @@ class RaceRow:
 
 
 class TuneResult(Result):
-    """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans take the
-    same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and `regret` how
-    much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates` are the
-    bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
+    """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans of the
+    race take the same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and
+    `regret` how much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates`
+    are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -513,7 +513,10 @@ class TuneResult(Result):
 
     @property
     def regret(self) -> tuple[float, float] | None:
-        return None if self.tuning.race is None else self.tuning.race.regret
+        if self.tuning.race is None:
+            return None
+        value, _, high = self.tuning.race.regret
+        return value, high
 
     @property
     def verdict(self) -> str:
@@ -608,9 +611,12 @@ class TuneResult(Result):
         if self.verdict == "use":
             return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
         if self.verdict == "undecided":
-            network = describe_network(self.tuning.settings)
-            more_s = self.tuning.estimate_more_s() + sum(sum(r.record.timing.reduced_s) for r in self.rows)
-            return (f"paceline tune {job}{ranks}{network} --budget {math.ceil(more_s / 10) * 10}",)
+            settings, race = self.tuning.settings, self.tuning.race
+            assert race is not None
+            spent_s, share = settings.race_s or settings.amount.confirm_s, race.rounds_to_decide / race.num_rounds
+            effort = " --quick" if settings.effort == "quick" else ""
+            more = f"{effort} --budget {math.ceil(spent_s * (1 + share) / 10) * 10}"
+            return (f"paceline tune {job}{ranks}{describe_network(settings)}{more}",)
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
@@ -648,8 +654,10 @@ def _say_difference(ratio: Interval) -> str:
 
 def _say_status(race: Race, label: str) -> str:
     if label == race.winner:
-        return "use"
-    return "slower" if label not in race.left else ""
+        return "keep" if label == DEFAULT else "use"
+    if race.to_default[label].is_flat:
+        return "within 1 %"
+    return "" if label in race.left else "slower" if label != DEFAULT else "beaten"
 
 
 def describe_errors(tuning: Tuning) -> list[str]:
@@ -691,22 +699,19 @@ def describe_answer(tuning: Tuning) -> str:
     rounds, count = format_number_of(race.num_rounds, "round"), len(tuning.candidates)
     if count == 1:
         return f"flat: all plans have the buckets of {what}"
-    regret = f"regret at most {race.regret[1]:.1%}"
+    regret = f"regret at most {race.regret[2]:.1%}"
     if race.verdict == "use":
         less = f"{1 - race.gain.value:.1%} less than the default [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
         return f"use {what}: {less}, {rounds} in turns; {regret}"
     if race.verdict == "flat":
-        return f"flat: all {count} plans are within ±1 % of {what}, {rounds} in turns; keep it"
+        return f"flat: all {count} plans of the race are within ±1 % of {what}, {rounds} in turns; keep it"
     if race.verdict == "default":
         why = "the others are slower" if race.left == (DEFAULT,) else "no other is more than 1 % faster"
         return f"{what} is the best of {count} plans: {why}, {rounds} in turns; {regret}"
     more = f"about {race.rounds_to_decide:,} more rounds ({format_duration(tuning.estimate_more_s())}) would decide"
-    if not all(interval.is_known for interval in race.to_default.values()):
-        return f"undecided: {rounds} are too few to compare {count} plans; keep {what}; {more}"
-    rival = race.leader if race.leader != DEFAULT else min(
-        (label for label in race.left if label != DEFAULT), key=lambda label: race.to_default[label].low
-    )  # fmt: skip
-    low, high = 1 / race.to_default[rival].high - 1, 1 / race.to_default[rival].low - 1
+    if race.regret[2] == math.inf:
+        return f"undecided: {rounds} in turns are too few to compare {count} plans; keep {what}; {more}"
+    _, low, high = race.regret
     return f"undecided: {what} is within [{low:.1%}, {high:.1%}] of the best of {count} plans after {rounds}; {more}"
 
 
@@ -735,7 +740,11 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
     figure, axes = new_figure(f"{result.title}: {describe_answer(tuning)}", f"{subtitle}; predicted is simulated")
     axes.axvspan(-100 * PLATEAU, 100 * PLATEAU, color=COLORS[6], alpha=0.08, lw=0, label="within 1 % of the default")
     axes.axvline(0, color=COLORS[6], lw=1)
-    styles = {"use": (COLORS[2], "to use"), "slower": (COLORS[1], "shown to be slower"), "": (COLORS[0], "not decided")}
+    styles = {
+        "use": (COLORS[2], "to use"), "keep": (COLORS[2], "to keep"), "": (COLORS[0], "not decided"),
+        "slower": (COLORS[1], "slower than another plan"), "within 1 %": (COLORS[5], "shown to be within 1 %"),
+        "beaten": (COLORS[1], "slower than another plan"),
+    }  # fmt: skip
     for place, row in enumerate(rows):
         color, label = styles[row.status]
         seen = {text.get_label() for text in axes.get_lines()}
