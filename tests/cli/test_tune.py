@@ -158,7 +158,7 @@ def test_a_network_that_does_not_exist(emulated):
     assert sources == {"plain": "measured", "local": "measured", "job": "emulated"}
     config = load_run(Path(emulated["run"])).config["tune"]
     assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
-    assert "10gbe, 16 ranks, emulated" in emulated["answer"]
+    assert "10gbe as on its data sheet, 16 ranks, emulated" in emulated["answer"]
 
 
 @pytest.mark.slow

@@ -102,5 +102,7 @@ def test_a_profile_carries_what_a_rank_pays(world):
     one, each = (record for record in steps if record.role == "local")
     assert (one.num_buckets, each.num_buckets) == (1, 8)
     rank = fit_rank(Evidence([profile, *steps]))
-    assert rank.contention is not None and rank.contention.sizes == (MIB // 4,) and rank.contention.alone_s[0] > 0
+    # So small a backward may tell nothing.
+    assert rank.too_short == (MIB // 4,) if rank.contention is None else rank.contention.sizes == (MIB // 4,)
+    assert all(record.alone.median_s > 0 for record in steps if record.role == "disturbed")
     assert rank.neighbours == ((1, 1.0),) and rank.launch_s >= 0 and rank.gather_s_per_byte >= 0

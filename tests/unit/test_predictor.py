@@ -101,6 +101,9 @@ def test_a_network_that_is_modelled_takes_the_place_of_the_sweep():
 def test_without_evidence_contention_is_what_is_assumed_of_a_host():
     _, costs = fit(replace(JOB, disturbed=()))
     assert costs.contention == Contention.assume("cpu", is_on_host=True)
+    _, costs = fit(replace(JOB, disturbed=((MIB, -0.3, 0.9),)))  # backward grows by more than the messages overlap
+    assert costs.contention.compute_rates == Contention.assume("cpu", is_on_host=True).compute_rates
+    assert "too short for this backward" in costs.contention.basis
 
 
 @pytest.mark.parametrize("backend", [*SERVERS, "shm", "nccl", "another"])

@@ -2,11 +2,12 @@
 
 import random
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from paceline.records import LayerTimeRecord, ParameterTimes, Samples, Summary
+from paceline.records import LayerTimeRecord, ParameterTimes, Samples, StepRecord, Summary
 from paceline.records import environment as module
 from paceline.records.doubts import NOISY, add_busy, find_doubts, is_busy
 from paceline.records.environment import capture_environment
@@ -156,6 +157,17 @@ def kinds_of(build_collective, build_environment, build_samples):
 )
 def test_a_doubt_appears_when_and_only_when_it_should(kinds_of, changes, kinds):
     assert kinds_of(**changes) == kinds
+
+
+def test_steps_without_messages_wait_for_nobody_and_are_named_so(build_environment):
+    step = {"model": "mlp", "wrapper": "none", "backend": "shm", "device": "cpu", "world_size": 2, "batch_size": 4}
+    late = StepRecord(**step, timing=_late(0.6))
+    assert [d.kind for d in find_doubts([late], build_environment())] == ["skewed"]
+    assert find_doubts([replace(late, role="together")], build_environment()) == []
+    swinging = Samples(seconds=tuple((time_s,) * 2 for time_s in _swinging(0.7, 1.3)))
+    doubts = find_doubts([replace(late, role="together", timing=swinging)], build_environment())
+    assert all("in none" not in doubt.text for doubt in doubts)
+    assert any("unstable at mlp, 2 ranks without messages" in doubt.text for doubt in doubts)
 
 
 def test_chunks_are_doubted_by_their_chunk_size(build_chunks, build_environment, build_samples):

@@ -28,6 +28,7 @@ from paceline.report.profiles import (
 from paceline.report.result import build_result
 from paceline.report.table import Table
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
+from tests.unit.made_tuning import MadeJob
 
 from .test_records_layers import build_profile, build_times
 
@@ -192,6 +193,17 @@ def test_profiles_at_two_batch_sizes_can_be_told_apart(build):
     result = build("profile comm-table", build_profile(), build_profile(batch_size=99), networks="10gbe", ranks=[2])
     assert [row["batch_size"] for row in result.to_json()["rows"]] == [build_profile().batch_size, 99]
     assert "| batch |" in result.table().markdown() and "(batch " in result.answer
+
+
+def test_two_profiles_of_one_job_have_each_its_own_copies_and_neighbours(build):
+    def carry(made, slowed):
+        return sorted(made.build_carried(slowed), key=lambda record: record.kind != "layer_profile")
+
+    before, after = carry(MadeJob(), 1.0), carry(MadeJob(gather_s=0.02), 1.5)
+    asked = {"networks": "10gbe", "ranks": [2, 8], "curves": [str(RESULTS / "neoverse-n1-2-cores" / "allreduce-gloo")]}
+    alone = [build("profile comm-table", *records, **asked).rows for records in (before, after)]
+    both = build("profile comm-table", *before, *after, **asked).rows
+    assert sorted(both, key=repr) == sorted([*alone[0], *alone[1]], key=repr) and alone[0] != alone[1]
 
 
 def test_a_saved_comm_table_reads_its_curves_again(build):

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
+from paceline.predict.curves import Resample
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import AssumedFabric, Network, build_measured_fabric, build_sweeps, find_network
 from paceline.predict.predictor import RankCosts, find_evidence, fit_rank
@@ -209,6 +211,15 @@ def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):
     assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s
 
 
+def test_a_sweep_over_several_nodes_is_a_link(sweep):
+    job = replace(JOB, device="cpu")
+    for per_node, is_link in ((0, False), (1, True), (2, True), (4, False)):
+        lines = "\n".join(describe_scenario(job, [replace(sweep, ranks_per_node=per_node)]))
+        assert ("messages on a link take no core" in lines) == is_link
+    (here,), (apart,) = (simulate_what_if(job, [], replace(sweep, ranks_per_node=n), [4]) for n in (4, 1))
+    assert apart.step_s < here.step_s
+
+
 # -- what a profile carries --------------------------------------------------------------------------------------------
 
 
@@ -231,6 +242,29 @@ def test_a_profile_says_what_a_rank_pays_whatever_the_network():
     assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
     layers = [record for record in MADE.build_carried() if record.kind == "layer_profile"]
     assert find_evidence(layers) is None  # of an older version
+
+
+def test_messages_that_cost_more_than_they_overlap_say_nothing_of_contention():
+    made = replace(MADE, disturbed=((64 * 1024, -0.3, 0.9), (MIB, 0.8, 0.9)), noise=0.05)
+    for resample in (None, *(Resample(random.Random(seed)) for seed in range(5))):
+        rank = fit_rank(find_evidence(made.build_carried()), resample)
+        assert (rank.contention.sizes, rank.too_short) == ((MIB,), (64 * 1024,))
+    only = find_evidence(replace(made, disturbed=made.disturbed[:1]).build_carried())
+    assert all(fit_rank(only, Resample(random.Random(seed))).contention is None for seed in range(5))
+    lines = describe_scenario(replace(JOB, device="cpu"), [join()], evidence=only)
+    assert any("could not be measured with messages of 64 KiB" in line for line in lines)
+    assert any(line.startswith("contention on net: assumed") for line in lines)
+    assert not any("of its speed" in line for line in lines)
+
+
+def test_a_number_of_ranks_that_was_measured_twice_is_one_neighbour():
+    records = MADE.build_carried(slowed=1.3)
+    rank = fit_rank(find_evidence([*records, records[-1]]))
+    assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
+    (row,) = predict_made(join(ranks_per_node=8), [8], slowed=1.3)
+    job = build_job_from_profile(next(r for r in records if r.kind == "layer_profile"))
+    evidence = find_evidence([*records, records[-1]])
+    assert simulate_what_if(job, [job] * 3, join(ranks_per_node=8), [8], evidence=evidence) == [row]
 
 
 def test_copies_and_launches_are_part_of_a_predicted_step():

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
@@ -24,6 +25,8 @@ _DRAWS, _SEED = 40, 11
 _Z90 = 1.645
 # A free plan that is not this much better than one cap is not worth its length.
 _WORTH = 0.002
+# The least share of their speed that computing or a message is taken to have next to the other.
+_LEAST_RATE = 0.02
 
 
 class Evidence:
@@ -45,17 +48,28 @@ class Evidence:
         self.extras = [record for record in collectives if record.note == "buffers"]
         self.pairs = [record for record in records if isinstance(record, ChunksRecord)]
 
+    @cached_property
+    def too_short(self) -> list[StepRecord]:
+        """Disturbed steps that messages cost more time than they overlapped: it is not contention that was measured.
+        By the medians: a draw has the sizes that they have."""
+        resample = Resample()
+        backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
+        found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
+        return [record for record, overlap_s, delay_s in found if delay_s >= (1 - _LEAST_RATE) * overlap_s]
+
 
 @dataclass(frozen=True)
 class RankCosts:
     """What a wrapper and its messages cost a rank, whatever the network; None where it was not measured. `neighbours`
-    has, by the ranks of a host, how many times as long as in the profile a rank computes, the profile's own first."""
+    has, by the ranks of a host, how many times as long as in the profile a rank computes, the profile's own first.
+    Messages of the sizes `too_short` say nothing of contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
     contention: Contention | None = None
     neighbours: tuple[tuple[int, float], ...] = ((1, 1.0),)
     wrapper: str = ""
+    too_short: tuple[int, ...] = ()
 
 
 def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCurve | None = None) -> RankCosts:
@@ -67,10 +81,12 @@ def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCu
     backward_s = median(evidence.plain.phase("backward"))
     gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
     contention = _fit_contention(evidence, curve, resample, backward_s)
-    times = [(record.world_size, median(record.timing)) for record in evidence.together]
-    neighbours = tuple((count, max(1.0, time_s / times[0][1])) for count, time_s in times)
+    times = {record.world_size: median(record.timing) for record in evidence.together}  # each number of ranks once
+    first_s = next(iter(times.values()), 0.0)
+    neighbours = tuple((count, max(1.0, time_s / first_s)) for count, time_s in times.items())
     neighbours = neighbours or ((evidence.plain.world_size, 1.0),)
-    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbours, one.wrapper)
+    too_short = tuple(sorted({record.message_bytes for record in evidence.too_short}))
+    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbours, one.wrapper, too_short)
 
 
 def find_evidence(records: Sequence[Record]) -> Evidence | None:
@@ -92,6 +108,9 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
         columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
         sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
         lines.append(f"measured: while messages of {sizes} move, computing has {compute} of its speed, they {message}")
+    if rank.too_short:
+        sizes = " and ".join(map(format_bytes, rank.too_short))
+        lines.append(f"contention could not be measured with messages of {sizes}: too short for this backward")
     for count, factor in rank.neighbours[1:]:
         lines.append(f"measured: {count} ranks on the host, without messages, compute {factor:.2f} times as long")
     return lines
@@ -119,6 +138,8 @@ def fit_job(
     pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
     assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source).spread_over(curve)
+    if rank.too_short:
+        assumed = replace(assumed, basis=f"{assumed.basis} (messages were too short for this backward to measure it)")
     emulated = Contention(basis="an emulated network takes no core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0
@@ -131,7 +152,19 @@ def fit_job(
 
 
 def _limit(rate: float) -> float:
-    return min(1.0, max(0.02, rate))
+    return min(1.0, max(_LEAST_RATE, rate))
+
+
+def _find_s(record: StepRecord, name: str, resample: Resample) -> float:
+    # From the last rank's start on; a message that waits for a peer takes no core.
+    return resample.median(replace(record.phase(name), reducer="min"))
+
+
+def _find_overlap(record: StepRecord, resample: Resample, backward_s: float) -> tuple[float, float, float]:
+    """Seconds of a message, of the part of it before the end of backward, and by which it made backward longer."""
+    under_way_s = _find_s(record, "under_way", resample)
+    delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
+    return under_way_s, min(_find_s(record, "overlapped", resample), under_way_s), delay_s
 
 
 def _fit_contention(
@@ -141,17 +174,10 @@ def _fit_contention(
     Without a curve of them they were timed alone in the same rounds."""
     rates: dict[int, tuple[float, float, float]] = {}
     for record in evidence.disturbed:
-
-        def find_s(name: str, record: StepRecord = record) -> float:
-            # From the last rank's start on; a message that waits for a peer takes no core.
-            return resample.median(replace(record.phase(name), reducer="min"))
-
-        under_way_s = find_s("under_way")
-        overlapped_s = min(find_s("overlapped"), under_way_s)
-        if overlapped_s <= 0 or (curve is None and record.alone is None):
+        under_way_s, overlapped_s, delay_s = _find_overlap(record, resample, backward_s)
+        if record in evidence.too_short or overlapped_s <= 0 or (curve is None and record.alone is None):
             continue
-        alone_s = find_s("alone") if curve is None else curve.estimate_s(record.message_bytes)
-        delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
+        alone_s = _find_s(record, "alone", resample) if curve is None else curve.estimate_s(record.message_bytes)
         moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
         compute_rate = _limit(1 - delay_s / overlapped_s)
         # What arithmetic loses moves the message: a core is never idle while both want it.

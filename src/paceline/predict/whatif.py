@@ -75,14 +75,19 @@ class WhatIfRow:
 
 def _settle(job: Job, fabric: Fabric, rank: RankCosts, source: random.Random | None = None) -> RankCosts:
     """With contention as assumed where it was not measured; with a source, as it might be."""
-    # A sweep was measured between the ranks of one host; a named network is a link.
-    is_on_host = isinstance(fabric, MeasuredFabric)
-    return replace(rank, contention=rank.contention or Contention.assume(job.device, is_on_host, source=source))
+    assumed = Contention.assume(job.device, _is_on_host(fabric), source=source)
+    return replace(rank, contention=rank.contention or assumed)
+
+
+def _is_on_host(fabric: Fabric) -> bool:
+    """Whether it joins the ranks of one host, as a sweep does unless its nodes are known to be several. A named network
+    is a link."""
+    return isinstance(fabric, MeasuredFabric) and not 0 < fabric.ranks_per_node < max(fabric.ranks)
 
 
 def _build_costs(job: Job, fabric: Fabric, world_size: int, rank: RankCosts) -> MachineCosts:
     curve, contention = fabric.build_curve(world_size), rank.contention or Contention()
-    if job.device != "cpu" or not isinstance(fabric, MeasuredFabric):  # cores move the messages of a CPU host all along
+    if job.device != "cpu" or not _is_on_host(fabric):  # cores move the messages of a CPU host all along
         contention = contention.spread_over(curve)
     own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
     # Messages that are under way at once share the link: together they are no faster than one.

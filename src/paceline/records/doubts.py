@@ -47,6 +47,8 @@ _Timed = CollectiveRecord | MemoryRecord | ChunksRecord | _Step
 
 def _name(record: _Timed) -> str:
     """What distinguishes this record from the others on the same backend and ranks."""
+    if isinstance(record, StepRecord) and record.role == "together":
+        return f"{record.model}, {format_number_of(record.world_size, 'rank')} without messages"
     if isinstance(record, StepRecord):
         return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
     if isinstance(record, LayerProfileRecord | BatchRecord):
@@ -75,8 +77,9 @@ def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterato
         yield "unstable", timing.noise, spread
     elif abs(timing.drift) > 0.25:
         yield "drifting", abs(timing.drift), f"{timing.drift:+.0%}"
-    # A pass over memory waits for nobody.
-    if not isinstance(r, MemoryRecord) and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
+    # A pass over memory waits for nobody, nor do steps without messages.
+    waits = not isinstance(r, MemoryRecord) and getattr(r, "role", "") != "together"
+    if waits and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
         yield "skewed", (timing.skew_s or 0.0) / timing.median_s, ""
 
 

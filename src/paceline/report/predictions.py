@@ -550,7 +550,8 @@ class TuneResult(Result):
     def title(self) -> str:
         settings, step = self.tuning.settings, self.step
         ranks = format_number_of(step.world_size, "rank")
-        where = f"{settings.network}, {settings.network_ranks} ranks, emulated" if settings.network else ranks
+        sheet = f"{settings.network} as on its data sheet, {settings.network_ranks} ranks, emulated"
+        where = sheet if settings.network else ranks
         return f"{step.model} on {where}, wrapper {step.wrapper}, backend {step.backend}"
 
     @property

@@ -22,7 +22,7 @@ from paceline.predict.networks import MeasuredFabric, build_sweeps, find_network
 from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.doubts import add_busy, is_busy
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
@@ -435,9 +435,11 @@ class CommTableResult(Result):
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
         busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
-        for name, profile in zip(names, profiles, strict=True):
-            own = [r for r in self.only(StepRecord) if (r.model, r.batch_size) == (profile.model, profile.batch_size)]
-            evidence = find_evidence([profile, *own])
+        # What a profile carries follows it: two may be of the same job, on two devices or before and after a change.
+        places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
+        carried = [self.records[start:end] for start, end in itertools.pairwise([*places, None])]
+        for name, profile, own in zip(names, profiles, carried, strict=True):
+            evidence = find_evidence(own)
             for curve, networks, sweeps in parts:
                 for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
