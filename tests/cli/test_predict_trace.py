@@ -55,7 +55,6 @@ def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, sketched
     assert any(row.is_beyond for row in result.rows)  # a message half as large was never seen
     planned = simulate(result.job, result.model.cut_like(result.plan.bucket_bytes), result.costs).step_s
     assert planned <= result.best.estimate.step_s
-    assert not any("10gbe" in step for step in paceline.predict_trace(one_bucket, network="hdr").next_steps)
 
 
 def test_the_best_buckets_stay(tmp_path):
@@ -63,7 +62,14 @@ def test_the_best_buckets_stay(tmp_path):
     result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, cuts), "again.json"))
     assert result.verdict == "keep" and result.best is result.now
     assert result.candidate.gain[0] == pytest.approx(0, abs=0.01)
-    assert result.plan.bucket_bytes == result.traced.layout
+    assert result.next_steps and not paceline.predict_trace(tmp_path / "again.json", network="hdr").next_steps
+
+
+def test_the_plan_is_that_of_the_verdict(one_bucket):
+    used, kept = (paceline.predict_trace(one_bucket) for _ in range(2))
+    assert used.verdict == "use" and len(used.plan.buckets) > 1
+    kept.verdict, kept.best = "keep", kept.now  # as where a gain is not sure
+    assert kept.plan.bucket_bytes == kept.traced.layout == (sum(SIZES),)
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
 
 
@@ -91,7 +97,7 @@ def test_a_saved_run_gives_the_same_result_again(sketched, one_bucket, tmp_path)
 def test_all_ranks_in_one_file_as_our_own_trace_has_them(tmp_path):
     made = made_on_cpu(made_job(SIZES, READY, 31), MachineCosts(COSTS.curve, 2, pair_rate=0.5), (3, 8))
     ranks: list[RankTrace] = [read_ranks(build_document(made, rank=rank))[0] for rank in (0, 1)]
-    file = tmp_path / "trace.json.gz"
+    file = tmp_path / "ranks.json.gz"
     file.write_bytes(render_trace(merge_traces(ranks)))
     (tmp_path / "run.json").write_text('{"format": 1}')
     result = paceline.predict_trace(tmp_path)  # the folder of a run
