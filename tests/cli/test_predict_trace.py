@@ -53,6 +53,8 @@ def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, sketched
     assert low <= 1 - truth <= high and gain > 0.05
     assert JOB.cut(result.best.cap_bytes) == result.best.estimate.cuts
     assert any(row.is_beyond for row in result.rows)  # a message half as large was never seen
+    planned = simulate(result.job, result.model.cut_like(result.plan.bucket_bytes), result.costs).step_s
+    assert planned <= result.best.estimate.step_s
 
 
 def test_the_best_buckets_stay(tmp_path):
@@ -61,6 +63,14 @@ def test_the_best_buckets_stay(tmp_path):
     assert result.verdict == "keep" and result.best is result.now
     assert result.candidate.gain[0] == pytest.approx(0, abs=0.01)
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
+    assert result.next_steps and not paceline.predict_trace(tmp_path / "again.json", network="hdr").next_steps
+
+
+def test_the_plan_is_that_of_the_verdict(one_bucket):
+    used, kept = (paceline.predict_trace(one_bucket) for _ in range(2))
+    assert used.verdict == "use" and len(used.plan.buckets) > 1
+    kept.verdict, kept.best = "keep", kept.now  # as where a gain is not sure
+    assert kept.plan.bucket_bytes == kept.traced.layout == (sum(SIZES),)
 
 
 def test_steps_that_vary_much_are_doubtful(one_bucket):
@@ -87,8 +97,9 @@ def test_a_saved_run_gives_the_same_result_again(sketched, one_bucket, tmp_path)
 def test_all_ranks_in_one_file_as_our_own_trace_has_them(tmp_path):
     made = made_on_cpu(made_job(SIZES, READY, 31), MachineCosts(COSTS.curve, 2, pair_rate=0.5), (3, 8))
     ranks: list[RankTrace] = [read_ranks(build_document(made, rank=rank))[0] for rank in (0, 1)]
-    file = tmp_path / "trace.json.gz"
+    file = tmp_path / "ranks.json.gz"
     file.write_bytes(render_trace(merge_traces(ranks)))
+    (tmp_path / "run.json").write_text('{"format": 1}')
     result = paceline.predict_trace(tmp_path)  # the folder of a run
     assert result.traced.ranks == (0, 1) and result.traced.world_size == 2
     assert result.traced.layout == (16 * MIB, 5 * MIB)
@@ -129,6 +140,10 @@ def damage(folder: Path, how: str) -> list[Path]:
         return [write(folder, made), write(folder, made, "other.json", rank=1, world_size=4)]
     if how == "one rank alone":
         return [write(folder, made, world_size=1)]
+    if how == "two times":
+        later = build_document(made, rank=1) | {"baseTimeNanoseconds": 10**12}
+        file.write_text(json.dumps(later))
+        return [write(folder, made), file]
     assert how == "two jobs"
     return [write(folder, made), write(folder, made_on_cpu(cpu, costs, (1, 8)), "other.json", rank=1)]
 
@@ -138,7 +153,7 @@ def damage(folder: Path, how: str) -> list[Path]:
     [
         "malformed", "empty", "truncated", "no trace", "a list", "no events", "no rank", "odd events", "truncated gzip",
         "no such file", "no all-reduce", "no backward", "one rank alone", "one rank twice", "unlike world sizes",
-        "two jobs",
+        "two jobs", "two times",
     ],
 )  # fmt: skip
 def test_a_trace_that_cannot_be_used_is_refused_in_one_line(command, tmp_path, how):

@@ -113,7 +113,11 @@ def test_a_table_without_its_ranks_says_them_by_its_bandwidths(load, ranks):
         (list_ranks({"a": 2}) + "\n" + write_run({"b": 2}), "rank 0 is named twice"),
         (write_run({"a": 1}, factor=0.0), "one rank alone"),
         (TWO_NODES.replace(END, "12 3 float sum\n" + END), "4 cells where the header has 9"),
-        ("\n".join([write_row(1024, 4), NAMES]), "without the line above that names their columns"),
+        ("\n".join([write_row(1024, 4), NAMES]), "results of nccl-tests without its line"),
+        (write_row(1024, 4), "line 1: results of nccl-tests without its line"),
+        ("", "nor one of nccl-tests"),
+        (TWO_NODES.replace(write_row(2**20, 8), write_row(2**20, 8, more="  3")),
+         "line 14: 3 values of 1 MiB are wrong (#wrong)"),
         (NAMES, "no results below"),
     ],
 )  # fmt: skip

@@ -18,9 +18,11 @@ from paceline.predict.networks import (
     Network,
     build_measured_fabric,
     build_public_fabric,
+    describe_errors,
     find_links,
     find_network,
     find_networks,
+    list_networks,
 )
 from paceline.records import Summary
 
@@ -144,7 +146,7 @@ def test_a_sweep_serves_its_own_ranks_and_others_by_its_family(sweep, algorithm)
             expected = FamilyCurve("gloo", world, 1e-4, 1e9).estimate_s(size)
             assert fabric.build_curve(world).estimate_s(size) == pytest.approx(expected, rel=1e-6)
     assert fabric.build_curve(4).explain(10**6)[0] == "measured"
-    assert fabric.build_curve(1024).explain(10**6)[0] == "gloo, measured on 4"
+    assert fabric.build_curve(1024).explain(10**6)[0] == "scaled from 4 ranks as gloo"
     assert fabric.build_curve(4).explain(10**6)[1] == "" != fabric.build_curve(1024).explain(10**6)[1]
     assert fabric.build_curve(1).estimate_s(10**6) == 0
 
@@ -201,8 +203,8 @@ def test_shared_memory_is_preferred_for_the_backend_that_has_it(sweep):
 @pytest.mark.parametrize(
     ("make", "backend", "algorithm", "error", "words"),
     [
-        (lambda s: [*s(), *s(backend="nccl")], None, "auto", ConfigError, "gloo on cpu in float32; nccl on cpu"),
-        (lambda s: [*s(), *s(dtype="bfloat16")], "gloo", "auto", ConfigError, "several curves"),
+        (lambda s: [*s(), *s(backend="nccl")], None, "auto", ConfigError, "nccl on cpu in float32.*--backend"),
+        (lambda s: [*s(), *s(dtype="bfloat16")], "gloo", "auto", ConfigError, "keep the rows of one dtype"),
         (lambda s: s(), "nccl", "auto", ConfigError, "there is gloo"),
         (lambda s: s(), None, "two-level", ConfigError, "cannot be fitted to one sweep"),
         (lambda s: s(collective="broadcast"), None, "auto", RecordError, "no all-reduce"),
@@ -287,7 +289,8 @@ def test_ranks_on_one_node_say_little_of_ranks_on_several(sweep):
     node = build_measured_fabric(on_nodes(records, lambda n: 1), None)
     unknown = build_measured_fabric(records, None)
     assert (node.ranks_per_node, unknown.ranks_per_node) == (4, 0)
-    here, there = (fabric.build_curve(8) for fabric in (unknown, node))
+    inside = replace(unknown, ranks_per_node=8)
+    here, there = (fabric.build_curve(8) for fabric in (inside, node))
     assert "8 ranks are on several nodes, and all that was measured on one" in there.explain(10**6)[1]
     assert here.explain(10**6)[1] == ""
     assert there.estimate_s(1000) == pytest.approx(1.5 * here.estimate_s(1000))
@@ -296,8 +299,31 @@ def test_ranks_on_one_node_say_little_of_ranks_on_several(sweep):
     def width(fabric, ranks: int) -> float:
         return math.log(replace(fabric, shift=1.0).build_curve(ranks).estimate_s(10**6))
 
-    wide, narrow = (width(f, 8) - math.log(f.build_curve(8).estimate_s(10**6)) for f in (node, unknown))
+    wide, narrow = (width(f, 8) - math.log(f.build_curve(8).estimate_s(10**6)) for f in (node, inside))
     assert wide > 0.5 > narrow > 0.2
+    # Nobody says how many share a node: as wide, and doubtful; but no time is known to be another.
+    asked = unknown.build_curve(8)
+    assert "share a node is not known: give --ranks-per-node" in asked.explain(10**6)[1]
+    assert asked.estimate_s(10**6) == pytest.approx(here.estimate_s(10**6))
+    assert width(unknown, 8) - math.log(asked.estimate_s(10**6)) == pytest.approx(wide)
+    assert not unknown.build_curve(4).explain(10**6)[1] and not unknown.build_curve(3).explain(10**6)[1]
+    one = build_measured_fabric(records, None, ranks_per_node=1)
+    assert one.ranks_per_node == 1 and not one.build_curve(8).explain(10**6)[1]
+
+
+def test_shared_memory_never_leaves_its_host(sweep):
+    shared = build_measured_fabric(sweep(backend="shm", algorithm="shared"), None)
+    assert shared.ranks_per_node == 0 and not shared.build_curve(8).explain(10**6)[1]
+
+
+def test_only_what_is_used_is_in_the_words_on_errors(sweep):
+    measured, sheet, public = build_measured_fabric(sweep(), None), find_network("hdr"), find_network("a100-hdr")
+    kinds = ([measured], [measured, AssumedFabric(sheet, OUT)], [measured, AssumedFabric(public, OUT)])
+    texts = [describe_errors(list_networks(fabrics)) for fabrics in kinds]
+    assert [("data sheet" in text, "published" in text) for text in texts] == [
+        (False, False), (True, False), (False, True),
+    ]  # fmt: skip
+    assert all("from one node to several" in text for text in texts)
 
 
 def test_the_first_node_boundary_is_crossed_only_once(sweep):
@@ -305,8 +331,8 @@ def test_the_first_node_boundary_is_crossed_only_once(sweep):
     fabric = build_measured_fabric(records, None)
     assert fabric.ranks_per_node == 8
     # 12 is nearer to 16 than to 8 by side, not by distance; 32 has no doubt, as 16 are on two nodes already.
-    assert "measured on 16" in fabric.build_curve(12).explain(10**6)[0]
-    assert "measured on 8" in fabric.build_curve(7).explain(10**6)[0]
+    assert "from 16 ranks" in fabric.build_curve(12).explain(10**6)[0]
+    assert "from 8 ranks" in fabric.build_curve(7).explain(10**6)[0]
     assert not fabric.build_curve(32).explain(10**6)[1]
     beyond = build_measured_fabric([record for record in records if record.world_size == 16], None)
     assert "8 ranks are on one node, and all that was measured on several" in beyond.build_curve(8).explain(10**6)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -157,6 +158,40 @@ def test_the_flags_of_unused_parameters_are_no_bucket():
     )
     (step,) = read(made)
     assert step.layout == (8 * MIB, 8 * MIB, 3 * MIB, 2 * MIB)
+
+
+def test_what_another_node_than_a_hook_reduces_is_no_bucket():
+    """As SyncBatchNorm does, in its own node of autograd."""
+    plain = read(made_on_cpu(JOB, FREE, CUTS, num_steps=2))
+    made = made_on_cpu(JOB, FREE, CUTS, num_steps=2)
+    for first in [e["ts"] / 1e3 for e in made.events if e["name"] == f"{NODE}NllLossBackward0"]:
+        made.op(f"{NODE}SyncBatchNormBackward", first + 1, first + 2)
+        made.op("c10d::allreduce_", first + 1.1, first + 1.2, **{"Input Dims": [[[64]]], "Input type": ["TensorList"]})
+        made.add("user_annotation", "gloo:all_reduce", first + 1.2, first + 1.9)
+    steps = read(made)
+    assert [step.num_other for step in steps] == [1, 1] and [step.num_other for step in plain] == [0, 0]
+    assert [replace(step, num_other=0) for step in steps] == plain
+    assert any("other traffic: 1 all-reduce a step" in note for note in TracedJob(steps).notes)
+    assert not any("other traffic" in note for note in TracedJob(plain).notes)
+
+
+def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():
+    one, other = (read(made_on_cpu(JOB, FREE, CUTS), rank=rank) for rank in (0, 1))
+    away = [replace(step, host="other") for step in other]
+    jobs = [TracedJob(steps) for steps in (one, [*one, *other], [*one, *away])]
+    assert [job.nodes for job in jobs] == [0, 1, 2]
+    doubts = [job.build_fabric().build_curve(4).explain(MIB)[1] for job in jobs]
+    assert "share a node is not known" in doubts[0] and "on several nodes" in doubts[1] and not doubts[2]
+    assert not jobs[0].build_fabric(ranks_per_node=1).build_curve(4).explain(MIB)[1]
+
+
+def test_a_factor_that_is_not_enough_is_the_nearer_end_and_doubtful():
+    steps = read(made_on_cpu(JOB, FREE, CUTS))
+    assert not TracedJob(steps).is_off
+    # Much longer than its parts: messages twice as long are not enough.
+    longer = TracedJob(steps)._calibrate(*TracedJob(steps).fit[:2], 0.2)
+    shorter = TracedJob(steps)._calibrate(*TracedJob(steps).fit[:2], 0.02)
+    assert (longer.factor, shorter.factor) == (2.0, 0.5)
 
 
 def test_steps_with_other_buckets_are_left_out():

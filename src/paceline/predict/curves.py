@@ -311,7 +311,7 @@ def scale_curve(measured: MeasuredCurve, there: FamilyCurve, here: FamilyCurve) 
 
     def explain(num_bytes: float) -> tuple[str, str]:
         is_own = here.world_size == there.world_size
-        name = "measured" if is_own else f"{here.algorithm}, measured on {there.world_size}"
+        name = "measured" if is_own else f"scaled from {there.world_size} ranks as {here.algorithm}"
         # The sizes are those of this curve: the fit may have seen larger ones on other ranks.
         return name, "; ".join(filter(None, (here.explain(0)[1], measured.explain(num_bytes)[1])))
 

@@ -165,16 +165,17 @@ def find_links(text: str) -> list[Network]:
     return found
 
 
-def describe_errors() -> str:
-    """What the intervals allow for, in words."""
-    sheet, site = (
-        " to ".join(f"{100 * sd:.0f} %" for sd in (max(errors)[1], max(sd for _, sd in errors)))
-        for errors in (SHEET_ERRORS, SITE_ERRORS)
-    )
-    return (
-        f"{sheet} (one sd) on a data sheet and {site} on a published network, more for small messages; on other ranks "
-        f"{ERROR_PER_DOUBLING:.0%} for twice as many, and {FIRST_NODE_ERROR:.0%} from one node to several"
-    )
+def describe_errors(networks: Iterable[Network]) -> str:
+    """What the intervals allow for (one standard deviation), in words: that of names only where there are such."""
+    used = {bool(network.sweeps) for network in networks}
+    kinds = ((False, "a data sheet", SHEET_ERRORS), (True, "a published network", SITE_ERRORS))
+    named = [
+        f"{max(errors)[1]:.0%} to {max(sd for _, sd in errors):.0%} on {what}, more for small messages"
+        for is_public, what, errors in kinds
+        if is_public in used
+    ]
+    others = f"{ERROR_PER_DOUBLING:.0%} for twice as many, and {FIRST_NODE_ERROR:.0%} from one node to several"
+    return "; ".join([*named, f"on other ranks {others}"])
 
 
 @dataclass(frozen=True)
@@ -324,6 +325,11 @@ class MeasuredFabric:
         """Whether so many ranks are on several nodes."""
         return 0 < self.ranks_per_node < world_size
 
+    def _may_be_beyond(self, world_size: int) -> bool:
+        """Whether so many ranks may be on more nodes than those that were measured, and nobody says."""
+        is_shared = self.fits[0].algorithm == "shared"  # whose ranks are on one host, however many
+        return not self.ranks_per_node and not is_shared and world_size > max(self.ranks)
+
     def _estimate_crowd(self, world_size: int) -> float:
         """How many times as long messages take since threads wait for a core."""
         here = min(world_size, self.ranks_per_node or world_size)
@@ -348,6 +354,9 @@ class MeasuredFabric:
             here, there = ("several nodes", "one") if is_beyond else ("one node", "several")
             doubt = f"{world_size:,} ranks are on {here}, and all that was measured on {there}"
             doubt += " (name a --network with --ranks-per-node)" if is_beyond else ""
+        elif self._may_be_beyond(world_size):
+            error = math.hypot(error, FIRST_NODE_ERROR)
+            doubt = f"how many of {world_size:,} ranks share a node is not known: give --ranks-per-node"
         if not self.shift and not doubt:
             return scaled
 
@@ -370,6 +379,16 @@ class MeasuredFabric:
 
 
 Fabric = AssumedFabric | MeasuredFabric
+
+
+def list_networks(fabrics: Iterable[Fabric]) -> list[Network]:
+    """The networks by name that fabrics are made of; the one inside nodes only where there are such."""
+    found: list[Network | MeasuredFabric] = []
+    for fabric in fabrics:
+        if isinstance(fabric, AssumedFabric):
+            has_nodes = fabric.ranks_per_node > 1 and fabric.network.ranks_per_node == 1
+            found += [fabric.network, *([fabric.inside] if has_nodes else [])]
+    return [network for network in found if isinstance(network, Network)]
 
 
 def build_measured_fabric(
@@ -395,7 +414,9 @@ def build_measured_fabric(
         records = [record for record in records if record.memory == memory] or records
     kinds = sorted({f"{_name(record)} on {record.device} in {record.dtype}" for record in records})
     if len(kinds) > 1:
-        raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
+        is_of_one = len({(_name(record), record.device) for record in records}) == 1
+        remedy = "keep the rows of one dtype" if is_of_one else "choose one with --backend"
+        raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): {remedy}")
     if len(sources := dict.fromkeys(record.note for record in records if record.source == "imported")) > 1:
         raise ConfigError(f"the table has several sources ({'; '.join(sources)}): keep the rows of one")
     own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
@@ -412,7 +433,7 @@ def build_measured_fabric(
     if not sweeps:
         raise RecordError("the run has one size for each number of ranks: a curve needs two or more")
     fits_host = max(cores, *(record.world_size for record in records)) if cores else 0
-    per_node = find_ranks_per_node(records, ranks_per_node or fits_host)
+    per_node = find_ranks_per_node(records, ranks_per_node if ranks_per_node > 1 else fits_host or ranks_per_node)
     return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits, per_node, cores)
 
 
@@ -424,9 +445,9 @@ def find_ranks_per_node(records: Sequence[CollectiveRecord], given: int = 0) -> 
         if found and record.nodes not in (0, math.ceil(record.world_size / found)):
             has = f"{record.world_size} ranks on {record.nodes} and others with {found} on a node"
             raise RecordError(f"the sweep has {has}: keep the rows of one kind of node")
-    if given and (found not in (0, given) or given < least):
+    if given > 1 and (found not in (0, given) or given < least):
         raise ConfigError(f"--ranks-per-node {given}: the sweep was measured with {found or least} on a node")
-    return found or given or least
+    return found or max(given, least)
 
 
 def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:

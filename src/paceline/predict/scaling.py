@@ -430,6 +430,6 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
         ]
     lines.append(
         f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on "
-        f"computing for each doubling away from what was measured, and on messages {describe_errors()}"
+        f"computing for each doubling away from what was measured, and on messages {describe_errors(networks)}"
     )
     return lines

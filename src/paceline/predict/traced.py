@@ -75,11 +75,12 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
         first, reached, previous = reached + begin - previous, device.find_end(begin, end), end
         inside = [backward for backward in backwards if begin <= backward.begin < end]
         sent = [_pair(backward, calls, messages, device) for backward in inside]
-        chosen = max((k for k, pairs in enumerate(sent) if pairs), default=len(inside) - 1)
-        alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k]]
+        chosen = max((k for k, one in enumerate(sent) if one.pairs), default=len(inside) - 1)
+        alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k].pairs]
         if inside:
-            step = _build_step(trace, len(steps), inside[chosen], sent[chosen], sizes, device, (first, reached))
-            steps.append(replace(step, alone_s=tuple((last - first) * 1e-6 for first, last in alone)))
+            step = _build_step(trace, len(steps), inside[chosen], sent[chosen].pairs, sizes, device, (first, reached))
+            alone_s = tuple((last - first) * 1e-6 for first, last in alone)
+            steps.append(replace(step, alone_s=alone_s, num_other=sent[chosen].num_other))
     refuse(
         (not steps, "it has no whole step: trace two or more, up to the end of an optimizer step"), error=RecordError
     )
@@ -180,15 +181,39 @@ def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     return messages, [e for e in timed if e.get("cat") == "cpu_op" and _LAUNCH.match(e["name"])]
 
 
-def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> list[_Pair]:
+class _Sent(NamedTuple):
+    """The buckets of a backward, and how many all-reduces inside it are none."""
+
+    pairs: list[_Pair]
+    num_other: int
+
+
+def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> _Sent:
     """The all-reduces of a backward. Every backend begins them in the order of the calls, so that the first ones are
-    its own; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket."""
+    its own; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket; nor
+    is what another node of autograd than a gradient's hook launches, such as that of SyncBatchNorm."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
-    sent = [e for e, moment in zip(messages, moments, strict=True) if backward.begin <= moment < backward.limit]
+    launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
+    sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
-    first: Sequence[Event | None] = own or [None] * len(sent)
-    pairs = [_Pair(call, event) for call, event in zip(first, sent, strict=False)]
-    return [pair for pair in pairs if not _name_type(pair.message, pair.call).startswith(_INTEGERS)]
+    # Where no hook launched one, those behind the nodes are of the end of backward.
+    rest = [] if any(_is_of_hook(backward, e) for e in own) else [None] * max(0, len(sent) - len(own))
+    pairs = [_Pair(call, event) for call, event in zip([*own, *rest], sent, strict=False)]
+    pairs = [pair for pair in pairs if not _name_type(pair.message, pair.call).startswith(_INTEGERS)]
+    buckets = [pair for pair in pairs if _is_of_hook(backward, pair.call)]
+    return _Sent(buckets, len(pairs) - len(buckets))
+
+
+def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
+    """Whether a hook of a gradient made the call, or no node on its thread did. Another node may have hooks in it: it
+    may run a backward of its own."""
+    if call is None or call["cat"] == BUCKET:
+        return True
+    around = [
+        node["name"] for node in backward.nodes
+        if node["ts"] <= call["ts"] <= _end(node) and node.get("tid") == call.get("tid")
+    ]  # fmt: skip
+    return not around or any(name.endswith(_ACCUMULATE) for name in around)
 
 
 def _build_step(

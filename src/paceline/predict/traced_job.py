@@ -44,6 +44,8 @@ _ERROR_OF_TWICE = 0.05
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
 # Messages are made faster or slower by no more than this to reproduce the traced step.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+# A change of the step by less than this share says nothing of its messages.
+_HIDDEN = 0.01
 
 
 class _Split(NamedTuple):
@@ -99,7 +101,9 @@ class TracedJob:
         last = self.steps[-1]
         self.device, self.backend, self.world_size = last.device, last.backend, last.world_size
         # One trace does not tell where the others are.
-        self.is_on_host = self.device == "cpu" and len({record.host for record in records}) == 1
+        hosts = {record.host for record in records}
+        self.is_on_host = self.device == "cpu" and len(hosts) == 1
+        self.nodes = len(hosts) if len(self.ranks) == self.world_size and all(hosts) else 0
         self.step_s = statistics.median(step.step_s for step in self.steps)
         self.exposed_s = statistics.median(step.exposed_s for step in self.steps)
         alone = [step.backward_s for step in of_rank if not step.messages]
@@ -146,6 +150,11 @@ class TracedJob:
         return max(self.layout) >= 2 * min(self.layout)
 
     @property
+    def is_off(self) -> bool:
+        """Whether no factor on messages within the allowed ones reproduces the traced step."""
+        return self.fit.factor in (_LEAST_FACTOR, _MOST_FACTOR)
+
+    @property
     def notes(self) -> list[str]:
         """What had to be assumed, a line each."""
         last, sizes, curve = self.steps[-1], sorted(set(self.layout)), self.fit.costs.curve
@@ -153,12 +162,16 @@ class TracedJob:
         latency = format_duration(curve.estimate_s(1))
         told = "from their sizes" if self.has_latency else "assumed, for their sizes are alike"
         waits = "from the last rank's arrival" if len(self.compared) > 1 else "with its wait for later ranks"
+        num_other = max(step.num_other for step in self.steps)
+        other = f"other traffic: {format_number_of(num_other, 'all-reduce')} a step inside backward that no hook of a "
+        other += "gradient launched, such as those of SyncBatchNorm: no buckets, and their time stays in backward"
         by = "the trace has their shapes" if last.are_sizes_known else "the bytes of each bucket by the times of copies"
         return [
             f"gradients: {len(self.gradients)}, {format_bytes(self.fit.job.num_bytes)}; their sizes: {by}",
             f"all-reduce: {format_number_of(len(self.layout), 'message')} of {seen} a step, each {waits}; a message "
             f"takes {latency} without its bytes, {told}: known to a factor of {_LATENCY_FACTOR:g}",
             f"contention: {self.fit.costs.contention.basis}",
+            *([other] if num_other else []),
         ]
 
     @property
@@ -168,19 +181,19 @@ class TracedJob:
         contention = costs.contention if self.has_contention else None
         return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
 
-    def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 1) -> MeasuredFabric:
-        """Its messages as a sweep of all-reduce, for other numbers of ranks."""
+    def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 0) -> MeasuredFabric:
+        """Its messages as a sweep of all-reduce, for other numbers of ranks; `ranks_per_node` is 0 where it is not
+        given."""
         curve = self.fit.costs.curve
         assert isinstance(curve, MeasuredCurve)
         points = [
             CollectiveRecord(
                 collective="all_reduce", backend=self.backend, device=self.device, dtype="float32", op="sum",
-                world_size=self.world_size, num_bytes=size, timing=Samples(((seconds,),)),
+                world_size=self.world_size, num_bytes=size, timing=Samples(((seconds,),)), nodes=self.nodes,
             )
             for size, seconds in zip(curve.sizes, curve.seconds, strict=True)
         ]  # fmt: skip
-        per_node = ranks_per_node if ranks_per_node > 1 else 0
-        return build_measured_fabric(points, None, algorithm, ranks_per_node=per_node)
+        return build_measured_fabric(points, None, algorithm, ranks_per_node=ranks_per_node)
 
     def _build_gradients(self) -> tuple[Gradient, ...]:
         """Their bytes change between steps only where they were shared by times: there they are a mean."""
@@ -259,9 +272,13 @@ class TracedJob:
         def scale(factor: float) -> MachineCosts:
             return replace(costs, curve=MeasuredCurve(curve.sizes, tuple(factor * s for s in curve.seconds)))
 
-        error, factor = simulate(job, cuts, costs).step_s / step_s - 1, 1.0
         low, high = _LEAST_FACTOR, _MOST_FACTOR
-        if simulate(job, cuts, scale(low)).step_s < step_s < simulate(job, cuts, scale(high)).step_s:
+        least_s, own_s, most_s = (simulate(job, cuts, scale(each)).step_s for each in (low, 1.0, high))
+        error, factor = own_s / step_s - 1, 1.0
+        if not least_s < step_s < most_s:  # the nearer end, unless messages are hidden and it changes nothing
+            end, there_s = (low, least_s) if step_s <= least_s else (high, most_s)
+            factor = end if abs(there_s - own_s) > _HIDDEN * step_s else 1.0
+        else:
             for _ in range(16):
                 factor = (low + high) / 2
                 low, high = (factor, high) if simulate(job, cuts, scale(factor)).step_s < step_s else (low, factor)

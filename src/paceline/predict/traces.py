@@ -84,6 +84,12 @@ def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1)
     return RankTrace(rank, world_size, device, str(document.get("host_name", "")), origin_ns, events, properties)
 
 
+def find_span(trace: RankTrace) -> tuple[int, int]:
+    """When a trace begins and ends, in ns of the Unix clock."""
+    ends = (event["ts"] + event.get("dur", 0.0) for event in trace.events if event["ph"] != "M")
+    return trace.origin_ns, trace.origin_ns + round(max(ends, default=0.0) * 1e3)
+
+
 def read_ranks(document: Any) -> list[RankTrace]:
     """The ranks in a trace: one as torch's profiler exports it, which says which one it is, or all of those that
     `merge_traces` made one of. RecordError where it is neither."""

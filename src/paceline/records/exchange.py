@@ -189,7 +189,9 @@ def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
             below = itertools.takewhile(itemgetter(1), enumerate(rows[number:], number + 1))
             values = [(n, cells) for n, cells in below if not all(re.fullmatch(r":?-+:?", cell) for cell in cells)]
             return [(number, header), *values]
-    raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
+    raise RecordError(
+        f"{path} has no table with the columns Backend, Processes, Size and Time (ms), nor one of nccl-tests"
+    )
 
 
 def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.errors import RecordError
 from paceline.records.kinds import CollectiveRecord, bus_factor
 from paceline.records.samples import Summary
+from paceline.units import format_bytes
 
 _DTYPES = {
     "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "int8": "int8",
@@ -59,8 +60,9 @@ class _Run:
 
 
 def is_nccl_text(text: str) -> bool:
-    """Whether a text has the header of nccl-tests' table."""
-    return any(_find_header(line) for line in text.splitlines())
+    """Whether a text has the header of nccl-tests' table, or lines of it."""
+    lines = [_PREFIX.sub("", line) for line in text.splitlines()]
+    return any(_find_header(line) or _find_cells(line) for line in lines)
 
 
 def _find_header(line: str) -> list[str] | None:
@@ -85,7 +87,9 @@ def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
                 runs.append(_Run())
         elif cells := _find_cells(line):
             if columns is None:
-                raise RecordError(f"{path}, line {number}: results without the line above that names their columns")
+                raise RecordError(
+                    f"{path}, line {number}: results of nccl-tests without its line `# size count ...` above"
+                )
             runs[-1].rows.append(_read_row(path, number, columns, cells))
     runs = [run for run in runs if run.rows]
     if not runs:
@@ -179,6 +183,9 @@ def _build_records(path: Path, run: _Run) -> list[CollectiveRecord]:
             raise RecordError(
                 f"{row.place}: redop {row.op} with root {row.root} is no all-reduce, and only that is read"
             )
+        if row.num_wrong:
+            what = f"{row.num_wrong} values of {format_bytes(row.num_bytes)} are wrong (#wrong)"
+            raise RecordError(f"{row.place}: {what}: what is not an all-reduce has no time; run nccl-tests again")
         try:
             records.append(CollectiveRecord(
                 collective="all_reduce", backend="nccl", device="cuda", world_size=world_size, num_bytes=row.num_bytes,

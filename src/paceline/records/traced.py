@@ -34,7 +34,7 @@ class TracedStepRecord(Record):
     `gradient_bytes` are of the gradients in the order in which they were ready. `alone_s` are the backwards of the step
     that sent nothing: those of `no_sync`. `launch_s` is what the host needs to hand over a message; 0 where the device
     computes meanwhile. `are_sizes_known` says whether the trace has the sizes of gradients, or only those of messages.
-    A step without messages sent nothing."""
+    A step without messages sent nothing. `num_other` all-reduces inside backward were not of gradients."""
 
     kind: ClassVar[str] = "traced_step"
     rank: int
@@ -52,6 +52,7 @@ class TracedStepRecord(Record):
     alone_s: tuple[float, ...] = ()
     launch_s: float = 0.0
     are_sizes_known: bool = True
+    num_other: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -132,8 +132,7 @@ class PredictResult(Result):
     @staticmethod
     def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
         """The measured fabric of a prediction with this configuration, if it has one."""
-        per_node = config["ranks_per_node"] or 1
-        host = {"ranks_per_node": per_node if per_node > 1 else 0, "cores": config.get("cores", 0)}
+        host = {"ranks_per_node": config["ranks_per_node"] or 0, "cores": config.get("cores", 0)}
         return build_measured_fabric(sweep, config["backend"], config["algorithm"], **host) if sweep else None
 
     @property

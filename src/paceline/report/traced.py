@@ -91,8 +91,7 @@ class TracedResult(Result):
         self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self._build_row("best", choice.estimate.cuts)
-        gain, low, _ = self.candidate.gain
-        self.verdict = "use" if low > 0 and gain > PLATEAU else "keep"
+        self.verdict = "use" if _is_sure(self.candidate.gain) else "keep"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
@@ -107,7 +106,8 @@ class TracedResult(Result):
     def fabrics(self) -> list[Fabric]:
         config, per_node = self.config, self.config["ranks_per_node"] or 1
         if config["network"] is None:
-            return [self.traced.build_fabric(config["algorithm"], per_node)] if config["ranks"] else []
+            given = config["ranks_per_node"] or 0
+            return [self.traced.build_fabric(config["algorithm"], given)] if config["ranks"] else []
         inside, algorithm = find_network(config["inside"] or "nvlink"), config["algorithm"]
         return [AssumedFabric(network, inside, per_node, algorithm) for network in find_networks(config["network"])]
 
@@ -119,11 +119,15 @@ class TracedResult(Result):
 
     @cached_property
     def plan(self) -> Plan:
-        """The best buckets, with a cap for each where that is better, which torch 2.13 can take. Gradients are in ready
-        order."""
-        free = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s))
-        cuts = min((self.best.estimate.cuts, free), key=lambda cuts: simulate(self.job, cuts, self.costs).step_s)
-        return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, "free, from a trace")
+        """The buckets of the verdict: the traced ones where those stay, and else the best ones, with a cap for each
+        where that is as sure and better, which torch 2.13 can take. Gradients are in ready order."""
+        cuts, label = self.best.estimate.cuts, "traced"
+        if self.verdict == "use":
+            free, label = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s)), "from a trace"
+            first_s, other_s = (simulate(self.job, each, self.costs).step_s for each in (cuts, free))
+            if other_s < first_s and _is_sure(self.model.estimate_gain(free, self._now_cuts)):
+                cuts, label = free, "free, from a trace"
+        return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, label)
 
     @property
     def answer(self) -> str:
@@ -181,6 +185,11 @@ class TracedResult(Result):
             )
         if traced.spread > _NOISY:
             lines.append(f"doubtful: the traced steps vary by {traced.spread:.0%}; trace again on a quiet machine")
+        if traced.is_off:
+            lines.append(
+                f"doubtful: messages {traced.fit.factor:g} times as long, the limit, do not give the traced step; "
+                "trace more steps, and all ranks"
+            )
         if any(row.is_beyond for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
@@ -211,7 +220,7 @@ class TracedResult(Result):
     def next_steps(self) -> Sequence[str]:
         if self.verdict == "use":
             return (f"DistributedDataParallel(model, bucket_cap_mb={self.best.cap_mib:g})",)
-        return ("paceline predict --trace FILE... --network 10gbe --ranks 8,64",)
+        return () if self.elsewhere else ("paceline predict --trace FILE... --network 10gbe --ranks 8,64",)
 
     def to_json(self) -> dict[str, Any]:
         traced, best = self.traced, self.best
@@ -223,6 +232,10 @@ class TracedResult(Result):
             "device": traced.device, "rank": traced.rank, "num_steps": len(traced.steps),
             "plan": _read_arguments(self.plan), "source": "simulated",
         }  # fmt: skip
+
+
+def _is_sure(gain: tuple[float, float, float]) -> bool:
+    return gain[1] > 0 and gain[0] > PLATEAU
 
 
 def round_cap(low_bytes: int, high_bytes: int) -> int:

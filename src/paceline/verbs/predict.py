@@ -166,40 +166,57 @@ def predict_trace(
 def _list_traces(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
-    found = sorted(path for path in place.glob("*trace*.json*") if path.is_file())
-    refuse((not found, f"--trace {place}: no file named *trace*.json or *trace*.json.gz is in this folder"))
+    found = sorted(path for path in place.iterdir() if path.name.endswith((".json", ".json.gz")) and path.is_file())
+    found = [path for path in found if _is_trace(path)]
+    refuse((not found, f"--trace {place}: no *.json or *.json.gz of this folder is a trace of torch.profiler"))
     return found
+
+
+def _is_trace(file: Path) -> bool:
+    """Whether it has events, or cannot be read, which the one who reads it says."""
+    try:
+        return b'"traceEvents"' in _read_content(file)
+    except (OSError, EOFError, zlib.error):
+        return True
 
 
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
     """The steps in the traces of one job. RecordError says what is wrong with which file."""
     from paceline.predict.traced import read_steps
-    from paceline.predict.traces import read_ranks
+    from paceline.predict.traces import find_span, read_ranks
 
     seen: dict[int, tuple[Path, int]] = {}
+    spans: dict[str, tuple[Path, int, int]] = {}  # the first of each host
     records: list[TracedStepRecord] = []
     for file in files:
         try:
             for trace in read_ranks(_load_document(file)):
                 first, _ = seen.setdefault(trace.rank, (file, trace.world_size))
                 others = {size for _, size in seen.values()} - {trace.world_size}
+                begin, end = find_span(trace)
+                beside, least, most = spans.setdefault(trace.host, (file, begin, end))
                 there = f"it is of {trace.world_size} ranks, and others are of {min(others, default=0)}"
                 refuse(
                     (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace of each rank"),
                     (others, f"{there}: give the traces of one job"),
+                    (trace.host and (end < least or most < begin),
+                     f"it was made at another time than {beside}, on one host: give the traces of one run"),
                     error=RecordError,
-                )
+                )  # fmt: skip
                 records += read_steps(trace)
         except RecordError as error:
             raise RecordError(f"--trace {file}: {error}", code=error.code) from None
     return tuple(records)
 
 
+def _read_content(file: Path) -> bytes:
+    content = file.read_bytes()
+    return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+
+
 def _load_document(file: Path) -> Any:
     try:
-        content = file.read_bytes()
-        text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-        return json.loads(text.decode(errors="replace"))
+        return json.loads(_read_content(file).decode(errors="replace"))
     except OSError as error:  # also what is wrong with the checksum of a gzip
         raise RecordError(f"it cannot be read: {error.strerror or error}", code="missing") from None
     except (EOFError, zlib.error, ValueError) as error:
