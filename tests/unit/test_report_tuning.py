@@ -114,6 +114,7 @@ def test_the_race_decides(times_s, spread, verdict, words):
     assert [row["plan"] for row in rows] == list(confirmed)
     assert [row["measured_s"] for row in rows] == pytest.approx(times_s, rel=0.03)
     assert [row["status"] for row in rows][place] == ("use" if place else "keep")
+    assert rows[0]["status"] == ("beaten" if verdict == "use" else "keep")
     labels = set(plot_race(result, "a box").axes[0].get_legend_handles_labels()[1])
     assert {"to use" if place else "to keep", "predicted", "within 1 % of the default"} <= labels
 

@@ -656,9 +656,11 @@ def _say_difference(ratio: Interval) -> str:
 def _say_status(race: Race, label: str) -> str:
     if label == race.winner:
         return "keep" if label == DEFAULT else "use"
+    if label == DEFAULT:
+        return "beaten"
     if race.to_default[label].is_flat:
         return "within 1 %"
-    return "" if label in race.left else "slower" if label != DEFAULT else "beaten"
+    return "" if label in race.left else "slower"
 
 
 def describe_errors(tuning: Tuning) -> list[str]:
