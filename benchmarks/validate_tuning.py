@@ -260,7 +260,7 @@ def list_scores(points: Sequence[Judged]) -> list[str]:
 
 
 def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
-    """Every run by itself: other bucket sizes are all that is held out."""
+    """Every run on its own: other bucket sizes are all that is held out."""
     rows = []
     for run in runs:
         race, verdict, gain = run.result.tuning.race, run.result.verdict, ""

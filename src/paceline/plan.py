@@ -149,6 +149,14 @@ class Plan:
                 return {"bucket_cap_mb": sizes[0]} if caps is uniform else {"bucket_cap_mb_list": sizes}
         raise ConfigError("torch's closing rule cannot make this plan for its mix of dtypes")
 
+    @property
+    def fits_torch(self) -> bool:
+        """Whether `as_torch_kwargs` has an answer."""
+        try:
+            return bool(self.as_torch_kwargs())
+        except ConfigError:
+            return False
+
 
 def plan_like_torch(
     gradients: Sequence[Gradient], ready_order: Iterable[int],

@@ -2,7 +2,7 @@
  *
  * The ranks of a round are threads of one process (for ThreadSanitizer) or forked processes (for AddressSanitizer). All
  * of them draw the same script from the same seed; where a vector lies, and whether an operation is run or submitted and
- * when it is waited for, each rank draws by itself. A round ends with everybody closing, with ranks that ask for
+ * when it is waited for, each rank draws on its own. A round ends with everybody closing, with ranks that ask for
  * different things, with one that leaves while others wait, or with one that is killed. */
 #define _GNU_SOURCE
 #include "operations.h"

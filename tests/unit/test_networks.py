@@ -18,7 +18,7 @@ from paceline.predict.networks import (
     Network,
     build_measured_fabric,
     build_public_fabric,
-    describe_errors,
+    describe_uncertainty,
     find_links,
     find_network,
     find_networks,
@@ -319,7 +319,7 @@ def test_shared_memory_never_leaves_its_host(sweep):
 def test_only_what_is_used_is_in_the_words_on_errors(sweep):
     measured, sheet, public = build_measured_fabric(sweep(), None), find_network("hdr"), find_network("a100-hdr")
     kinds = ([measured], [measured, AssumedFabric(sheet, OUT)], [measured, AssumedFabric(public, OUT)])
-    texts = [describe_errors(list_networks(fabrics)) for fabrics in kinds]
+    texts = [describe_uncertainty(list_networks(fabrics)) for fabrics in kinds]
     assert [("data sheet" in text, "published" in text) for text in texts] == [
         (False, False), (True, False), (False, True),
     ]  # fmt: skip

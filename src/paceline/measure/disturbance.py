@@ -25,7 +25,7 @@ from paceline.parallel.channel import Channel
 from paceline.runtime.world import World
 from paceline.training.step import PhaseClock, Phases, PhaseTimes
 
-# Messages leave together at up to so many moments of backward, and must be over before the next ones start: they are
+# Messages leave together at up to this many moments of backward, and must be over before the next ones start: they are
 # slowed by up to this factor. What one rank does in their place is so short that it is repeated to fill this share of
 # backward: else the noise of a step would hide what it costs.
 _MOST_BURSTS, _SLOWEST, _SHARE = 4, 6.0, 0.25

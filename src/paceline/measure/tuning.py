@@ -48,7 +48,7 @@ _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 _SWITCH_S = 1e-4
 _CYCLES = 50_000_000
 
-# A turn of the race takes at least so long, in at most so many steps.
+# The least time of a turn of the race, the most steps in it, and the most rounds.
 _TURN_S, _MOST_STEPS, _MOST_ROUNDS = 0.02, 16, 1 << 16
 
 # The records, the gradients in the order of the model's definition, the default plan, and what was predicted for the

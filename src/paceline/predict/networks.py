@@ -165,7 +165,7 @@ def find_links(text: str) -> list[Network]:
     return found
 
 
-def describe_errors(networks: Iterable[Network]) -> str:
+def describe_uncertainty(networks: Iterable[Network]) -> str:
     """What the intervals allow for (one standard deviation), in words: that of names only where there are such."""
     used = {bool(network.sweeps) for network in networks}
     kinds = ((False, "a data sheet", SHEET_ERRORS), (True, "a published network", SITE_ERRORS))
@@ -322,11 +322,11 @@ class MeasuredFabric:
         )
 
     def _is_beyond(self, world_size: int) -> bool:
-        """Whether so many ranks are on several nodes."""
+        """Whether this number of ranks is on several nodes."""
         return 0 < self.ranks_per_node < world_size
 
     def _may_be_beyond(self, world_size: int) -> bool:
-        """Whether so many ranks may be on more nodes than those that were measured, and nobody says."""
+        """Whether these ranks may be on more nodes than those that were measured, and nothing says so."""
         is_shared = self.fits[0].algorithm == "shared"  # whose ranks are on one host, however many
         return not self.ranks_per_node and not is_shared and world_size > max(self.ranks)
 

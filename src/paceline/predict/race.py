@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.predict.search import PLATEAU
 
 _ALPHA, _FIRST_LOOK = 0.05, 16
-_EXACT = 1000  # up to so many rounds the binomial distribution is summed; then it is normal
+_EXACT = 1000  # rounds up to which the binomial distribution is summed; then it is normal
 VERDICTS = ("use", "default", "flat", "undecided")
 
 

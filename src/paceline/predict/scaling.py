@@ -20,7 +20,7 @@ from paceline.predict.networks import (
     AssumedFabric,
     Network,
     build_measured_fabric,
-    describe_errors,
+    describe_uncertainty,
 )
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
@@ -430,6 +430,6 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
         ]
     lines.append(
         f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on "
-        f"computing for each doubling away from what was measured, and on messages {describe_errors(networks)}"
+        f"computing for each doubling away from what was measured, and on messages {describe_uncertainty(networks)}"
     )
     return lines

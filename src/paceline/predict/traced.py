@@ -1,6 +1,6 @@
 """The steps of a DDP job in traces of torch.profiler, made by whichever program.
 
-`read_steps` finds the steps of one rank in its events. It needs only what torch records by itself: the nodes of
+`read_steps` finds the steps of one rank in its events. It needs only what torch records in any job: the nodes of
 autograd, the calls that start an all-reduce, the all-reduces, and the optimizer. On a GPU the times are those of the
 kernels, found by the calls that launched them; the host runs ahead of them. `traced_job` makes a job of the steps.
 """

@@ -160,7 +160,7 @@ class TracedJob:
         last, sizes, curve = self.steps[-1], sorted(set(self.layout)), self.fit.costs.curve
         seen = format_bytes(sizes[0]) if len(sizes) == 1 else f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
         latency = format_duration(curve.estimate_s(1))
-        told = "from their sizes" if self.has_latency else "assumed, for their sizes are alike"
+        known = "from their sizes" if self.has_latency else "assumed, for their sizes are alike"
         waits = "from the last rank's arrival" if len(self.compared) > 1 else "with its wait for later ranks"
         num_other = max(step.num_other for step in self.steps)
         other = f"other traffic: {format_number_of(num_other, 'all-reduce')} a step inside backward that no hook of a "
@@ -169,7 +169,7 @@ class TracedJob:
         return [
             f"gradients: {len(self.gradients)}, {format_bytes(self.fit.job.num_bytes)}; their sizes: {by}",
             f"all-reduce: {format_number_of(len(self.layout), 'message')} of {seen} a step, each {waits}; a message "
-            f"takes {latency} without its bytes, {told}: known to a factor of {_LATENCY_FACTOR:g}",
+            f"takes {latency} without its bytes, {known}: known to a factor of {_LATENCY_FACTOR:g}",
             f"contention: {self.fit.costs.contention.basis}",
             *([other] if num_other else []),
         ]

@@ -370,18 +370,10 @@ def judge_tuning(
     for candidate in (default, *others):  # a plan with the buckets of another one is that one
         record = confirmed.get(candidate.label)
         unique.setdefault(candidate.plan.bucket_bytes if record is None else record.bucket_bytes, candidate)
-    kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or _can_torch(c.plan)]
+    kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or c.plan.fits_torch]
     kept = kept if ran else kept[:_MOST_CANDIDATES]
     race = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if DEFAULT in confirmed else None
     return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race)
-
-
-def _can_torch(plan: Plan) -> bool:
-    try:
-        plan.as_torch_kwargs()
-    except ConfigError:
-        return False
-    return True
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:

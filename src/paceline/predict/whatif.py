@@ -10,7 +10,14 @@ from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
 from paceline.predict.curves import Resample, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import AssumedFabric, Fabric, MeasuredFabric, Network, describe_errors, list_networks
+from paceline.predict.networks import (
+    AssumedFabric,
+    Fabric,
+    MeasuredFabric,
+    Network,
+    describe_uncertainty,
+    list_networks,
+)
 from paceline.predict.predictor import Evidence, RankCosts, describe_rank, fit_rank
 from paceline.predict.scaling import estimate_slowdown, estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
@@ -194,7 +201,7 @@ def describe_scenario(
     rank = (known or RankCosts()) if evidence is None else fit_rank(evidence)
     bases = group_by(fabrics, lambda fabric: (_settle(job, fabric, rank).contention or Contention()).basis)
     queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
-    errors = describe_errors(list_networks(fabrics))
+    errors = describe_uncertainty(list_networks(fabrics))
     varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
     return [
         *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),

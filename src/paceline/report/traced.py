@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.predictor import Estimate
@@ -230,7 +229,7 @@ class TracedResult(Result):
             "traced_step_s": traced.step_s, "traced_exposed_s": traced.exposed_s, "self_check": traced.fit.error,
             "factor": traced.fit.factor, "world_size": traced.world_size, "backend": traced.backend,
             "device": traced.device, "rank": traced.rank, "num_steps": len(traced.steps),
-            "plan": _read_arguments(self.plan), "source": "simulated",
+            "plan": self.plan.as_torch_kwargs() if self.plan.fits_torch else {}, "source": "simulated",
         }  # fmt: skip
 
 
@@ -246,13 +245,6 @@ def round_cap(low_bytes: int, high_bytes: int) -> int:
         if cap_bytes >= low_bytes:
             return cap_bytes
     return high_bytes
-
-
-def _read_arguments(plan: Plan) -> dict[str, Any]:
-    try:
-        return plan.as_torch_kwargs()
-    except ConfigError:  # gradients of several dtypes
-        return {}
 
 
 def plot_traced(result: TracedResult) -> Figure:

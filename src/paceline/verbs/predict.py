@@ -194,13 +194,13 @@ def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
                 first, _ = seen.setdefault(trace.rank, (file, trace.world_size))
                 others = {size for _, size in seen.values()} - {trace.world_size}
                 begin, end = find_span(trace)
-                beside, least, most = spans.setdefault(trace.host, (file, begin, end))
+                other, least, most = spans.setdefault(trace.host, (file, begin, end))
                 there = f"it is of {trace.world_size} ranks, and others are of {min(others, default=0)}"
                 refuse(
                     (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace of each rank"),
                     (others, f"{there}: give the traces of one job"),
                     (trace.host and (end < least or most < begin),
-                     f"it was made at another time than {beside}, on one host: give the traces of one run"),
+                     f"it was made at another time than {other}, on one host: give the traces of one run"),
                     error=RecordError,
                 )  # fmt: skip
                 records += read_steps(trace)
