@@ -10,7 +10,7 @@ from torch import nn
 from paceline import machine
 from paceline.errors import ConfigError
 from paceline.measure.settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
-from paceline.measure.steps import order_turns
+from paceline.measure.steps import draw_turns, order_turns
 from paceline.measure.wrappers import build_candidates
 from paceline.plan import Gradient
 from paceline.units import MIB
@@ -72,6 +72,16 @@ def test_in_turns_each_follows_every_other_equally_often(count):
     assert set(followers) == set(itertools.permutations(range(count), 2))
     assert len(set(followers.values())) <= 1
     assert {order[0] for order in orders} == set(range(count))
+
+
+def test_orders_that_are_drawn_are_independent_from_round_to_round():
+    """A race of equal plans is a fair coin only then: runs of equal signs must be as long as those of a coin."""
+    first = [draw_turns(2, repetition)[0] for repetition in range(4000)]
+    assert abs(sum(first) / 4000 - 0.5) < 0.03
+    for apart in (1, 2, 3, 4):
+        equal = sum(a == b for a, b in zip(first, first[apart:], strict=False))
+        assert abs(equal / (4000 - apart) - 0.5) < 0.03, apart
+    assert sorted(draw_turns(6, 7)) == list(range(6)) and draw_turns(6, 7) == draw_turns(6, 7)
 
 
 def _names(module, plan=None):

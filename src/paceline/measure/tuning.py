@@ -48,8 +48,9 @@ _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 _SWITCH_S = 1e-4
 _CYCLES = 50_000_000
 
-# The least time of a turn of the race, the most steps in it, and the most rounds.
-_TURN_S, _MOST_STEPS, _MOST_ROUNDS = 0.02, 16, 1 << 16
+# The least time of a turn of the race, the most steps in it, and the most rounds. Longer turns need more time for the
+# same interval: noise lasts longer than a turn, so what matters is how soon the other plan follows.
+_TURN_S, _MOST_STEPS, _MOST_ROUNDS = 0.002, 16, 1 << 16
 
 # The records, the gradients in the order of the model's definition, the default plan, and what was predicted for the
 # plans of the race.
@@ -165,7 +166,7 @@ class _Variants:
             return race.is_decided or spent >= 1
 
         pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
-        bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over)
+        bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over, draws=True)
         return [dataclasses.replace(bench.build_record(variant), note=RACED) for variant in bench.variants]
 
     def close(self) -> None:
