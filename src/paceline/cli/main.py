@@ -62,8 +62,28 @@ add_command(
     "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor", "-out",
-    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.",
+    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder env python ssh -out",
+    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
+    "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and the bandwidth between them.",
+)  # fmt: skip
+
+
+def _run(*, progress: bool, **given: Any) -> Any:
+    from paceline.verbs.run import run
+
+    def show(stream: str, text: str) -> None:
+        print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
+
+    raise typer.Exit(run(show=show, **given))
+
+
+add_command(
+    app, "run", _run,
+    "command hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node cpus_per_rank sbatch "
+    "requeues image kind volume folder env grace interface port python ssh wait dry_run -out -json -wide",
+    "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
+    "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
+    "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job that is started again resumes from it.",
 )  # fmt: skip
 
 
@@ -234,9 +254,11 @@ def _join_lists(arguments: list[str]) -> list[str]:
 def main() -> None:
     """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
     arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, behind = arguments[:end], arguments[end:]  # what follows -- belongs to another program
     debug = "--debug" in arguments
     try:
-        app(args=_join_lists([argument for argument in arguments if argument != "--debug"]))
+        app(args=[*_join_lists([argument for argument in arguments if argument != "--debug"]), *behind])
     except PacelineError as error:
         if debug:
             traceback.print_exc()

@@ -1,0 +1,303 @@
+"""Several hosts over ssh: an agent on each, ranks by torchrun, one output, and nothing left behind on any of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
+from paceline.runtime import agent
+from paceline.runtime.launch import handle_requests
+
+T = TypeVar("T")
+# ("out" or "err", text): what is to be shown, a line or more at a time.
+Show = Callable[[str, str], None]
+
+_OPTIONS = (
+    "-T -o BatchMode=yes -o ConnectTimeout=4 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a lost host: 15 s
+).split()
+_ANSWER_S = 20.0
+_BEAT_S = 5.0
+_LOOK_S = 0.05
+_LEAVE_S = 3.0  # how long ssh may take to end once its agent has
+# What ssh prints, the code of the error, what was found, and what to do. The first that matches counts.
+_SSH_SAYS = (
+    ("IDENTIFICATION HAS CHANGED", "host-key", "its host key is not the known one",
+     "if the host was set up anew, run `ssh-keygen -R {0}`, then `ssh {0}` once"),
+    ("Host key verification failed", "host-key", "its host key is not known here", "check it and run `ssh {0}` once"),
+    ("Permission denied", "no-key", "it accepts no key of this user", "run `ssh-copy-id {0}` once"),
+    ("Could not resolve", "name", "the name does not resolve", "check its spelling, /etc/hosts and ~/.ssh/config"),
+    ("Connection refused", "port", "its ssh port is closed", "start sshd there, or give the port: --ssh 'ssh -p PORT'"),
+    ("timed out", "port", "its ssh port does not answer", "check that the host is up and that no firewall is between"),
+    ("No route to host", "port", "there is no route to it", "check that the host is up, and the network between"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host as ssh names it, and its number of ranks; None: one for each GPU, or one."""
+
+    name: str
+    ranks: int | None = None
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """`a:8,user@b:8,[fe80::1]:2`: hosts, each with its number of ranks, which may be left out."""
+    hosts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*((?:[\w.-]+@)?(?:\w[\w.%-]*|\[[\w:.%]+\]))(?::(\d+))?\s*", part)
+        if not match or match[2] == "0":
+            raise ConfigError(f"--hosts {text!r}: {part.strip()!r} is no host; write NAME or NAME:RANKS, as in a:8,b:8")
+        hosts.append(Host(match[1].replace("[", "").replace("]", ""), int(match[2]) if match[2] else None))
+    names = [host.name for host in hosts]
+    double = next((name for name in names if names.count(name) > 1), "")
+    refuse((double, f"--hosts {text!r} has {double} twice: give all its ranks at once, as in {double}:2"))
+    return tuple(hosts)
+
+
+def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
+    """Why a connection ended before the agent answered, from ssh's exit code and what it printed."""
+    if code in (126, 127):
+        text = f"there is no Python at {python}: install it there, or give another with --python"
+        return LaunchError(f"host {host}: {text}", code="no-python")
+    if code == 255:
+        for words, name, found, advice in _SSH_SAYS:
+            if words in said:
+                return LaunchError(f"host {host}: {found}: {advice.format(host)}", code=name)
+    last = next(iter(said.strip().splitlines()[-1:]), "nothing was printed")
+    return LaunchError(f"host {host}: ssh ended with code {code} ({last}): try `ssh {host} true`", code="ssh")
+
+
+class Agent:
+    """The launcher's end of the connection to one host. The agent there ends with the connection."""
+
+    def __init__(self, host: Host, ssh: Sequence[str], python: str, variables: Mapping[str, str]) -> None:
+        self.host, self._python = host, python
+        self.show: Show | None = None  # who gets the output, once the ranks were started
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._said: list[str] = []
+        source = Path(agent.__file__).read_bytes()
+        begin = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
+        there = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), python, "-c", begin])
+        try:
+            self._process = subprocess.Popen(
+                [*ssh, *_OPTIONS, host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,  # Ctrl-C is for the launcher
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"cannot run {ssh[0]}: {error.strerror}; install ssh, or give it with --ssh") from None
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read_out, self._read_err)]
+        for reader in self._readers:
+            reader.start()
+        self._write(source)
+
+    def _read_out(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace")
+            if self.show is not None:
+                self.show("out", text)
+            elif text.startswith(agent.MARK):  # else it is from a login script
+                self._answers.put(json.loads(text[len(agent.MARK) :]))
+        self._answers.put(None)
+
+    def _read_err(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            text = line.decode(errors="replace")
+            if self.show is not None:
+                self.show("err", text)
+            else:
+                self._said.append(text)
+
+    def _write(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # the connection is gone: who waits for an answer finds out why
+            while content:  # not buffered: a signal may come in the middle, and its handler writes, too
+                content = content[os.write(self._process.stdin.fileno(), content) :]
+
+    def tell(self, ask: str, **values: Any) -> None:
+        """Send a request that has no answer."""
+        self._write(json.dumps({"ask": ask, **values}).encode() + b"\n")
+
+    def ask(self, ask: str, **values: Any) -> dict[str, Any]:
+        """Send a request and return its answer; LaunchError where the host cannot be reached, or refuses it."""
+        self.tell(ask, **values)
+        try:
+            answer = self._answers.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            text = f"host {self.host.name} did not answer within {_ANSWER_S:g} s: is it overloaded?"
+            raise LaunchError(text, code="timeout") from None
+        if answer is None:
+            self._join()
+            self._answers.put(None)  # for the next question
+            raise explain_end(self.host.name, self._process.wait(), "".join(self._said), self._python)
+        if "error" in answer:
+            raise LaunchError(f"host {self.host.name}: {answer['error']}", code="refused")
+        return dict(answer)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of what runs there; None while it does, 255 where the connection is lost."""
+        return self._process.poll()
+
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join(_LEAVE_S)
+
+    def close(self) -> None:
+        """End the connection, and with it the agent and its ranks; does nothing the second time."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)
+        self._process.kill()
+        self._process.wait()
+        self._join()
+
+
+@contextlib.contextmanager
+def open_agents(
+    hosts: Sequence[Host], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None
+) -> Iterator[list[Agent]]:
+    """An agent on every host, being connected; who asks one finds out whether it could be reached."""
+    with contextlib.ExitStack() as stack:
+        agents = []
+        for host in hosts:
+            agents.append(Agent(host, shlex.split(ssh), python or sys.executable, variables or {}))
+            stack.callback(agents[-1].close)
+        yield agents
+
+
+def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | PacelineError]:
+    """What a function returns for each agent, all at a time, or the error that it raises."""
+
+    def call(one: Agent) -> T | PacelineError:
+        try:
+            return ask(one)
+        except PacelineError as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(agents))) as workers:
+        return list(workers.map(call, agents))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one host belong: the address at which all meet, and the interface that this host uses."""
+
+    address: str
+    port: int
+    interface: str
+
+
+def build_program(command: Sequence[str], python: str) -> list[str]:
+    """The command that a rank runs: `python`, `paceline` and a script run in this interpreter."""
+    first, rest = command[0], list(command[1:])
+    name = first.rpartition("/")[2]
+    inside = "run starts the ranks itself: leave it out, and give the number of ranks to run"
+    refuse((name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun"), f"{name} inside of run: {inside}"))
+    if first in ("python", "python3"):
+        return [python, *rest]
+    if first == "paceline":
+        return [python, "-m", "paceline", *rest]
+    return [python, first, *rest] if first.endswith(".py") else [first, *rest]
+
+
+def build_request(
+    command: Sequence[str], python: str, ranks: Sequence[int], number: int, name: str, meeting: Meeting,
+    variables: Mapping[str, str], grace_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """What the agent of host `number` is to run: torchrun, with a prefix for every line of its ranks."""
+    torchrun = [
+        python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
+        "--nproc-per-node", str(ranks[number]), "--master-addr", meeting.address, "--master-port", str(meeting.port),
+        "--tee", "3", "--log-dir", agent.LOGS, "--no-python",
+    ]  # fmt: skip
+    own = {
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace_s))),
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "PYTHONUNBUFFERED": "1",  # torchrun reads what ranks print from files
+    }
+    if meeting.interface:
+        own |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}
+    arguments = [*torchrun, *build_program(command, python)]
+    return {"arguments": arguments, "variables": {**own, **variables}, "grace_s": grace_s}
+
+
+def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show: Show, grace_s: float) -> int:
+    """Run every agent's request, show the output of all, and return the exit code of the first that failed, or 0.
+
+    Once one has failed, or with the first Ctrl-C or SIGTERM, all are asked to end, and may take `grace_s` to save; a
+    second signal ends them at once.
+    """
+    lock, asked_s, signals, failed = threading.Lock(), list[float](), list[int](), dict[str, int]()
+
+    def show_of(one: Agent) -> Show:
+        def show_line(stream: str, text: str) -> None:
+            is_named = text.startswith(f"[{one.host.name}:")
+            with lock:
+                show(stream, text if is_named else f"[{one.host.name}] {text}")
+
+        return show_line
+
+    def end(ask: str = "end") -> None:
+        asked_s.append(time.monotonic())
+        for one in agents:
+            one.tell(ask)
+
+    def stop(number: int) -> None:
+        signals.append(number)
+        with lock:
+            show("err", "paceline: ending all hosts; interrupt once more to end them at once\n")
+        end()
+
+    def look() -> bool:
+        """Note who has failed; whether any still runs."""
+        codes = {one.host.name: one.code for one in agents}
+        failed.update({name: code for name, code in codes.items() if code and name not in failed})
+        return None in codes.values()
+
+    for one, request in zip(agents, requests, strict=True):
+        one.show = show_of(one)
+        one.tell("run", **request)
+    beat_s = time.monotonic()
+    wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    with handle_requests(stop, lambda _: end("kill"), *wanted):
+        while look():
+            if failed and not asked_s:
+                end()
+            if asked_s and time.monotonic() - asked_s[0] > grace_s + 2 * _LEAVE_S:  # an agent that is stuck itself
+                break
+            if time.monotonic() - beat_s > _BEAT_S:
+                beat_s = time.monotonic()
+                for one in agents:
+                    one.tell("beat")
+            time.sleep(_LOOK_S)
+    for one in agents:
+        one.close()
+    if signals:
+        return 128 + signals[0]
+    if not failed:
+        return 0
+    first, code = next(iter(failed.items()))
+    if code == 255:
+        raise LaunchError(f"lost the connection to host {first}: all hosts were ended", code="host-lost")
+    show("err", f"paceline: host {first} ended first, with code {code}: its lines are above\n")
+    return code
