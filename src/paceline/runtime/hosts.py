@@ -33,6 +33,7 @@ _OPTIONS = (
 _ANSWER_S = 20.0
 _BEAT_S = 5.0
 _LOOK_S = 0.05
+_AFTERMATH_S = 1.0  # after the first failure, for the others to say what they know: one of them may be the cause
 _LEAVE_S = 3.0  # how long ssh may take to end once its agent has
 # What ssh prints, the code of the error, what was found, and what to do. The first that matches counts.
 _SSH_SAYS = (
@@ -247,7 +248,8 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     Once one has failed, or with the first Ctrl-C or SIGTERM, all are asked to end, and may take `grace_s` to save; a
     second signal ends them at once.
     """
-    lock, asked_s, signals, failed = threading.Lock(), list[float](), list[int](), dict[str, int]()
+    lock, signals, failed = threading.Lock(), list[int](), dict[str, int]()
+    asked_s, failed_s = list[float](), list[float]()
 
     def show_of(one: Agent) -> Show:
         def show_line(stream: str, text: str) -> None:
@@ -271,7 +273,9 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     def look() -> bool:
         """Note who has failed; whether any still runs."""
         codes = {one.host.name: one.code for one in agents}
-        failed.update({name: code for name, code in codes.items() if code and name not in failed})
+        new = {name: code for name, code in codes.items() if code and name not in failed}
+        failed_s.extend([time.monotonic()] if new else [])
+        failed.update(new)
         return None in codes.values()
 
     for one, request in zip(agents, requests, strict=True):
@@ -281,7 +285,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     with handle_requests(stop, lambda _: end("kill"), *wanted):
         while look():
-            if failed and not asked_s:
+            if failed_s and not asked_s and time.monotonic() - failed_s[0] > _AFTERMATH_S:
                 end()
             if asked_s and time.monotonic() - asked_s[0] > grace_s + 2 * _LEAVE_S:  # an agent that is stuck itself
                 break
@@ -297,7 +301,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     if not failed:
         return 0
     first, code = next(iter(failed.items()))
-    if code == 255:
+    if code == 255 or code < 0:  # by ssh itself
         raise LaunchError(f"lost the connection to host {first}: all hosts were ended", code="host-lost")
     show("err", f"paceline: host {first} ended first, with code {code}: its lines are above\n")
     return code

@@ -1,0 +1,261 @@
+"""`paceline run --hosts` and `doctor --hosts` on two hosts, each with an sshd of its own in namespaces of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.records.training import load_metrics
+
+from ..conftest import wait_until
+from .made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, write_tools
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """\
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+SetEnv PYTHONPATH={path}
+"""
+CLIENT = """\
+Host *
+  IdentityFile {folder}/key
+  UserKnownHostsFile {folder}/known
+  GlobalKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+"""
+# sshd wants a folder there; only it sees this one.
+RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
+TRAIN = "paceline train --model mlp --hidden 8 --samples 64 --batch-size 8 --epochs 4000 --save-every 1000s".split()
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
+    """Two hosts that ssh reaches by their names, a and b."""
+    if shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("SEVERAL HOSTS ARE NOT TESTED: there is no sshd here")
+    folder = tmp_path_factory.mktemp("hosts")
+    with make_hosts(folder) as made:
+        for name in ("host_key", "key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        public = (folder / "host_key.pub").read_text()
+        (folder / "known").write_text("".join(f"{name} {public}" for name in made.names))
+        (folder / "client").write_text(CLIENT.format(folder=folder))
+        (folder / "sshd_config").write_text(CONFIG.format(folder=folder, path=paths()))
+        write_tools(folder, ssh=f'exec {shutil.which("ssh")} -F {folder}/client "$@"')
+        (folder / "examples").mkdir()
+        for example in (ROOT / "examples").glob("*.py"):
+            shutil.copy(example, folder / "examples")
+        for name in made.names:
+            serve_ssh(made, name)
+        yield made
+        made.expect_nothing_left()
+
+
+def serve_ssh(made: MadeHosts, name: str, setup: str = "") -> subprocess.Popen[str]:
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    service = made.serve(name, [sshd, "-D", "-e", "-f", str(made.folder / "sshd_config")], RUN_FOLDER + setup)
+    answers = made.wrap("a", ["sh", "-c", f'"{made.folder}/tools/ssh" {name} true'])
+    wait_until(lambda: subprocess.run(answers, capture_output=True, timeout=10).returncode == 0, 10)
+    return service
+
+
+def launch(made: MadeHosts, *words: str, **options) -> subprocess.Popen[str]:
+    """`paceline ...` on host a."""
+    path = f"{made.folder}/tools:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": paths(), "HOME": str(made.folder)}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
+    return made.start("a", ["paceline", *words], **options)
+
+
+def finish(job: subprocess.Popen[str], code: int = 0, timeout_s: float = 100) -> tuple[str, str]:
+    try:
+        out, err = job.communicate(timeout=timeout_s)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+    assert job.returncode == code, f"{job.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+    return out, err
+
+
+def test_doctor_finds_two_hosts_ready_and_measures_their_links(hosts):
+    out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", "--json"))
+    document = json.loads(out)
+    assert document["ok"], document["answer"]
+    found = {check["name"]: check["found"] for check in document["checks"]}
+    assert found["b: network"] == "eth0 (10.92.0.2)" and "10.92.0.1 over eth0" in found["b to a"]
+    assert {(link["sender"], link["receiver"]) for link in document["links"]} == {("a", "b"), ("b", "a")}
+    assert all(link["bandwidth_gbps"] > 0 and link["latency_s"] > 0 for link in document["links"])
+    hosts.expect_nothing_left()
+
+
+def test_two_hosts_train_and_every_line_names_host_and_rank(hosts):
+    job = launch(hosts, "run", "--hosts", "a:2,b:1", "--", "python", "-c", "import os; print('rank', os.environ['RANK'])")
+    out, _ = finish(job)
+    assert sorted(out.splitlines()) == ["[a:0] rank 0", "[a:1] rank 1", "[b:2] rank 2"]
+    train = [word if word != "4000" else "2" for word in TRAIN]
+    out, err = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", *train, "--out", "trained"))
+    assert "[a:0] " in out and "2 ranks on gloo" in out + err
+    (folder,) = (hosts.folder / "trained").iterdir()
+    assert load_metrics(folder / "metrics.jsonl")[-1]["step"] == 8
+    hosts.expect_nothing_left()
+
+
+def wait_for_steps(job: subprocess.Popen[str], out: Path) -> Path:
+    wait_until(lambda: job.poll() is not None or list(out.glob("*/metrics.jsonl")), 60)
+    assert job.poll() is None, job.communicate()
+    (metrics,) = out.glob("*/metrics.jsonl")
+    return metrics.parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_ends_all_hosts(hosts, number):
+    out = hosts.folder / f"signal-{number}"
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    folder = wait_for_steps(job, out)
+    job.send_signal(number)
+    _, err = finish(job, 128 + number)
+    last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert "ending all hosts" in err and (folder / "checkpoints" / f"step-{last:08}").exists()
+    hosts.expect_nothing_left()
+
+
+def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
+    lines = [line for line in hosts.list_processes() if " -m paceline train" in line and "torch.distributed.run" not in line]
+    return [int(line.split()[1]) for line in lines if line.startswith(f"{name}: ") and " -m paceline run" not in line]
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
+    stuck = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', flush=True); time.sleep(1000)"
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", "python", "-c", stuck)
+    assert {job.stdout.readline(), job.stdout.readline()} == {"[a:0] stuck\n", "[b:1] stuck\n"}
+    job.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    job.send_signal(signal.SIGINT)
+    finish(job, 130, timeout_s=20)
+    hosts.expect_nothing_left(5)
+
+
+@pytest.mark.parametrize("who", ["launcher", "rank on b", "agent on b", "connection to b"])
+def test_whatever_is_killed_nothing_is_left_on_any_host(hosts, who):
+    out = hosts.folder / who.replace(" ", "-")
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
+    wait_for_steps(job, out)
+    if who == "launcher":
+        job.kill()
+        job.communicate(timeout=30)
+    else:
+        if who == "rank on b":
+            victims = find_ranks(hosts, "b")
+        else:
+            word = "sys.stdin.buffer.read" if who == "agent on b" else "ssh "
+            side = "b" if who == "agent on b" else "a"
+            lines = [line for line in hosts.list_processes(but=()) if line.startswith(f"{side}: ") and word in line]
+            lines = [line for line in lines if side == "b" or " b env " in line]
+            victims = [int(line.split()[1]) for line in lines if "sh -c" not in line]
+        assert victims, hosts.list_processes(but=())
+        os.kill(victims[-1], signal.SIGKILL)
+        out_text, err = job.communicate(timeout=60)
+        assert job.returncode not in (0, None), err
+        assert ("Signal 9" in err + out_text) if who == "rank on b" else ("connection to host b" in err), err
+    hosts.expect_nothing_left(30)
+
+
+def test_twenty_of_twenty_runs_leave_nothing(hosts):
+    for number in range(20):
+        code = number % 3
+        words = f"import sys, os; sys.exit({code} if os.environ['RANK'] == '{number % 2}' else 0)"
+        job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
+        _, err = job.communicate(timeout=60)
+        assert (job.returncode != 0) == (code != 0), err
+        hosts.expect_nothing_left()
+    left = [path for path in Path("/tmp").glob("paceline-run-*") if path.stat().st_mtime > hosts.folder.stat().st_ctime]
+    assert not left
+
+
+BAD = {
+    "wrong interface": ("--interface eth9", "", "b: network: no interface eth9"),
+    "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 2.11.0"),
+    "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
+    "missing script": ("", "mount -t tmpfs tmpfs {0}/examples;", "b: script: {0}/examples/quick_start.py does not exist"),
+    "full disk": ("", "mount -t tmpfs -o size=1m tmpfs {0}/full;", "b: disk: 0.0 GiB free"),
+    "clock skew": ("", "mount --bind {0}/late {0}/same;", "b: clock"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_set_up_is_named_within_seconds(hosts, what):
+    options, setup, words = BAD[what]
+    folder = hosts.folder
+    for name in ("same", "other/torch", "late", "only-a", "full"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "other/torch/__init__.py").write_text("")
+    (folder / "other/torch/version.py").write_text("__version__ = '2.11.0'\n")
+    (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
+    (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "only-a/python").chmod(0o755)
+    hosts.end(hosts.services.pop(1))
+    service = serve_ssh(hosts, "b", setup.format(folder))
+    try:
+        extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}"]
+        extra += ["--folder", str(folder / "full")] if what == "full disk" else []
+        extra += shlex.split(options.format(folder))
+        if what == "wrong interface":  # there is one of this name on host a alone
+            subprocess.run(["ip", "-n", hosts.space("a"), "link", "add", "eth9", "type", "dummy"], check=True)
+            subprocess.run(["ip", "-n", hosts.space("a"), "address", "add", "10.93.0.1/24", "dev", "eth9"], check=True)
+        if what == "clock skew":
+            out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", *extra))
+            assert re.search(r"warn +b: clock +1 min (29|30) s behind .*NTP", out)
+        else:
+            begin_s = time.monotonic()
+            _, err = finish(launch(hosts, "run", "--hosts", "a:1,b:1", *extra, "--", str(folder / "examples/quick_start.py")), 2)
+            (line,) = err.splitlines()
+            assert words.format(folder) in line
+            print(f"{what}: {time.monotonic() - begin_s:.1f} s: {line}")
+    finally:
+        hosts.services.remove(service)
+        hosts.end(service)
+        serve_ssh(hosts, "b")
+        if what == "wrong interface":
+            subprocess.run(["ip", "-n", hosts.space("a"), "link", "delete", "eth9"], check=True)
+
+
+def test_an_unknown_host_key_and_a_closed_port_are_named(hosts):
+    known = (hosts.folder / "known").read_text()
+    try:
+        (hosts.folder / "known").write_text(known.splitlines()[0] + "\n")
+        _, err = finish(launch(hosts, "run", "--hosts", "a,b", "--", "true"), 2)
+        assert "host b: its host key is not known here: check it and run `ssh b` once" in err
+    finally:
+        (hosts.folder / "known").write_text(known)
+    _, err = finish(launch(hosts, "run", "--hosts", "a,b", "--ssh", "ssh -p 23", "--", "true"), 2)
+    assert "its ssh port is closed" in err
+    subprocess.run(["ip", "-n", hosts.space("b"), "route", "add", "blackhole", "10.92.0.1/32"], check=True)
+    try:
+        _, err = finish(launch(hosts, "run", "--hosts", "a,b", "--", "true"), 2)
+        assert "host b: its ssh port does not answer" in err
+    finally:
+        subprocess.run(["ip", "-n", hosts.space("b"), "route", "delete", "blackhole", "10.92.0.1/32"], check=True)
+
+
+@pytest.mark.parametrize("line", find_commands("--hosts"))
+def test_every_command_over_ssh_in_the_document_runs(hosts, line):
+    finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
+    hosts.expect_nothing_left()
