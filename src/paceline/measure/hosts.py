@@ -113,7 +113,7 @@ def _check_versions(one: Surveyed, first: Surveyed, wanted: Wanted) -> Iterator[
             advice = f"install it there, into the Python of the other hosts: pip install {key}"
             status = "warn" if key == "paceline" and not wanted.needs_paceline else "fail"
         elif here.split(".")[: 2 if key == "python" else None] != other.split(".")[: 2 if key == "python" else None]:
-            advice = f"{first.name} has {other}: install one version on all hosts"
+            advice = f"{first.name} has {other or 'none'}: install one version on all hosts"
             status = "warn" if key == "paceline" and not wanted.needs_paceline else "fail"
         yield _report(name, here or "not installed", advice, status)
 

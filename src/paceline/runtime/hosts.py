@@ -170,6 +170,9 @@ class Agent:
         self._process.kill()
         self._process.wait()
         self._join()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.measure.hosts import Surveyed, Wanted, check_survey, find_meeting, survey_hosts
 from paceline.runtime import kubernetes as cluster
 from paceline.runtime import slurm as scheduler
+from paceline.runtime.agent import LOGS
 from paceline.runtime.hosts import (
     Meeting,
     Show,
@@ -49,7 +50,6 @@ def run(
     interface: str = "", port: int = 0, ssh: str = "ssh", python: str = "", time: str = "", partition: str = "",
     gpus_per_node: int = 0, cpus_per_rank: int = 0, sbatch: str = "", requeues: int = 10, wait: bool = False,
     image: str = "", kind: str = "job", volume: str = "", dry_run: bool = False, show: Show | None = None,
-    progress: bool | None = None,
 ) -> int:  # fmt: skip
     """Run a command on several hosts and return its exit code; `show` gets what there is to see.
 
@@ -57,7 +57,7 @@ def run(
     `kubernetes`: show a manifest. `dry_run` shows what would be run.
     """
     given = dict(locals())
-    defaults = {key: value for key, value in (run.__kwdefaults__ or {}).items() if key not in ("show", "progress")}
+    defaults = {key: value for key, value in (run.__kwdefaults__ or {}).items() if key != "show"}
     changed = [key for key, value in defaults.items() if given[key] != value]
     chosen = [key for key in _OWN if given[key]]
     show = show or (lambda stream, text: None)
@@ -120,10 +120,11 @@ def _run_hosts(
     if dry_run:
         ranks = [host.ranks or 1 for host in hosts]
         for number, host in enumerate(hosts):
-            meeting = Meeting(hosts[0].name.rpartition("@")[2], port, interface)
+            meeting = Meeting(hosts[0].name.rpartition("@")[2], port or 29400, interface)
             request = build_request(command, python, ranks, number, host.name, meeting, variables, grace_s)
             words = [f"{key}={value}" for key, value in request["variables"].items()]
-            show("out", f"{ssh} {host.name} {shlex.join(['env', *words, *request['arguments']])}\n")
+            line = shlex.join(["env", *words, *request["arguments"]]).replace(shlex.quote(LOGS), "logs")
+            show("out", f"{ssh} {host.name} {line}\n")
         return 0
     with open_agents(hosts, ssh, python, variables) as agents:
         surveyed = survey_hosts(agents, wanted)
