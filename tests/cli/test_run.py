@@ -15,8 +15,8 @@ import pytest
 
 from paceline.runtime.hosts import Host, open_agents, run_agents
 
-from ..conftest import wait_until
-from ..dist.made_hosts import find_commands
+from tests.conftest import wait_until
+from tests.dist.made_hosts import find_commands
 
 SSH = """\
 #!/bin/sh

@@ -18,8 +18,8 @@ import pytest
 
 from paceline.records.training import load_metrics
 
-from ..conftest import wait_until
-from .made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, write_tools
+from tests.conftest import wait_until
+from tests.dist.made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, write_tools
 
 pytestmark = pytest.mark.slow
 

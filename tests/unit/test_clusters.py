@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.runtime import kubernetes, slurm
 
-from .kubernetes_schema import find_mistakes
+from tests.unit.kubernetes_schema import find_mistakes
 
 JOB = {
     "command": ["python", "train.py", "--text", "it's $HOME"], "name": "train", "nodes": 2, "ranks_per_node": 4,

@@ -62,7 +62,7 @@ add_command(
     "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder env python ssh -out",
+    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh -out",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
     "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and the bandwidth between them.",
 )  # fmt: skip
@@ -79,8 +79,8 @@ def _run(*, progress: bool, **given: Any) -> Any:
 
 add_command(
     app, "run", _run,
-    "command hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node cpus_per_rank sbatch "
-    "requeues image kind volume folder env grace interface port python ssh wait dry_run -out -json -wide",
+    "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node cpus_per_rank sbatch "
+    "requeues image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
     "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
     "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
     "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job that is started again resumes from it.",
