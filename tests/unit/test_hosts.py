@@ -85,7 +85,7 @@ def test_a_host_runs_torchrun_with_its_own_place_and_interface():
 FACTS = {
     "python": "3.12.1", "torch": "2.13.0+cpu", "paceline": "0.1.0", "folder": "", "program": True, "script": True,
     "free_bytes": 50 * GIB, "temporary": "/tmp", "temporary_bytes": 50 * GIB,
-    "addresses": {"lo": "127.0.0.1", "eth0": "10.0.0.1"}, "reached_at": "10.0.0.1", "gpus": 0,
+    "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}, "reached_at": "10.0.0.1", "gpus": 0,
 }  # fmt: skip
 GOOD = Surveyed("a", FACTS, 0.001, 0.0005, 0.2, "10.0.0.1", "eth0")
 WANTED = Wanted("/data", script="train.py")

@@ -69,8 +69,9 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> list[Surveyed | Pac
     def choose(agent: Agent) -> Surveyed:
         """The address at which others reach this host: that of the interface, or of the route to another host."""
         one = next(one for one in found if isinstance(one, Surveyed) and one.name == agent.host.name)
+        own = one.facts["addresses"]
         if wanted.interface:
-            return dataclasses.replace(one, address=one.facts["addresses"].get(wanted.interface, ""), interface=wanted.interface)
+            return dataclasses.replace(one, address=own.get(wanted.interface, [""])[0], interface=wanted.interface)
         others = [address for name, address in reached.items() if name != one.name] or [reached[one.name]]
         far = next((address for address in others if not address.startswith("127.")), others[0])
         route = agent.ask("route", address=far)
@@ -128,7 +129,7 @@ def _check_clock(one: Surveyed) -> CheckRecord:
 
 def _check_network(one: Surveyed, wanted: Wanted) -> CheckRecord:
     name, known = f"{one.name}: network", one.facts["addresses"]
-    others = ", ".join(key for key, address in known.items() if not address.startswith("127.")) or "none with an address"
+    others = ", ".join(key for key, found in known.items() if found[0] not in ("127.0.0.1", "::1")) or "none has an address"
     if not one.address:
         return _report(name, f"no interface {wanted.interface}", f"give another with --interface: {others}")
     if not one.interface:

@@ -247,19 +247,23 @@ class DoctorResult(Result):
         return [checks, *self._list_links()]
 
     def _list_links(self) -> list[Table]:
-        """The links between hosts, for programs one by one, and for people as a matrix."""
-        if not (links := self.only(LinkRecord)):
+        """The links between hosts, for programs one by one, and for people as a matrix of bandwidths."""
+        hosts, links = self.config.get("hosts", []), self.only(LinkRecord)
+        if not links:
             return []
-        links = sorted(links, key=lambda link: [self.config["hosts"].index(n) for n in (link.sender, link.receiver)])
+        rates = {(link.sender, link.receiver): link.bytes_per_s for link in links}
         columns = (
-            Column("from", "sender", key="sender", is_key=True),
-            Column("to", "receiver", key="receiver", is_key=True),
-            *raw_columns("interface", "num_bytes", "latency_s"),
-            Column("bandwidth", "bytes_per_s", "GB/s", key="bandwidth_gbps"),
+            *raw_columns("sender", "receiver", "interface", "num_bytes", "latency_s"),
+            Column(None, "bytes_per_s", "GB/s", key="bandwidth_gbps"),
         )
-        title = "One TCP connection, from the host of the row to that of the column"
-        table = Table("links", title, columns, links, shown=[])
-        return [table, table.pivot(["from"], "to", ["bandwidth"])]
+
+        def read(receiver: str) -> Callable[[str], float | None]:
+            return lambda sender: rates.get((sender, receiver))
+
+        matrix = [Column("from", lambda sender: sender, key="sender", is_key=True)]
+        matrix += [Column(f"to {host}", read(host), "GB/s", key=f"to_{host}_gbps") for host in hosts]
+        title = "Bandwidth of one TCP connection between hosts"
+        return [Table("links", title, columns, links, shown=[]), Table("bandwidth", title, matrix, hosts)]
 
     @property
     def next_steps(self) -> Sequence[str]:

@@ -8,6 +8,7 @@ what it lacks. Requests come as lines of JSON on stdin, and each is answered by 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import glob
 import importlib.util
 import json
@@ -51,18 +52,22 @@ def find_version(package: str) -> str:
     return "unknown"
 
 
-def list_addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that has one."""
-    import fcntl
-
-    found = {}
+def list_addresses() -> dict[str, list[str]]:
+    """The addresses of each interface that has one: its first IPv4 address, then those of IPv6 that need no scope."""
+    found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+            found[name] = [socket.inet_ntoa(answer[20:24])]
+    if os.path.exists("/proc/net/if_inet6"):
+        with open("/proc/net/if_inet6", encoding="utf-8") as file:
+            for digits, _, _, scope, _, name in map(str.split, file):
+                if scope != "20":  # not local to the link
+                    address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+                    found.setdefault(name, []).append(address)
     return found
 
 
@@ -98,10 +103,11 @@ def _tell(folder: str, program: str, script: str) -> dict[str, Any]:
 
 def _tell_route(address: str) -> dict[str, Any]:
     """The interface, and its address, by which packets leave for this address; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((address, 9))
+    family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:
+        asked.connect(place)
         here = asked.getsockname()[0]
-    return {"address": here, "interface": next((n for n, a in list_addresses().items() if a == here), "")}
+    return {"address": here, "interface": next((n for n, found in list_addresses().items() if here in found), "")}
 
 
 def _tell_time() -> dict[str, Any]:
@@ -110,7 +116,7 @@ def _tell_time() -> dict[str, Any]:
 
 def _open(address: str, port: int) -> dict[str, Any]:
     """Listen for the others; port 0 is one that the kernel chooses."""
-    listener = socket.create_server((address, port))
+    listener = socket.create_server((address, port), family=socket.getaddrinfo(address, port)[0][0])
     _listeners[listener.getsockname()[1]] = listener
     threading.Thread(target=_serve, args=(listener,), daemon=True).start()
     return {"port": listener.getsockname()[1]}
