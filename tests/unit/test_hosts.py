@@ -158,7 +158,7 @@ def test_links_are_shown_as_a_matrix_and_kept_as_records():
     assert rows == [["a", "0.1250"], ["b", "1.00"]]
     document = result.to_json()["links"]
     assert [(row["sender"], row["receiver"], row["bandwidth_gbps"]) for row in document] == [
-        ("a", "b", pytest.approx(0.125)), ("b", "a", pytest.approx(1.0)),
+        ("b", "a", pytest.approx(1.0)), ("a", "b", pytest.approx(0.125)),
     ]  # fmt: skip
     assert "paceline run --hosts a,b" in result.text(80)
 

@@ -16,7 +16,7 @@ from paceline.records.doubts import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
-from paceline.report.table import Column, Table, raw_columns, wrap
+from paceline.report.table import Column, Table, raw_columns, text_columns, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -253,8 +253,9 @@ class DoctorResult(Result):
             return []
         rates = {(link.sender, link.receiver): link.bytes_per_s for link in links}
         columns = (
-            *raw_columns("sender", "receiver", "interface", "num_bytes", "latency_s"),
-            Column(None, "bytes_per_s", "GB/s", key="bandwidth_gbps"),
+            *text_columns("sender", "receiver", "interface"),
+            *raw_columns("num_bytes", "latency_s"),
+            Column("bandwidth", "bytes_per_s", "GB/s", key="bandwidth_gbps"),
         )
 
         def read(receiver: str) -> Callable[[str], float | None]:
