@@ -157,7 +157,7 @@ def read_weights(folder: Path) -> bytes:
 @pytest.fixture(scope="module")
 def whole(cluster) -> Path:
     """A run on two nodes that nobody interrupts."""
-    job = submit(cluster, "--", *TRAIN, "--epochs", "1000", "--out", "whole", name="whole")
+    job = submit(cluster, "--", *TRAIN, "--epochs", "500", "--out", "whole", name="whole")
     wait_for(cluster, job, "COMPLETED", "whole")
     log = read_log(cluster, "whole", job)
     assert f"job {job}, attempt 1, on n[1-2]" in log and "2 ranks on gloo" in log
@@ -167,7 +167,7 @@ def whole(cluster) -> Path:
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
 def test_a_signal_saves_and_the_requeued_job_resumes_to_the_bit(cluster, whole, number):
     name = f"asked-{number.lower()}"
-    job = submit(cluster, "--grace", "30", "--", *TRAIN, "--epochs", "1000", "--out", name, name=name)
+    job = submit(cluster, "--grace", "30", "--", *TRAIN, "--epochs", "500", "--out", name, name=name)
     folder = wait_for_steps(cluster, name, job)
     ask(cluster, "scancel", f"--signal={number}", job)
     wait_until(lambda: read_state(cluster, job).get("Restarts") == "1", 60)
