@@ -67,7 +67,9 @@ FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: 
         ({}, ("-- ./nowhere",), "a: program: ./nowhere does not exist", "copy it there"),
     ],
 )  # fmt: skip
-def test_a_bad_set_up_is_named_in_one_line(command, ssh, other_python, tmp_path, monkeypatch, there, words, name, advice):
+def test_a_bad_set_up_is_named_in_one_line(
+    command, ssh, other_python, tmp_path, monkeypatch, there, words, name, advice
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     for file, text in there.items():
@@ -120,7 +122,9 @@ def run_on(ssh: str, commands: dict[str, str], grace_s: float = 5.0) -> tuple[in
     """Run a shell command on each host; the exit code, and what was shown."""
     shown: list[tuple[str, str]] = []
     with open_agents([Host(name) for name in commands], ssh) as agents:
-        requests = [{"arguments": ["sh", "-c", text], "variables": {}, "grace_s": grace_s} for text in commands.values()]
+        requests = [
+            {"arguments": ["sh", "-c", text], "variables": {}, "grace_s": grace_s} for text in commands.values()
+        ]
         return run_agents(agents, requests, lambda *item: shown.append(item), grace_s), shown
 
 
@@ -133,7 +137,9 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
     # The grandchild is in a session of its own, ignores SIGTERM, and loses its parent.
     stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$ > pid; sleep 60' &) ; while :; do sleep 0.1; done"
     text = f"cd {tmp_path}; {stubborn}"
-    code, shown = run_on(ssh, {"a": text, "b": f"while [ ! -s {tmp_path}/pid ]; do sleep 0.05; done; exit 3"}, grace_s=0.5)
+    code, shown = run_on(
+        ssh, {"a": text, "b": f"while [ ! -s {tmp_path}/pid ]; do sleep 0.05; done; exit 3"}, grace_s=0.5
+    )
     assert code == 3 and ("err", "paceline: host b ended first, with code 3: its lines are above\n") in shown
     grandchild = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie", 5)
@@ -160,7 +166,9 @@ def test_ranks_end_with_the_launcher(ssh, tmp_path):
 
 def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    answer = command("run", "--hosts", "a:2,b:1", "--dry-run", "--", "paceline", "train", "--channels", "8", "16", "--debug")
+    answer = command(
+        "run", "--hosts", "a:2,b:1", "--dry-run", "--", "paceline", "train", "--channels", "8", "16", "--debug"
+    )
     first, second = answer.out.splitlines()
     assert answer.code == 0 and first.startswith("ssh a env ") and "--node-rank 1 --nproc-per-node 1" in second
     assert first.endswith(" -m paceline train --channels 8 16 --debug")  # as typed: these words are not ours

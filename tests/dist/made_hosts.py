@@ -100,7 +100,9 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
         try:
             for name in names:
                 run_ip("netns", "add", hosts.space(name))
-            run_ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "eth0", "netns", hosts.space(names[1]))
+            run_ip(
+                "link", "add", "eth0", "netns", first, "type", "veth", "peer", "eth0", "netns", hosts.space(names[1])
+            )
             for number, name in enumerate(names, 1):
                 space = hosts.space(name)
                 run_ip("-n", space, "address", "add", f"10.92.0.{number}/24", "dev", "eth0")

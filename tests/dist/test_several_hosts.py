@@ -107,7 +107,9 @@ def test_doctor_finds_two_hosts_ready_and_measures_their_links(hosts):
 
 
 def test_two_hosts_train_and_every_line_names_host_and_rank(hosts):
-    job = launch(hosts, "run", "--hosts", "a:2,b:1", "--", "python", "-c", "import os; print('rank', os.environ['RANK'])")
+    job = launch(
+        hosts, "run", "--hosts", "a:2,b:1", "--", "python", "-c", "import os; print('rank', os.environ['RANK'])"
+    )
     out, _ = finish(job)
     assert sorted(out.splitlines()) == ["[a:0] rank 0", "[a:1] rank 1", "[b:2] rank 2"]
     train = [word if word != "4000" else "2" for word in TRAIN]
@@ -138,7 +140,9 @@ def test_an_interrupt_saves_and_ends_all_hosts(hosts, number):
 
 
 def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
-    lines = [line for line in hosts.list_processes() if " -m paceline train" in line and "torch.distributed.run" not in line]
+    lines = [
+        line for line in hosts.list_processes() if " -m paceline train" in line and "torch.distributed.run" not in line
+    ]
     return [int(line.split()[1]) for line in lines if line.startswith(f"{name}: ") and " -m paceline run" not in line]
 
 
@@ -194,7 +198,11 @@ BAD = {
     "wrong interface": ("--interface eth9", "", "b: network: no interface eth9"),
     "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 2.11.0"),
     "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
-    "missing script": ("", "mount -t tmpfs tmpfs {0}/examples;", "b: script: {0}/examples/quick_start.py does not exist"),
+    "missing script": (
+        "",
+        "mount -t tmpfs tmpfs {0}/examples;",
+        "b: script: {0}/examples/quick_start.py does not exist",
+    ),
     "full disk": ("", "mount -t tmpfs -o size=1m tmpfs {0}/full;", "b: disk: 0.0 GiB free"),
     "clock skew": ("", "mount --bind {0}/late {0}/same;", "b: clock"),
 }
@@ -225,7 +233,9 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
             assert re.search(r"warn +b: clock +1 min (29|30) s behind .*NTP", out)
         else:
             begin_s = time.monotonic()
-            _, err = finish(launch(hosts, "run", "--hosts", "a:1,b:1", *extra, "--", str(folder / "examples/quick_start.py")), 2)
+            _, err = finish(
+                launch(hosts, "run", "--hosts", "a:1,b:1", *extra, "--", str(folder / "examples/quick_start.py")), 2
+            )
             (line,) = err.splitlines()
             assert words.format(folder) in line
             print(f"{what}: {time.monotonic() - begin_s:.1f} s: {line}")

@@ -89,7 +89,11 @@ def cluster(tmp_path_factory) -> Iterator[MadeHosts]:
 
 
 def make_environment(made: MadeHosts) -> dict[str, str]:
-    variables = {"SLURM_CONF": f"{made.folder}/slurm.conf", "PATH": f"{made.folder}/tools:{PATH}", "PYTHONPATH": paths()}
+    variables = {
+        "SLURM_CONF": f"{made.folder}/slurm.conf",
+        "PATH": f"{made.folder}/tools:{PATH}",
+        "PYTHONPATH": paths(),
+    }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PACELINE"))}
     return kept | variables | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
@@ -107,7 +111,12 @@ def find_slurmd(made: MadeHosts, name: str) -> subprocess.Popen[str]:
 
 def ask(made: MadeHosts, *command: str) -> str:
     done = subprocess.run(
-        made.wrap("n1", command), cwd=made.folder, env=make_environment(made), capture_output=True, text=True, timeout=60
+        made.wrap("n1", command),
+        cwd=made.folder,
+        env=make_environment(made),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     return done.stdout.strip()
 
@@ -220,7 +229,9 @@ def test_a_killed_slurmd_is_named_and_the_job_goes_on_when_it_is_back(cluster):
 
 
 def test_the_answer_of_every_verb_is_printed_once(cluster):
-    job = submit(cluster, "--", *"paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo".split(), name="bench")
+    job = submit(
+        cluster, "--", *"paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo".split(), name="bench"
+    )
     wait_for(cluster, job, "COMPLETED", "bench")
     assert read_log(cluster, "bench", job).count("busbw") >= 1
 

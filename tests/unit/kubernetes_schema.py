@@ -107,7 +107,9 @@ def find_mistakes(value: Any, kind: Any, where: str = "") -> list[str]:
     if isinstance(kind, list):
         if not isinstance(value, list):
             return [f"{where}: not a list"]
-        return [text for number, item in enumerate(value) for text in find_mistakes(item, kind[0], f"{where}[{number}]")]
+        return [
+            text for number, item in enumerate(value) for text in find_mistakes(item, kind[0], f"{where}[{number}]")
+        ]
     if isinstance(kind, type):
         return [] if type(value) is kind else [f"{where}: {value!r} is not {kind.__name__}"]
     if not isinstance(value, dict):

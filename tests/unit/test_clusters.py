@@ -50,7 +50,11 @@ def run_script(tmp_path):
         tools = tmp_path / "tools"
         tools.mkdir()
         environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "5", "SLURM_NTASKS": "8"}
-        environment |= {"SLURM_LOCALID": "1", "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{tools}:{os.environ['PATH']}"}
+        environment |= {
+            "SLURM_LOCALID": "1",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "PATH": f"{tools}:{os.environ['PATH']}",
+        }
         fakes = {
             "srun": f'while [ "$1" != bash ]; do shift; done\n"$@" > "{tmp_path}/rank.json"\nexit {code}',
             "scontrol": f'echo "$@" >> "{tmp_path}/called"\n[ "$1" = show ] && echo n1 && echo n2',
@@ -64,7 +68,11 @@ def run_script(tmp_path):
         script = slurm.render_script(slurm.BatchJob(**JOB | {"command": command} | job))
         done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, timeout=20)
         assert not done.stderr, done.stderr
-        return done.returncode, (tmp_path / "called").read_text().splitlines(), json.loads((tmp_path / "rank.json").read_text())
+        return (
+            done.returncode,
+            (tmp_path / "called").read_text().splitlines(),
+            json.loads((tmp_path / "rank.json").read_text()),
+        )
 
     return run
 
@@ -73,7 +81,9 @@ def test_a_rank_gets_torchruns_variables_and_the_words_of_the_command(run_script
     code, called, rank = run_script(0, variables={"MORE": "a 'b'"})
     assert code == 0 and called == ["show hostnames n[1-2]"]
     assert rank["arguments"] == JOB["command"][1:]
-    found = {name: rank[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MORE")}
+    found = {
+        name: rank[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MORE")
+    }
     assert found == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MORE": "a 'b'",
     }  # fmt: skip
@@ -141,7 +151,9 @@ def make_job(**changes) -> kubernetes.ClusterJob:
 
 
 @pytest.mark.parametrize("kind", kubernetes.KINDS)
-@pytest.mark.parametrize("changes", [{}, {"gpus_per_node": 0, "variables": {}}, {"volume": "data:/data", "folder": "/data"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"gpus_per_node": 0, "variables": {}}, {"volume": "data:/data", "folder": "/data"}]
+)
 def test_manifests_have_fields_that_kubernetes_knows(kind, changes):
     if kind == "trainjob" and "volume" in changes:
         with pytest.raises(ConfigError, match="training runtime"):

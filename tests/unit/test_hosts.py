@@ -35,7 +35,12 @@ def test_what_is_no_list_of_hosts_is_refused(text):
     ("code", "said", "name", "words"),
     [
         (255, "No ED25519 host key is known for b.\r\nHost key verification failed.", "host-key", "run `ssh b` once"),
-        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "host-key", "-R b"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "host-key",
+            "-R b",
+        ),
         (255, "me@b: Permission denied (publickey).", "no-key", "ssh-copy-id b"),
         (255, "ssh: Could not resolve hostname b: Name or service not known", "name", "does not resolve"),
         (255, "ssh: connect to host b port 22: Connection refused", "port", "start sshd there"),
@@ -70,7 +75,9 @@ def test_a_launcher_inside_of_the_launcher_is_refused():
 
 
 def test_a_host_runs_torchrun_with_its_own_place_and_interface():
-    request = build_request(["paceline", "train"], "PY", [2, 3], 1, "b", Meeting("10.0.0.1", 2000, "eth1"), {"A": "1"}, 30)
+    request = build_request(
+        ["paceline", "train"], "PY", [2, 3], 1, "b", Meeting("10.0.0.1", 2000, "eth1"), {"A": "1"}, 30
+    )
     words = " ".join(request["arguments"])
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 3 --master-addr 10.0.0.1 --master-port 2000" in words
     assert words.endswith(f"--log-dir {agent.LOGS} --no-python PY -m paceline train")

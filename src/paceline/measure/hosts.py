@@ -129,7 +129,9 @@ def _check_clock(one: Surveyed) -> CheckRecord:
 
 def _check_network(one: Surveyed, wanted: Wanted) -> CheckRecord:
     name, known = f"{one.name}: network", one.facts["addresses"]
-    others = ", ".join(key for key, found in known.items() if found[0] not in ("127.0.0.1", "::1")) or "none has an address"
+    others = (
+        ", ".join(key for key, found in known.items() if found[0] not in ("127.0.0.1", "::1")) or "none has an address"
+    )
     if not one.address:
         return _report(name, f"no interface {wanted.interface}", f"give another with --interface: {others}")
     if not one.interface:
@@ -153,7 +155,10 @@ def _check_files(one: Surveyed, wanted: Wanted) -> Iterator[CheckRecord]:
             advice = f"{'nothing' if full else 'little'} can be saved there: free some space"
             found = f"{format_memory(free)} free in {place}"
             yield _report(f"{one.name}: {title}", found, advice if little else "", "fail" if full else "warn")
-    for title, what, is_there in (("script", wanted.script, facts["script"]), ("program", wanted.program, facts["program"])):
+    for title, what, is_there in (
+        ("script", wanted.script, facts["script"]),
+        ("program", wanted.program, facts["program"]),
+    ):
         if what and not is_there:
             advice = "copy it there, or run in a folder that the hosts share (--folder)"
             yield _report(f"{one.name}: {title}", f"{what} does not exist", advice)

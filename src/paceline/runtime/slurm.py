@@ -77,7 +77,10 @@ def render_script(job: BatchJob) -> str:
         "signal": f"USR1@{max(1, round(job.grace_s))}",
     }  # fmt: skip
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    lines += ["#SBATCH --requeue" if job.requeues else "#SBATCH --no-requeue", *(f"#SBATCH {more}" for more in job.more)]
+    lines += [
+        "#SBATCH --requeue" if job.requeues else "#SBATCH --no-requeue",
+        *(f"#SBATCH {more}" for more in job.more),
+    ]
     variables = dict(job.variables)
     if job.interface:
         variables |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": f"={job.interface}"}
@@ -127,7 +130,9 @@ def _find_lost_nodes(nodes: str) -> list[str]:
     """Of these nodes, those whose slurmd does not respond, or that Slurm has given up."""
     if not nodes:
         return []
-    rows = [row.split() for row in _call("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines()]
+    rows = [
+        row.split() for row in _call("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines()
+    ]
     return sorted({row[0] for row in rows if row[1].endswith("*") or row[1].startswith(("down", "fail"))})
 
 
