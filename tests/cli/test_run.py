@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from paceline.runtime.hosts import Host, open_agents, run_agents
-
 from tests.conftest import wait_until
 from tests.dist.made_hosts import find_commands
 
@@ -58,7 +57,7 @@ FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: 
 @pytest.mark.parametrize(
     ("there", "words", "name", "advice"),
     [
-        ({"torch/__init__.py": "", "torch/version.py": "__version__ = '2.11.0'\n"}, (), "b: torch", "install one version"),
+        ({"torch/__init__.py": "", "torch/version.py": "__version__ = '2.11.0'\n"}, (), "b: torch", "one version"),
         ({"sitecustomize.py": SHIFTED}, (), "b: clock", "NTP"),
         ({"sitecustomize.py": FULL}, (), "b: disk", "free some space"),
         ({}, ("--interface", "nowhere0"), "a: network: no interface nowhere0", "--interface"),

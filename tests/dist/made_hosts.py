@@ -1,4 +1,4 @@
-"""Hosts made of namespaces of this machine: each has a name, a network and mounts of its own, and a cable to the others.
+"""Hosts made of namespaces of this machine: each has a name, a network and mounts of its own, and a cable to others.
 
 Needs root, `ip` and `unshare`. Nothing of it is seen outside; all of it is removed at the end.
 """

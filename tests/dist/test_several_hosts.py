@@ -1,4 +1,4 @@
-"""`paceline run --hosts` and `doctor --hosts` on two hosts, each with an sshd of its own in namespaces of this machine."""
+"""`paceline run --hosts` and `doctor --hosts` on two hosts with an sshd each, in namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from paceline.records.training import load_metrics
-
 from tests.conftest import wait_until
 from tests.dist.made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, write_tools
 
@@ -42,7 +41,10 @@ Host *
 """
 # sshd wants a folder there; only it sees this one.
 RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
-TRAIN = "paceline train --model mlp --hidden 8 --samples 64 --batch-size 8 --epochs 4000 --save-every 1000s".split()
+TRAIN = [
+    "paceline", "train", "--model", "mlp", "--hidden", "8", "--samples", "64", "--batch-size", "8", "--epochs", "4000",
+    "--save-every", "1000s",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +228,9 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
         extra += ["--folder", str(folder / "full")] if what == "full disk" else []
         extra += shlex.split(options.format(folder))
         if what == "wrong interface":  # there is one of this name on host a alone
-            subprocess.run(["ip", "-n", hosts.space("a"), "link", "add", "eth9", "type", "dummy"], check=True)
+            subprocess.run(
+                ["ip", "-n", hosts.space("a"), "link", "add", "eth9", "type", "veth", "peer", "eth10"], check=True
+            )
             subprocess.run(["ip", "-n", hosts.space("a"), "address", "add", "10.93.0.1/24", "dev", "eth9"], check=True)
         if what == "clock skew":
             out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", *extra))

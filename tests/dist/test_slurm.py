@@ -1,4 +1,4 @@
-"""`paceline run --slurm` on a cluster of two nodes: real munged, slurmctld and two slurmd, in namespaces of this machine."""
+"""`paceline run --slurm` on two nodes: real munged, slurmctld and two slurmd, in namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from paceline.records.training import load_metrics
-
 from tests.conftest import wait_until
 from tests.dist.made_hosts import MadeHosts, find_commands, make_hosts, paths, write_tools
 
@@ -59,7 +58,10 @@ NodeName=n2 NodeAddr=10.92.0.2 NodeHostname=n2 CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 RUN_FOLDER = "mount -t tmpfs tmpfs /run;"
-TRAIN = "paceline train --model mlp --hidden 8 --samples 64 --batch-size 8 --save-every 1000s --backend gloo".split()
+TRAIN = [
+    "paceline", "train", "--model", "mlp", "--hidden", "8", "--samples", "64", "--batch-size", "8",
+    "--save-every", "1000s", "--backend", "gloo",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +232,7 @@ def test_a_killed_slurmd_is_named_and_the_job_goes_on_when_it_is_back(cluster):
 
 def test_the_answer_of_every_verb_is_printed_once(cluster):
     job = submit(
-        cluster, "--", *"paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo".split(), name="bench"
+        cluster, "--", *shlex.split("paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo"), name="bench"
     )
     wait_for(cluster, job, "COMPLETED", "bench")
     assert read_log(cluster, "bench", job).count("busbw") >= 1

@@ -1,4 +1,4 @@
-"""The fields of the objects of Kubernetes that Paceline's manifests use, with their types, as its API reference has them.
+"""The fields of the objects of Kubernetes that Paceline's manifests use, with their types, as in its API reference.
 
 A type is a Python type, the name of an object below, or either in a list; "map" is a map of texts, "quantities" one of
 amounts. `REQUIRED` are the fields that must be there.

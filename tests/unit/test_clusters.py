@@ -12,7 +12,6 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.runtime import kubernetes, slurm
-
 from tests.unit.kubernetes_schema import find_mistakes
 
 JOB = {
@@ -85,7 +84,8 @@ def test_a_rank_gets_torchruns_variables_and_the_words_of_the_command(run_script
         name: rank[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MORE")
     }
     assert found == {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MORE": "a 'b'",
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1",
+        "MORE": "a 'b'",
     }  # fmt: skip
     assert rank["MASTER_PORT"] == str(15000 + 707) and rank["PACELINE_RUN"] == "job-7"
 

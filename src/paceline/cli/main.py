@@ -64,7 +64,7 @@ add_command(
 add_command(
     app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh -out",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
-    "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and the bandwidth between them.",
+    "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and their bandwidth.",
 )  # fmt: skip
 
 
@@ -79,11 +79,11 @@ def _run(*, progress: bool, **given: Any) -> Any:
 
 add_command(
     app, "run", _run,
-    "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node cpus_per_rank sbatch "
-    "requeues image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
+    "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node cpus_per_rank "
+    "sbatch requeues image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
     "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
     "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
-    "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job that is started again resumes from it.",
+    "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job started again resumes from it.",
 )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ OPTIONS = {
     "sync_batchnorm": Option(JOB, "BatchNorm over the whole global batch.", False),
     "plan": Option(JOB, "Buckets from this file, which `tune` writes.", Path, read=lambda path, _: str(path)),
     "seed": Option(JOB, "Of the model, the order of the data, and dropout.", 1),
-    "command:run": Option(JOB, "The command, behind --: -- python train.py, -- paceline train", list[str], flags="argument"),
+    "command:run": Option(JOB, "The command, behind --: -- python train.py", list[str], flags="argument"),
     "hosts": Option(JOB, "Over ssh: hosts with their ranks, a:8,b:8. Default ranks: the host's GPUs, else 1."),
     "hosts:doctor": Option(JOB, "Check these hosts instead, over ssh: a,b"),
     "slurm": Option(JOB, "Write an sbatch script, show it and submit it.", False),

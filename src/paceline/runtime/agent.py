@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 MARK = "paceline-agent "
@@ -181,14 +182,14 @@ def _connect(address: str, port: int, source: str, budget_s: float) -> dict[str,
         while warm_s[-1] < budget_s / 20 and num_bytes < 1 << 30:  # of a size that takes a tenth of the time
             num_bytes *= 2
             warm_s = [_time_message(link, num_bytes)]
-        begin_s, long_s = time.perf_counter(), []
+        begin_s, long_s = time.perf_counter(), list[float]()
         while len(long_s) < 3 or time.perf_counter() - begin_s < budget_s:
             long_s.append(_time_message(link, num_bytes))
     return {"short_s": short_s[5:], "short_warm_s": short_s[:5], "num_bytes": num_bytes, "long_s": long_s,
             "long_warm_s": warm_s}  # fmt: skip
 
 
-_ANSWERS = {
+_ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "facts": _tell, "route": _tell_route, "time": _tell_time, "open": _open, "close": _close, "connect": _connect,
 }  # fmt: skip
 

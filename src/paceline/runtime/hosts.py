@@ -28,8 +28,9 @@ T = TypeVar("T")
 Show = Callable[[str, str], None]
 
 _OPTIONS = (
-    "-T -o BatchMode=yes -o ConnectTimeout=4 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # a lost host: 15 s
-).split()
+    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", "-o", "ServerAliveInterval=5", "-o",
+    "ServerAliveCountMax=3",  # a lost host is noticed after 15 s
+)  # fmt: skip
 _ANSWER_S = 20.0
 _BEAT_S = 5.0
 _LOOK_S = 0.05

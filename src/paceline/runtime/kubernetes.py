@@ -73,7 +73,8 @@ def build_manifest(job: ClusterJob, kind: str) -> list[dict[str, Any]]:
     container = {
         "name": "ranks", "image": job.image, "command": ["sh", "-c", start, "paceline", *job.command], "env": env,
         "volumeMounts": mounts,
-    } | ({"workingDir": job.folder} if job.folder else {}) | ({"resources": resources} if resources else {})  # fmt: skip
+    }  # fmt: skip
+    container |= ({"workingDir": job.folder} if job.folder else {}) | ({"resources": resources} if resources else {})
     pod = {
         "subdomain": job.name, "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": round(job.grace_s),
         "containers": [container], "volumes": volumes,

@@ -91,7 +91,7 @@ def train(
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether an earlier attempt of this job has begun the run. Collective: rank 0 decides, before it makes a new one."""
+    """Whether an earlier attempt of this job has begun the run. Collective: rank 0 decides, before it makes one."""
     found = (folder / CONFIG_FILE).exists()
     if not is_launched() or read_place().world_size == 1:
         return found
