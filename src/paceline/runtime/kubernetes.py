@@ -70,7 +70,7 @@ def build_manifest(job: ClusterJob, kind: str) -> list[dict[str, Any]]:
         claim, _, path = job.volume.partition(":")
         mounts.append({"name": "data", "mountPath": path})
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
-    container = {
+    container: dict[str, Any] = {
         "name": "ranks", "image": job.image, "command": ["sh", "-c", start, "paceline", *job.command], "env": env,
         "volumeMounts": mounts,
     }  # fmt: skip
