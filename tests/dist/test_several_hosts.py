@@ -57,7 +57,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
         for name in ("host_key", "key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
         public = (folder / "host_key.pub").read_text()
-        (folder / "known").write_text("".join(f"{name} {public}" for name in made.names))
+        (folder / "known").write_text("".join(f"{name} {public}[{name}]:2222 {public}" for name in made.names))
         (folder / "client").write_text(CLIENT.format(folder=folder))
         (folder / "sshd_config").write_text(CONFIG.format(folder=folder, path=paths()))
         write_tools(folder, ssh=f'exec {shutil.which("ssh")} -F {folder}/client "$@"')
@@ -70,10 +70,11 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
         made.expect_nothing_left()
 
 
-def serve_ssh(made: MadeHosts, name: str, setup: str = "") -> subprocess.Popen[str]:
+def serve_ssh(made: MadeHosts, name: str, setup: str = "", port: int = 22) -> subprocess.Popen[str]:
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    service = made.serve(name, [sshd, "-D", "-e", "-f", str(made.folder / "sshd_config")], RUN_FOLDER + setup)
-    answers = made.wrap("a", ["sh", "-c", f'"{made.folder}/tools/ssh" {name} true'])
+    command = [sshd, "-D", "-e", "-p", str(port), "-f", str(made.folder / "sshd_config")]
+    service = made.serve(name, command, RUN_FOLDER + setup)
+    answers = made.wrap("a", ["sh", "-c", f'"{made.folder}/tools/ssh" -p {port} {name} true'])
     wait_until(lambda: subprocess.run(answers, capture_output=True, timeout=10).returncode == 0, 10)
     return service
 
@@ -221,10 +222,10 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
     (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
     (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "only-a/python").chmod(0o755)
-    hosts.end(hosts.services.pop(1))
-    service = serve_ssh(hosts, "b", setup.format(folder))
+    (folder / "client-other").write_text("Host b\n  Port 2222\n" + (folder / "client").read_text())
+    service = serve_ssh(hosts, "b", setup.format(folder), 2222)
     try:
-        extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}"]
+        extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}", "--ssh", f"ssh -F {folder}/client-other"]
         extra += ["--folder", str(folder / "full")] if what == "full disk" else []
         extra += shlex.split(options.format(folder))
         if what == "wrong interface":  # there is one of this name on host a alone
@@ -246,7 +247,6 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
     finally:
         hosts.services.remove(service)
         hosts.end(service)
-        serve_ssh(hosts, "b")
         if what == "wrong interface":
             subprocess.run(["ip", "-n", hosts.space("a"), "link", "delete", "eth9"], check=True)
 
@@ -254,7 +254,7 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
 def test_an_unknown_host_key_and_a_closed_port_are_named(hosts):
     known = (hosts.folder / "known").read_text()
     try:
-        (hosts.folder / "known").write_text(known.splitlines()[0] + "\n")
+        (hosts.folder / "known").write_text("".join(known.splitlines(True)[:2]))
         _, err = finish(launch(hosts, "run", "--hosts", "a,b", "--", "true"), 2)
         assert "host b: its host key is not known here: check it and run `ssh b` once" in err
     finally:
