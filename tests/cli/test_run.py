@@ -8,12 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
-from paceline.runtime.hosts import Host, open_agents, run_agents
+from paceline.runtime.hosts import open_agents, run_agents
 from tests.conftest import wait_until
 from tests.dist.made_hosts import find_commands
 
@@ -50,6 +49,7 @@ def other_python(tmp_path) -> str:
     return str(path)
 
 
+OTHER = {"torch/__init__.py": "", "torch-2.11.0.dist-info/METADATA": "Version: 2.11.0\n"}
 SHIFTED = "import time\nreal = time.time\ntime.time = lambda: real() + 120\n"
 FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: usage(p)._replace(free=4096)\n"
 
@@ -57,7 +57,7 @@ FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: 
 @pytest.mark.parametrize(
     ("there", "words", "name", "advice"),
     [
-        ({"torch/__init__.py": "", "torch/version.py": "__version__ = '2.11.0'\n"}, (), "b: torch", "one version"),
+        (OTHER, (), "b: torch: 2.11.0", "one version"),
         ({"sitecustomize.py": SHIFTED}, (), "b: clock", "NTP"),
         ({"sitecustomize.py": FULL}, (), "b: disk", "free some space"),
         ({}, ("--interface", "nowhere0"), "a: network: no interface nowhere0", "--interface"),
@@ -78,7 +78,6 @@ def test_a_bad_set_up_is_named_in_one_line(
     program = words[0].removeprefix("-- ") if words and words[0].startswith("-- ") else "true"
     options = [word for word in words if not word.startswith("-- ")]
     asked = ["run", "--hosts", "a:1,b:1", "--ssh", ssh, "--python", other_python, *options, "--", program]
-    begin_s = time.monotonic()
     if "clock" in name:  # a warning: it would run, and so only the checks of `doctor` are looked at
         answer = command("doctor", *asked[1:-2])
         (line,) = [text for text in answer.out.splitlines() if "b: clock" in text and text.split()[0] == "warn"]
@@ -88,7 +87,6 @@ def test_a_bad_set_up_is_named_in_one_line(
         assert answer.code == 2
         (line,) = answer.err.splitlines()
         assert f"paceline: error: {name}" in line and advice in line
-    assert time.monotonic() - begin_s < 30
 
 
 def test_a_host_without_python_is_named(command, ssh):
@@ -120,7 +118,7 @@ def test_a_port_that_is_taken_is_named(command, ssh, monkeypatch):
 def run_on(ssh: str, commands: dict[str, str], grace_s: float = 5.0) -> tuple[int, list[tuple[str, str]]]:
     """Run a shell command on each host; the exit code, and what was shown."""
     shown: list[tuple[str, str]] = []
-    with open_agents([Host(name) for name in commands], ssh) as agents:
+    with open_agents(commands, ssh) as agents:
         requests = [
             {"arguments": ["sh", "-c", text], "variables": {}, "grace_s": grace_s} for text in commands.values()
         ]
@@ -147,8 +145,8 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
     """The launcher is killed, and nothing is left of what it started."""
     source = (
-        "import sys\nfrom paceline.runtime.hosts import Host, open_agents, run_agents\n"
-        "with open_agents([Host('a')], sys.argv[1]) as agents:\n"
+        "import sys\nfrom paceline.runtime.hosts import open_agents, run_agents\n"
+        "with open_agents(['a'], sys.argv[1]) as agents:\n"
         "    request = {'arguments': ['sh', '-c', 'echo $$ > pid; exec sleep 60'], 'variables': {}, 'grace_s': 5}\n"
         "    run_agents(agents, [request], lambda *_: None, 5)\n"
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -92,10 +94,17 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
             pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: there is no `{tool}` here")
     if os.geteuid():
         pytest.skip("SEVERAL HOSTS ARE NOT TESTED: namespaces need root")
-    hosts = MadeHosts(folder, names, str(os.getpid()))
+    remove_abandoned()
+    hosts = MadeHosts(folder, names, f"{os.getpid()}-{secrets.token_hex(2)}")
     lines = ["127.0.0.1 localhost", *(f"10.92.0.{number} {name}" for number, name in enumerate(names, 1))]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     first = hosts.space(names[0])
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(f"signal {number}")
+
+    # Whoever ends the tests, by `timeout` or by closing the terminal, ends the hosts, too.
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         try:
             for name in names:
@@ -113,14 +122,31 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
             pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: namespaces are not allowed here: {error.stderr.strip()}")
         yield hosts
     finally:
+        for number in (signal.SIGINT, *before):  # nothing interrupts this
+            before[number] = before.get(number) or signal.getsignal(number)
+            signal.signal(number, signal.SIG_IGN)
         for service in reversed(hosts.services):
             hosts.end(service)
         for name in names:
-            with contextlib.suppress(subprocess.SubprocessError):
-                for pid in run_ip("netns", "pids", hosts.space(name)).split():
-                    with contextlib.suppress(OSError):
-                        os.kill(int(pid), 9)
-                run_ip("netns", "delete", hosts.space(name))
+            remove_space(hosts.space(name))
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def remove_space(space: str) -> None:
+    """End all that runs in a namespace, and remove it; a part that is gone already does no harm."""
+    with contextlib.suppress(subprocess.SubprocessError):
+        for pid in run_ip("netns", "pids", space).split():
+            with contextlib.suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
+        run_ip("netns", "delete", space)
+
+
+def remove_abandoned() -> None:
+    """Remove the hosts of test runs that were killed, and could not do it themselves."""
+    for space in re.findall(r"^paceline-\d+-\S+", run_ip("netns", "list"), re.MULTILINE):
+        if not Path(f"/proc/{space.split('-')[1]}").exists():
+            remove_space(space)
 
 
 def write_tools(folder: Path, **tools: str) -> Path:

@@ -215,10 +215,10 @@ BAD = {
 def test_a_bad_set_up_is_named_within_seconds(hosts, what):
     options, setup, words = BAD[what]
     folder = hosts.folder
-    for name in ("same", "other/torch", "late", "only-a", "full"):
+    for name in ("same", "other/torch", "other/torch-2.11.0.dist-info", "late", "only-a", "full"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "other/torch/__init__.py").write_text("")
-    (folder / "other/torch/version.py").write_text("__version__ = '2.11.0'\n")
+    (folder / "other/torch-2.11.0.dist-info/METADATA").write_text("Version: 2.11.0\n")
     (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
     (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "only-a/python").chmod(0o755)

@@ -16,23 +16,22 @@ from tests.unit.kubernetes_schema import find_mistakes
 
 JOB = {
     "command": ["python", "train.py", "--text", "it's $HOME"], "name": "train", "nodes": 2, "ranks_per_node": 4,
-    "time": "1:00:00", "partition": "", "gpus_per_node": 0, "cpus_per_rank": 0, "more": (), "variables": {},
-    "interface": "", "folder": "", "grace_s": 90.0, "requeues": 3,
+    "time": "1:00:00", "grace_s": 90.0, "requeues": 3,
 }  # fmt: skip
 
 
 def test_the_script_has_the_options_that_were_given_and_no_others():
-    lines = slurm.render_script(slurm.BatchJob(**JOB)).splitlines()
+    lines = slurm.render_script(**JOB).splitlines()
     assert lines[0] == "#!/bin/bash"
     assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
         "job-name=train", "nodes=2", "ntasks-per-node=4", "time=1:00:00", "output=train-%j.log", "open-mode=append",
         "signal=USR1@90", "requeue",
     ]  # fmt: skip
-    given = {"partition": "gpu", "gpus_per_node": 8, "cpus_per_rank": 6, "more": ("--qos=high",), "requeues": 0}
+    given = {"partition": "gpu", "gpus_per_node": 8, "sbatch": ("--qos=high",), "requeues": 0}
     given |= {"interface": "ib0", "variables": {"A": "x y"}, "folder": "/data"}
-    script = slurm.render_script(slurm.BatchJob(**JOB | given))
+    script = slurm.render_script(**JOB | given)
     options = re.findall(r"#SBATCH (.*)", script)
-    for option in ("--partition=gpu", "--gpus-per-node=8", "--cpus-per-task=6", "--qos=high", "--chdir=/data"):
+    for option in ("--partition=gpu", "--gpus-per-node=8", "--qos=high", "--chdir=/data"):
         assert option in options
     assert "--no-requeue" in options and "--requeue" not in options
     for line in ("export A='x y'", "export GLOO_SOCKET_IFNAME=ib0", "export NCCL_SOCKET_IFNAME==ib0"):
@@ -64,7 +63,7 @@ def run_script(tmp_path):
             (tools / name).chmod(0o755)
         dump = "import json, os, sys; print(json.dumps({'arguments': sys.argv[1:], **os.environ}))"
         command = ["python3", "-c", dump, *JOB["command"][1:]]
-        script = slurm.render_script(slurm.BatchJob(**JOB | {"command": command} | job))
+        script = slurm.render_script(**JOB | {"command": command} | job)
         done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, timeout=20)
         assert not done.stderr, done.stderr
         return (
@@ -108,7 +107,7 @@ def test_a_job_that_was_asked_to_stop_is_requeued_and_no_other(run_script, code,
 
 def test_a_time_that_slurm_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="--time 1h: write minutes"):
-        slurm.render_script(slurm.BatchJob(**JOB | {"time": "1h"}))
+        slurm.render_script(**JOB | {"time": "1h"})
 
 
 def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeypatch, tmp_path):
@@ -142,12 +141,10 @@ def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeyp
     ]  # fmt: skip
 
 
-def make_job(**changes) -> kubernetes.ClusterJob:
-    job = {
-        "command": ["python", "train.py"], "name": "train", "nodes": 2, "ranks_per_node": 8, "image": "me/train:1",
-        "gpus_per_node": 8, "variables": {"A": 'x "y"'}, "volume": "", "folder": "", "grace_s": 60.0,
-    }  # fmt: skip
-    return kubernetes.ClusterJob(**job | changes)
+PODS = {
+    "command": ["python", "train.py"], "name": "train", "nodes": 2, "ranks_per_node": 8, "image": "me/train:1",
+    "gpus_per_node": 8, "variables": {"A": 'x "y"'},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", kubernetes.KINDS)
@@ -157,16 +154,16 @@ def make_job(**changes) -> kubernetes.ClusterJob:
 def test_manifests_have_fields_that_kubernetes_knows(kind, changes):
     if kind == "trainjob" and "volume" in changes:
         with pytest.raises(ConfigError, match="training runtime"):
-            kubernetes.build_manifest(make_job(**changes), kind)
+            kubernetes.build_manifest(**PODS | changes, kind=kind)
         return
-    manifest = kubernetes.build_manifest(make_job(**changes), kind)
+    manifest = kubernetes.build_manifest(**PODS | changes, kind=kind)
     assert [one["kind"] for one in manifest] == (["Service", "Job"] if kind == "job" else ["TrainJob"])
     for one in manifest:
         assert find_mistakes(one, one["kind"], one["kind"]) == []
 
 
 def test_the_check_of_manifests_finds_mistakes():
-    (_, job) = kubernetes.build_manifest(make_job(), "job")
+    (_, job) = kubernetes.build_manifest(**PODS)
     pod = job["spec"]["template"]["spec"]
     pod["restartPolicy"], pod["grace"], job["spec"]["completions"] = "Always", 3, "2"
     del pod["containers"][0]["image"]
@@ -175,7 +172,7 @@ def test_the_check_of_manifests_finds_mistakes():
 
 
 def test_pods_meet_at_the_first_and_end_by_signals():
-    service, job = kubernetes.build_manifest(make_job(volume="claim:/data"), "job")
+    service, job = kubernetes.build_manifest(**PODS, volume="claim:/data")
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     start = container["command"][2]
@@ -185,7 +182,7 @@ def test_pods_meet_at_the_first_and_end_by_signals():
     assert pod["subdomain"] == service["metadata"]["name"] and pod["terminationGracePeriodSeconds"] == 60
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert {"name": "data", "persistentVolumeClaim": {"claimName": "claim"}} in pod["volumes"]
-    (train,) = kubernetes.build_manifest(make_job(), "trainjob")
+    (train,) = kubernetes.build_manifest(**PODS, kind="trainjob")
     assert train["spec"]["trainer"]["command"] == ["torchrun", "--no-python", "python", "train.py"]
 
 
@@ -199,18 +196,16 @@ def test_pods_meet_at_the_first_and_end_by_signals():
 )
 def test_what_kubernetes_would_refuse_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        kubernetes.build_manifest(make_job(**changes), "job")
+        kubernetes.build_manifest(**PODS | changes, kind="job")
 
 
 @pytest.mark.parametrize("kind", kubernetes.KINDS)
 def test_the_manifest_is_yaml_of_its_objects(kind):
     yaml = pytest.importorskip("yaml")
-    text = kubernetes.render_manifest(make_job(command=["sh", "-c", "a: 'b' # \"c\"\n- d"]), kind)
-    assert list(yaml.safe_load_all(text)) == kubernetes.build_manifest(
-        make_job(command=["sh", "-c", "a: 'b' # \"c\"\n- d"]), kind
-    )
+    pods = PODS | {"command": ["sh", "-c", "a: 'b' # \"c\"\n- d"], "kind": kind}
+    assert list(yaml.safe_load_all(kubernetes.render_manifest(**pods))) == kubernetes.build_manifest(**pods)
 
 
 def test_the_manifest_reads_like_this():
-    text = kubernetes.render_manifest(make_job(gpus_per_node=0), "trainjob")
+    text = kubernetes.render_manifest(**PODS | {"gpus_per_node": 0, "kind": "trainjob"})
     assert text == Path(__file__).with_name("trainjob.yaml").read_text()

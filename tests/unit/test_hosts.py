@@ -7,22 +7,21 @@ import dataclasses
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.measure.hosts import Surveyed, Wanted, check_survey
+from paceline.measure.hosts import Wanted, check_survey
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, LinkRecord, record_from_json, record_to_json
 from paceline.records.samples import Samples
 from paceline.records.store import Run
 from paceline.report.result import DoctorResult
 from paceline.runtime import agent
-from paceline.runtime.hosts import Host, Meeting, build_program, build_request, explain_end, parse_hosts
+from paceline.runtime.hosts import build_program, build_requests, explain_end, parse_hosts
 from paceline.units import GIB, MIB
 from paceline.verbs.run import parse_variables, run
 
 
 def test_hosts_are_read():
-    assert parse_hosts("a:8, me@b.example:2,[fe80::1]:4,10.0.0.1") == (
-        Host("a", 8), Host("me@b.example", 2), Host("fe80::1", 4), Host("10.0.0.1", None),
-    )  # fmt: skip
+    found = parse_hosts("a:8, me@b.example:2,[fe80::1]:4,10.0.0.1")
+    assert found == {"a": 8, "me@b.example": 2, "fe80::1": 4, "10.0.0.1": None}
 
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,,b", "a:1,a:2", "a;b"])
@@ -75,9 +74,8 @@ def test_a_launcher_inside_of_the_launcher_is_refused():
 
 
 def test_a_host_runs_torchrun_with_its_own_place_and_interface():
-    request = build_request(
-        ["paceline", "train"], "PY", [2, 3], 1, "b", Meeting("10.0.0.1", 2000, "eth1"), {"A": "1"}, 30
-    )
+    program, interfaces = ["PY", "-m", "paceline", "train"], {"a": "eth0", "b": "eth1"}
+    _, request = build_requests(program, "PY", {"a": 2, "b": 3}, interfaces, "10.0.0.1", 2000, {"A": "1"}, 30)
     words = " ".join(request["arguments"])
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 3 --master-addr 10.0.0.1 --master-port 2000" in words
     assert words.endswith(f"--log-dir {agent.LOGS} --no-python PY -m paceline train")
@@ -85,65 +83,64 @@ def test_a_host_runs_torchrun_with_its_own_place_and_interface():
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"], variables["A"]) == ("eth1", "=eth1", "1")
     assert variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[b:${rank}] "
     given = {"GLOO_SOCKET_IFNAME": "ib0"}
-    request = build_request(["paceline", "train"], "PY", [1], 0, "a", Meeting("10.0.0.1", 2000, "eth1"), given, 30)
+    (request,) = build_requests(program, "PY", {"a": 1}, interfaces, "10.0.0.1", 2000, given, 30)
     assert request["variables"]["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-FACTS = {
+GOOD = {
     "python": "3.12.1", "torch": "2.13.0+cpu", "paceline": "0.1.0", "folder": "", "program": True, "script": True,
-    "free_bytes": 50 * GIB, "temporary": "/tmp", "temporary_bytes": 50 * GIB,
-    "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}, "reached_at": "10.0.0.1", "gpus": 0,
+    "free_bytes": {"/data": 50 * GIB, "/tmp": 50 * GIB}, "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    "reached_at": "10.0.0.1", "gpus": 0, "answered_s": 0.2, "offset_s": 0.001, "within_s": 0.0005,
+    "address": "10.0.0.1", "interface": "eth0",
 }  # fmt: skip
-GOOD = Surveyed("a", FACTS, 0.001, 0.0005, 0.2, "10.0.0.1", "eth0")
 WANTED = Wanted("/data", script="train.py")
 
 
-def check(changes: dict, facts: dict, wanted: Wanted = WANTED) -> list[CheckRecord]:
-    other = dataclasses.replace(GOOD, name="b", facts=FACTS | facts, **changes)
-    checks = list(check_survey(["a", "b"], [GOOD, other], wanted))
+def check(facts: dict, wanted: Wanted = WANTED) -> list[CheckRecord]:
+    checks = list(check_survey({"a": GOOD, "b": GOOD | facts}, wanted))
     assert all(one.status == "ok" for one in checks if one.name.startswith("a:"))
     return [one for one in checks if one.status != "ok"]
 
 
 def test_hosts_that_are_alike_pass():
-    assert check({}, {"python": "3.12.7"}) == []
+    assert check({"python": "3.12.7"}) == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "facts", "name", "status", "advice"),
+    ("facts", "name", "status", "advice"),
     [
-        ({}, {"torch": "2.11.0"}, "b: torch", "fail", "a has 2.13.0+cpu"),
-        ({}, {"torch": ""}, "b: torch", "fail", "pip install torch"),
-        ({}, {"paceline": ""}, "b: Paceline", "fail", "pip install paceline"),
-        ({}, {"python": "3.11.2"}, "b: Python", "fail", "a has 3.12.1"),
-        ({}, {"python": "3.9.2"}, "b: Python", "fail", "3.11 or newer"),
-        ({"offset_s": 3.0}, {}, "b: clock", "warn", "NTP"),
-        ({"offset_s": -3.0}, {}, "b: clock", "warn", "NTP"),
-        ({"address": "", "interface": "ib9"}, {}, "b: network", "fail", "--interface: eth0"),
-        ({}, {"free_bytes": 3 * MIB}, "b: disk", "fail", "free some space"),
-        ({}, {"free_bytes": GIB}, "b: disk", "warn", "free some space"),
-        ({}, {"temporary_bytes": 0}, "b: temporary files", "fail", "free some space"),
-        ({}, {"folder": "No such file or directory"}, "b: folder", "fail", "--folder"),
-        ({}, {"script": False}, "b: script", "fail", "copy it there"),
+        ({"torch": "2.11.0"}, "b: torch", "fail", "a has 2.13.0+cpu"),
+        ({"torch": ""}, "b: torch", "fail", "pip install torch"),
+        ({"paceline": ""}, "b: Paceline", "fail", "pip install paceline"),
+        ({"python": "3.11.2"}, "b: Python", "fail", "a has 3.12.1"),
+        ({"python": "3.9.2"}, "b: Python", "fail", "3.11 or newer"),
+        ({"offset_s": 3.0}, "b: clock", "warn", "NTP"),
+        ({"offset_s": -3.0}, "b: clock", "warn", "NTP"),
+        ({"address": "", "interface": "ib9"}, "b: network", "fail", "--interface: eth0"),
+        ({"free_bytes": {"/data": 3 * MIB}}, "b: disk", "fail", "free some space"),
+        ({"free_bytes": {"/data": GIB}}, "b: disk", "warn", "free some space"),
+        ({"free_bytes": {"/data": 9 * GIB, "/tmp": 0}}, "b: disk", "fail", "free some space"),
+        ({"folder": "No such file or directory"}, "b: folder", "fail", "--folder"),
+        ({"script": False}, "b: script", "fail", "copy it there"),
     ],
 )
-def test_what_is_wrong_on_a_host_is_named_with_what_to_do(changes, facts, name, status, advice):
-    (found,) = check(changes, facts)
+def test_what_is_wrong_on_a_host_is_named_with_what_to_do(facts, name, status, advice):
+    (found,) = check(facts)
     assert (found.name, found.status) == (name, status) and advice in found.advice
 
 
 def test_a_clock_that_is_only_read_late_is_not_blamed():
-    assert check({"offset_s": 3.0, "within_s": 2.9}, {}) == []
+    assert check({"offset_s": 3.0, "within_s": 2.9}) == []
 
 
 def test_paceline_is_only_needed_where_it_is_called():
-    (found,) = check({}, {"paceline": ""}, dataclasses.replace(WANTED, needs_paceline=False))
+    (found,) = check({"paceline": ""}, dataclasses.replace(WANTED, needs_paceline=False))
     assert found.status == "warn"
 
 
 def test_a_host_that_was_not_reached_is_a_failed_check():
     error = LaunchError("host b: its ssh port is closed: start sshd there", code="port")
-    found = [one for one in check_survey(["a", "b"], [GOOD, error], WANTED) if one.status != "ok"]
+    found = [one for one in check_survey({"a": GOOD, "b": error}, WANTED) if one.status != "ok"]
     assert [(one.name, one.found, one.advice) for one in found] == [
         ("b: ssh", "its ssh port is closed", "start sshd there")
     ]

@@ -127,7 +127,6 @@ OPTIONS = {
     "time": Option(JOB, "Slurm: time limit, as 1:00:00"),
     "partition": Option(JOB, "Slurm: partition."),
     "gpus_per_node": Option(JOB, "Slurm, Kubernetes: GPUs of each host.", int),
-    "cpus_per_rank": Option(JOB, "Slurm: cores of each rank.", int),
     "sbatch": Option(JOB, "Slurm: further options of sbatch, as '--qos=high --mem=0'"),
     "requeues": Option(JOB, "Slurm: how often a job that was asked to stop is started again at most.", 10),
     "image": Option(JOB, "Kubernetes: container image."),

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime import agent
@@ -49,26 +48,17 @@ _SSH_SAYS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Host:
-    """A host as ssh names it, and its number of ranks; None: one for each GPU, or one."""
-
-    name: str
-    ranks: int | None = None
-
-
-def parse_hosts(text: str) -> tuple[Host, ...]:
-    """`a:8,user@b:8,[fe80::1]:2`: hosts, each with its number of ranks, which may be left out."""
-    hosts = []
+def parse_hosts(text: str) -> dict[str, int | None]:
+    """`a:8,user@b:8,[fe80::1]:2`: hosts, each with its number of ranks, or None where it is left out."""
+    hosts: dict[str, int | None] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*((?:[\w.-]+@)?(?:\w[\w.%-]*|\[[\w:.%]+\]))(?::(\d+))?\s*", part)
         if not match or match[2] == "0":
             raise ConfigError(f"--hosts {text!r}: {part.strip()!r} is no host; write NAME or NAME:RANKS, as in a:8,b:8")
-        hosts.append(Host(match[1].replace("[", "").replace("]", ""), int(match[2]) if match[2] else None))
-    names = [host.name for host in hosts]
-    double = next((name for name in names if names.count(name) > 1), "")
-    refuse((double, f"--hosts {text!r} has {double} twice: give all its ranks at once, as in {double}:2"))
-    return tuple(hosts)
+        name = match[1].replace("[", "").replace("]", "")
+        refuse((name in hosts, f"--hosts {text!r} has {name} twice: give all its ranks at once, as in {name}:2"))
+        hosts[name] = int(match[2]) if match[2] else None
+    return hosts
 
 
 def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
@@ -87,44 +77,37 @@ def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
 class Agent:
     """The launcher's end of the connection to one host. The agent there ends with the connection."""
 
-    def __init__(self, host: Host, ssh: Sequence[str], python: str, variables: Mapping[str, str]) -> None:
-        self.host, self._python = host, python
+    def __init__(self, name: str, ssh: Sequence[str], python: str, variables: Mapping[str, str]) -> None:
+        self.name, self._python = name, python
         self.show: Show | None = None  # who gets the output, once the ranks were started
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._said: list[str] = []
         source = Path(agent.__file__).read_bytes()
         begin = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
-        there = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), python, "-c", begin])
-        try:
-            self._process = subprocess.Popen(
-                [*ssh, *_OPTIONS, host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, start_new_session=True,  # Ctrl-C is for the launcher
-            )  # fmt: skip
+        there = shlex.join(["env", *(f"{key}={value}" for key, value in variables.items()), python, "-c", begin])
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        try:  # in a session of its own: Ctrl-C is for the launcher
+            self._process = subprocess.Popen([*ssh, *_OPTIONS, name, there], start_new_session=True, **pipes)
         except OSError as error:
             raise ConfigError(f"cannot run {ssh[0]}: {error.strerror}; install ssh, or give it with --ssh") from None
-        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read_out, self._read_err)]
+        outputs = (("out", self._process.stdout), ("err", self._process.stderr))
+        self._readers = [threading.Thread(target=self._read, args=output, daemon=True) for output in outputs]
         for reader in self._readers:
             reader.start()
         self._write(source)
 
-    def _read_out(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            text = line.decode(errors="replace")
-            if self.show is not None:
-                self.show("out", text)
-            elif text.startswith(agent.MARK):  # else it is from a login script
-                self._answers.put(json.loads(text[len(agent.MARK) :]))
-        self._answers.put(None)
-
-    def _read_err(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            text = line.decode(errors="replace")
-            if self.show is not None:
-                self.show("err", text)
-            else:
-                self._said.append(text)
+    def _read(self, stream: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                text = line.decode(errors="replace")
+                if self.show is not None:
+                    self.show(stream, text if text.startswith(f"[{self.name}:") else f"[{self.name}] {text}")
+                elif stream == "err":
+                    self._said.append(text)
+                elif text.startswith(agent.MARK):  # else it is from a login script
+                    self._answers.put(json.loads(text[len(agent.MARK) :]))
+        if stream == "out":
+            self._answers.put(None)
 
     def _write(self, content: bytes) -> None:
         assert self._process.stdin is not None
@@ -142,14 +125,14 @@ class Agent:
         try:
             answer = self._answers.get(timeout=_ANSWER_S)
         except queue.Empty:
-            text = f"host {self.host.name} did not answer within {_ANSWER_S:g} s: is it overloaded?"
+            text = f"host {self.name} did not answer within {_ANSWER_S:g} s: is it overloaded?"
             raise LaunchError(text, code="timeout") from None
         if answer is None:
-            self._join()
             self._answers.put(None)  # for the next question
-            raise explain_end(self.host.name, self._process.wait(), "".join(self._said), self._python)
+            self._join()
+            raise explain_end(self.name, self._process.wait(), "".join(self._said), self._python)
         if "error" in answer:
-            raise LaunchError(f"host {self.host.name}: {answer['error']}", code="refused")
+            raise LaunchError(f"host {self.name}: {answer['error']}", code="refused")
         return dict(answer)
 
     @property
@@ -171,20 +154,17 @@ class Agent:
         self._process.kill()
         self._process.wait()
         self._join()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
 
 
 @contextlib.contextmanager
 def open_agents(
-    hosts: Sequence[Host], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None
+    names: Iterable[str], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None
 ) -> Iterator[list[Agent]]:
     """An agent on every host, being connected; who asks one finds out whether it could be reached."""
     with contextlib.ExitStack() as stack:
         agents = []
-        for host in hosts:
-            agents.append(Agent(host, shlex.split(ssh), python or sys.executable, variables or {}))
+        for name in names:
+            agents.append(Agent(name, shlex.split(ssh), python or sys.executable, variables or {}))
             stack.callback(agents[-1].close)
         yield agents
 
@@ -202,15 +182,6 @@ def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | Pace
         return list(workers.map(call, agents))
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of one host belong: the address at which all meet, and the interface that this host uses."""
-
-    address: str
-    port: int
-    interface: str
-
-
 def build_program(command: Sequence[str], python: str) -> list[str]:
     """The command that a rank runs: `python`, `paceline` and a script run in this interpreter."""
     first, rest = command[0], list(command[1:])
@@ -224,26 +195,32 @@ def build_program(command: Sequence[str], python: str) -> list[str]:
     return [python, first, *rest] if first.endswith(".py") else [first, *rest]
 
 
-def build_request(
-    command: Sequence[str], python: str, ranks: Sequence[int], number: int, name: str, meeting: Meeting,
-    variables: Mapping[str, str], grace_s: float,
-) -> dict[str, Any]:  # fmt: skip
-    """What the agent of host `number` is to run: torchrun, with a prefix for every line of its ranks."""
-    torchrun = [
-        python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
-        "--nproc-per-node", str(ranks[number]), "--master-addr", meeting.address, "--master-port", str(meeting.port),
-        "--tee", "3", "--log-dir", agent.LOGS, "--no-python",
-    ]  # fmt: skip
-    own = {
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace_s))),
-        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "PYTHONUNBUFFERED": "1",  # torchrun reads what ranks print from files
-    }
-    if meeting.interface:
-        own |= {"GLOO_SOCKET_IFNAME": meeting.interface, "NCCL_SOCKET_IFNAME": f"={meeting.interface}"}
-    arguments = [*torchrun, *build_program(command, python)]
-    return {"arguments": arguments, "variables": {**own, **variables}, "grace_s": grace_s}
+def build_requests(
+    program: Sequence[str], python: str, ranks: Mapping[str, int], interfaces: Mapping[str, str], address: str,
+    port: int, variables: Mapping[str, str], grace_s: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What each host runs: torchrun, with a prefix for every line of its ranks. All meet at this address and port."""
+    requests = []
+    for number, (name, count) in enumerate(ranks.items()):
+        torchrun = [
+            python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
+            "--nproc-per-node", str(count), "--master-addr", address, "--master-port", str(port),
+            "--tee", "3", "--log-dir", agent.LOGS, "--no-python",
+        ]  # fmt: skip
+        own = {
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace_s))),
+            "PYTHONUNBUFFERED": "1",  # torchrun reads what ranks print from files
+            **name_interface(interfaces[name]),
+            **variables,
+        }
+        requests.append({"arguments": [*torchrun, *program], "variables": own, "grace_s": grace_s})
+    return requests
+
+
+def name_interface(interface: str) -> dict[str, str]:
+    """The variables by which gloo and NCCL use this interface; none for an empty one."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show: Show, grace_s: float) -> int:
@@ -252,16 +229,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     Once one has failed, or with the first Ctrl-C or SIGTERM, all are asked to end, and may take `grace_s` to save; a
     second signal ends them at once.
     """
-    lock, signals, failed = threading.Lock(), list[int](), dict[str, int]()
-    asked_s, failed_s = list[float](), list[float]()
-
-    def show_of(one: Agent) -> Show:
-        def show_line(stream: str, text: str) -> None:
-            is_named = text.startswith(f"[{one.host.name}:")
-            with lock:
-                show(stream, text if is_named else f"[{one.host.name}] {text}")
-
-        return show_line
+    signals, asked_s, failed_s = list[int](), list[float](), dict[Agent, float]()
 
     def end(ask: str = "end") -> None:
         asked_s.append(time.monotonic())
@@ -270,31 +238,31 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
 
     def stop(number: int) -> None:
         signals.append(number)
-        with lock:
-            show("err", "paceline: ending all hosts; interrupt once more to end them at once\n")
+        show("err", "paceline: ending all hosts; interrupt once more to end them at once\n")
         end()
 
     def look() -> bool:
-        """Note who has failed; whether any still runs."""
-        codes = {one.host.name: one.code for one in agents}
-        new = {name: code for name, code in codes.items() if code and name not in failed}
-        failed_s.extend([time.monotonic()] if new else [])
-        failed.update(new)
+        """Note who has failed, and when; whether any still runs."""
+        codes = {one: one.code for one in agents}
+        for one, code in codes.items():
+            if code:
+                failed_s.setdefault(one, time.monotonic())
         return None in codes.values()
 
     for one, request in zip(agents, requests, strict=True):
-        one.show = show_of(one)
+        one.show = show
         one.tell("run", **request)
     beat_s = time.monotonic()
     wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     with handle_requests(stop, lambda _: end("kill"), *wanted):
         while look():
-            if failed_s and not asked_s and time.monotonic() - failed_s[0] > _AFTERMATH_S:
+            now_s = time.monotonic()
+            if failed_s and not asked_s and now_s - min(failed_s.values()) > _AFTERMATH_S:
                 end()
-            if asked_s and time.monotonic() - asked_s[0] > grace_s + 2 * _LEAVE_S:  # an agent that is stuck itself
+            if asked_s and now_s - asked_s[0] > grace_s + 2 * _LEAVE_S:  # an agent that is stuck itself
                 break
-            if time.monotonic() - beat_s > _BEAT_S:
-                beat_s = time.monotonic()
+            if now_s - beat_s > _BEAT_S:
+                beat_s = now_s
                 for one in agents:
                     one.tell("beat")
             time.sleep(_LOOK_S)
@@ -302,10 +270,10 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
         one.close()
     if signals:
         return 128 + signals[0]
-    if not failed:
-        return 0
-    first, code = next(iter(failed.items()))
-    if code == 255 or code < 0:  # by ssh itself
-        raise LaunchError(f"lost the connection to host {first}: all hosts were ended", code="host-lost")
-    show("err", f"paceline: host {first} ended first, with code {code}: its lines are above\n")
-    return code
+    for one in failed_s:
+        code = one.code or 0
+        if code == 255 or code < 0:  # by ssh itself
+            raise LaunchError(f"lost the connection to host {one.name}: all hosts were ended", code="host-lost")
+        show("err", f"paceline: host {one.name} ended first, with code {code}: its lines are above\n")
+        return code
+    return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import refuse
@@ -21,75 +20,62 @@ _START = (
 )
 
 
-@dataclass(frozen=True)
-class ClusterJob:
-    """What the pods are to run. `volume` is CLAIM:PATH, a PersistentVolumeClaim and where it is mounted."""
+def build_manifest(
+    command: Sequence[str], *, name: str, image: str, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0,
+    variables: Mapping[str, str] | None = None, volume: str = "", folder: str = "", grace_s: float = 60.0,
+    kind: str = "job",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The objects of the manifest, as `kubectl` takes them.
 
-    command: Sequence[str]
-    name: str
-    nodes: int
-    ranks_per_node: int
-    image: str
-    gpus_per_node: int
-    variables: Mapping[str, str]
-    volume: str
-    folder: str
-    grace_s: float
-
-
-def _check(job: ClusterJob, kind: str) -> None:
+    `volume` is CLAIM:PATH, a PersistentVolumeClaim and where it is mounted.
+    """
     refuse(
         (kind not in KINDS, f"--kind {kind} is unknown: use {' or '.join(KINDS)}"),
-        (not job.image, "--kubernetes needs --image: the container image with torch, Paceline and your program"),
-        (not re.fullmatch(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?", job.name),
-         f"--name {job.name}: pods need a name of lower-case letters, digits and -, that begins with a letter"),
-        (job.volume and not re.fullmatch(r"[a-z0-9.-]+:/.*", job.volume),
-         f"--volume {job.volume}: write CLAIM:/PATH, a PersistentVolumeClaim and where to mount it"),
-        (kind == "trainjob" and (job.volume or job.folder),
+        (not image, "--kubernetes needs --image: the container image with torch, Paceline and your program"),
+        (not re.fullmatch(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?", name),
+         f"--name {name}: pods need a name of lower-case letters, digits and -, that begins with a letter"),
+        (volume and not re.fullmatch(r"[a-z0-9.-]+:/.*", volume),
+         f"--volume {volume}: write CLAIM:/PATH, a PersistentVolumeClaim and where to mount it"),
+        (kind == "trainjob" and (volume or folder),
          "--volume and --folder with --kind trainjob: they belong to its training runtime; leave them out"),
     )  # fmt: skip
-
-
-def build_manifest(job: ClusterJob, kind: str) -> list[dict[str, Any]]:
-    """The objects of the manifest, as `kubectl` takes them."""
-    _check(job, kind)
-    own = {"PACELINE_RUN": job.name, "PYTHONUNBUFFERED": "1", **job.variables}
-    env = [{"name": name, "value": value} for name, value in own.items()]
-    resources = {"limits": {"nvidia.com/gpu": job.gpus_per_node}} if job.gpus_per_node else {}
+    own = {"PACELINE_RUN": name, "PYTHONUNBUFFERED": "1", **(variables or {})}
+    env = [{"name": key, "value": value} for key, value in own.items()]
+    resources = {"limits": {"nvidia.com/gpu": gpus_per_node}} if gpus_per_node else {}
     if kind == "trainjob":
         trainer = {
-            "image": job.image, "command": ["torchrun", "--no-python", *job.command], "env": env,
-            "numNodes": job.nodes, "numProcPerNode": job.ranks_per_node,
+            "image": image, "command": ["torchrun", "--no-python", *command], "env": env, "numNodes": nodes,
+            "numProcPerNode": ranks_per_node,
         } | ({"resourcesPerNode": resources} if resources else {})  # fmt: skip
         spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
         head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-        return [{**head, "metadata": {"name": job.name}, "spec": spec}]
-    start = _START.format(nodes=job.nodes, ranks=job.ranks_per_node, name=job.name, port=_PORT)
+        return [{**head, "metadata": {"name": name}, "spec": spec}]
+    start = _START.format(nodes=nodes, ranks=ranks_per_node, name=name, port=_PORT)
     mounts, volumes = [{"name": "shm", "mountPath": "/dev/shm"}], [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if job.volume:
-        claim, _, path = job.volume.partition(":")
+    if volume:
+        claim, _, path = volume.partition(":")
         mounts.append({"name": "data", "mountPath": path})
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
     container: dict[str, Any] = {
-        "name": "ranks", "image": job.image, "command": ["sh", "-c", start, "paceline", *job.command], "env": env,
+        "name": "ranks", "image": image, "command": ["sh", "-c", start, "paceline", *command], "env": env,
         "volumeMounts": mounts,
     }  # fmt: skip
-    container |= ({"workingDir": job.folder} if job.folder else {}) | ({"resources": resources} if resources else {})
+    container |= ({"workingDir": folder} if folder else {}) | ({"resources": resources} if resources else {})
     pod = {
-        "subdomain": job.name, "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": round(job.grace_s),
+        "subdomain": name, "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": round(grace_s),
         "containers": [container], "volumes": volumes,
     }  # fmt: skip
     spec = {
-        "completions": job.nodes, "parallelism": job.nodes, "completionMode": "Indexed", "backoffLimit": _RETRIES,
+        "completions": nodes, "parallelism": nodes, "completionMode": "Indexed", "backoffLimit": _RETRIES,
         "template": {"spec": pod},
     }  # fmt: skip
     service = {
-        "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": job.name},
+        "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": name},
         "ports": [{"name": "rendezvous", "port": _PORT}],
     }  # fmt: skip
     return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": job.name}, "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": spec},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec},
     ]
 
 
@@ -109,6 +95,6 @@ def _render(value: Any, indent: str) -> list[str]:
     return lines
 
 
-def render_manifest(job: ClusterJob, kind: str) -> str:
-    """The manifest as YAML, for `kubectl apply -f -`."""
-    return "---\n".join("\n".join(_render(item, "")) + "\n" for item in build_manifest(job, kind))
+def render_manifest(command: Sequence[str], **arguments: Any) -> str:
+    """The manifest as YAML, for `kubectl apply -f -`; the arguments are those of `build_manifest`."""
+    return "---\n".join("\n".join(_render(item, "")) + "\n" for item in build_manifest(command, **arguments))

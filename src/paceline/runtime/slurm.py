@@ -7,11 +7,10 @@ import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.runtime.hosts import Show
+from paceline.runtime.hosts import Show, name_interface
 
 _POLL_S = 1.0
 _COMMAND_S = 60.0
@@ -24,19 +23,20 @@ _BODY = """\
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((15000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0}) % 17000))
 export PACELINE_LAUNCHER=slurm PACELINE_RUN=job-$SLURM_JOB_ID PYTHONUNBUFFERED=1
-@exports@
+[[ -z $SLURM_CPUS_PER_TASK ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take over
+@exports
 trap : TERM USR1
 echo "paceline: job $SLURM_JOB_ID, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
 # Every rank gets torchrun's variables.
-srun --label --kill-on-bad-exit=1@options@ bash -c '
-  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=@ranks@
+srun --label --kill-on-bad-exit=1 bash -c '
+  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=@ranks
   exec "$@"' paceline \\
-  @command@
+  @command
 code=$?
 
 # 138 (SIGUSR1) and 143 (SIGTERM) mean that the ranks were asked to stop, and saved: train on, in a later job.
-if [[ $code == 138 || $code == 143 ]] && ((${SLURM_RESTART_COUNT:-0} < @requeues@)) &&
+if [[ $code == 138 || $code == 143 ]] && ((${SLURM_RESTART_COUNT:-0} < @requeues)) &&
   [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then
   echo "paceline: job $SLURM_JOB_ID is requeued after code $code"
   scontrol requeue "$SLURM_JOB_ID"
@@ -45,53 +45,31 @@ exit $code
 """
 
 
-@dataclass(frozen=True)
-class BatchJob:
-    """What `sbatch` is to run; empty and 0 are what the cluster chooses. `grace_s` is how long before its end by the
-    time limit a job is asked to save."""
+def render_script(
+    command: Sequence[str], *, name: str, nodes: int = 1, ranks_per_node: int = 1, time: str = "", partition: str = "",
+    gpus_per_node: int = 0, sbatch: Sequence[str] = (), variables: Mapping[str, str] | None = None,
+    interface: str = "", folder: str = "", grace_s: float = 60.0, requeues: int = 10,
+) -> str:  # fmt: skip
+    """The script for `sbatch`, with further options `sbatch`. `grace_s` before its time limit the job is asked to save.
 
-    command: Sequence[str]
-    name: str
-    nodes: int
-    ranks_per_node: int
-    time: str
-    partition: str
-    gpus_per_node: int
-    cpus_per_rank: int
-    more: Sequence[str]
-    variables: Mapping[str, str]
-    interface: str
-    folder: str
-    grace_s: float
-    requeues: int
-
-
-def render_script(job: BatchJob) -> str:
-    """The script for `sbatch`."""
-    if job.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", job.time):
-        raise ConfigError(f"--time {job.time}: write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, as in 1:00:00")
+    Empty and 0 are what the cluster chooses.
+    """
+    if time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
+        raise ConfigError(f"--time {time}: write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, as in 1:00:00")
     options = {
-        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.ranks_per_node, "time": job.time,
-        "partition": job.partition, "gpus-per-node": job.gpus_per_node, "cpus-per-task": job.cpus_per_rank,
-        "chdir": job.folder, "output": f"{job.name}-%j.log", "open-mode": "append",
-        "signal": f"USR1@{max(1, round(job.grace_s))}",
+        "job-name": name, "nodes": nodes, "ntasks-per-node": ranks_per_node, "time": time, "partition": partition,
+        "gpus-per-node": gpus_per_node, "chdir": folder, "output": f"{name}-%j.log", "open-mode": "append",
+        "signal": f"USR1@{max(1, round(grace_s))}",
     }  # fmt: skip
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    lines += [
-        "#SBATCH --requeue" if job.requeues else "#SBATCH --no-requeue",
-        *(f"#SBATCH {more}" for more in job.more),
-    ]
-    variables = dict(job.variables)
-    if job.interface:
-        variables |= {"GLOO_SOCKET_IFNAME": job.interface, "NCCL_SOCKET_IFNAME": f"={job.interface}"}
-    body = _BODY
-    for mark, text in {
-        "exports": "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
-        "options": f" --cpus-per-task={job.cpus_per_rank}" if job.cpus_per_rank else "",
-        "ranks": str(job.ranks_per_node), "command": shlex.join(job.command), "requeues": str(job.requeues),
-    }.items():  # fmt: skip
-        body = body.replace(f"@{mark}@\n" if mark == "exports" and not text else f"@{mark}@", text)
-    return "\n".join(["#!/bin/bash", *lines, "", body])
+    lines = [f"--{option}={value}" for option, value in options.items() if value]
+    lines += ["--requeue" if requeues else "--no-requeue", *sbatch]
+    own = {**name_interface(interface), **(variables or {})}
+    texts = {
+        "exports\n": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in own.items()),
+        "ranks": str(ranks_per_node), "command": shlex.join(command), "requeues": str(requeues),
+    }  # fmt: skip
+    body = re.sub(f"@({'|'.join(texts)})", lambda match: texts[match[1]], _BODY)
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "", body])
 
 
 def _call(*command: str) -> str:
@@ -126,14 +104,11 @@ def _read_job(job: str) -> dict[str, str]:
         return {}
 
 
-def _find_lost_nodes(nodes: str) -> list[str]:
+def _find_lost_nodes(nodes: str) -> set[str]:
     """Of these nodes, those whose slurmd does not respond, or that Slurm has given up."""
-    if not nodes:
-        return []
-    rows = [
-        row.split() for row in _call("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T").splitlines()
-    ]
-    return sorted({row[0] for row in rows if row[1].endswith("*") or row[1].startswith(("down", "fail"))})
+    said = _call("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T") if nodes else ""
+    rows = [row.split() for row in said.splitlines()]
+    return {row[0] for row in rows if row[1].endswith("*") or row[1].startswith(("down", "fail"))}
 
 
 def follow(job: str, log: Path, show: Show) -> int:
@@ -141,36 +116,29 @@ def follow(job: str, log: Path, show: Show) -> int:
 
     A job that is requeued is followed on. An interrupt ends the following, and not the job.
     """
+    state, nodes, named, place = "", "", set[str](), 0
     try:
-        return _follow(job, log, show)
+        while True:
+            found = _read_job(job)
+            nodes = nodes if found.get("NodeList", "(null)") == "(null)" else found["NodeList"]
+            if log.exists():
+                with log.open(errors="replace") as file:
+                    file.seek(place)
+                    show("out", file.read())
+                    place = file.tell()
+            lost = _find_lost_nodes(nodes)
+            for node in sorted(lost - named):
+                hint = f"Slurm ends the job and requeues it; see `scontrol show node {node}`"
+                show("err", f"paceline: node {node} does not respond, its slurmd or the host is down: {hint}\n")
+            named = lost
+            now = found.get("JobState", "COMPLETED" if state else "UNKNOWN")
+            if now != state:
+                state, where = now, f" on {nodes}" if now == "RUNNING" else ""
+                show("err", f"paceline: job {job}: {now.lower()}{where}\n")
+            if state not in _WAITING:
+                code = int(found.get("ExitCode", "0:0").partition(":")[0])
+                return 0 if state == "COMPLETED" else code or 1
+            time.sleep(_POLL_S)
     except KeyboardInterrupt:
         show("err", f"paceline: job {job} runs on; to end it: scancel {job}\n")
         return 130
-
-
-def _follow(job: str, log: Path, show: Show) -> int:
-    state, nodes, named, place = "", "", set[str](), 0
-    while True:
-        found = _read_job(job)
-        if found.get("NodeList", "(null)") != "(null)":
-            nodes = found["NodeList"]
-        if log.exists():
-            with log.open(errors="replace") as file:
-                file.seek(place)
-                if text := file.read():
-                    show("out", text)
-                place = file.tell()
-        lost = _find_lost_nodes(nodes)
-        for node in lost:
-            if node not in named:
-                hint = f"Slurm ends the job and requeues it; see `scontrol show node {node}`"
-                show("err", f"paceline: node {node} does not respond, its slurmd or the host is down: {hint}\n")
-        named = set(lost)
-        now = found.get("JobState", "COMPLETED" if state else "UNKNOWN")
-        if now != state:
-            state, where = now, f" on {nodes}" if now == "RUNNING" else ""
-            show("err", f"paceline: job {job}: {now.lower()}{where}\n")
-        if state not in _WAITING:
-            code = int(found.get("ExitCode", "0:0").partition(":")[0])
-            return 0 if state == "COMPLETED" else code or 1
-        time.sleep(_POLL_S)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.errors import refuse
 from paceline.measure.health import check_health
-from paceline.measure.hosts import Surveyed, Wanted, check_links, check_survey, survey_hosts
+from paceline.measure.hosts import Wanted, check_links, check_survey, survey_hosts
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import Run
@@ -31,12 +31,13 @@ def doctor(
     alone = next((name for name, value in given.items() if value and not hosts), "")
     refuse((alone, f"--{alone} without --hosts: it is for checks of other hosts; give --hosts, or leave it out"))
     # Without a session: a set-up in which none can be opened must still be reported. There are about 15 checks.
-    environment, records = capture_environment(), list[Record]()
-    names = [host.name for host in parse_hosts(hosts)] if hosts else []
-    count = len(names) * (len(names) + 7) if names else 15
+    environment, records, count, names = capture_environment(), list[Record](), 15, list[str]()
     checks: Iterator[Record] = check_health(environment)
     if hosts:
-        checks = _check_hosts(hosts, interface, port, folder or os.getcwd(), ssh, python, env)
+        names = list(parse_hosts(hosts))
+        count = len(names) * (len(names) + 7)
+        wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
+        checks = _check_hosts(names, wanted, ssh, python, parse_variables(env))
     with ProgressDisplay("doctor", progress) as display:
         for record in checks:
             records.append(record)
@@ -47,12 +48,10 @@ def doctor(
 
 
 def _check_hosts(
-    hosts: str, interface: str, port: int, folder: str, ssh: str, python: str, env: Sequence[str]
+    names: Sequence[str], wanted: Wanted, ssh: str, python: str, variables: dict[str, str]
 ) -> Iterator[Record]:
-    asked, wanted = parse_hosts(hosts), Wanted(folder, interface=interface, port=port)
-    with open_agents(asked, ssh, python, parse_variables(env)) as agents:
+    with open_agents(names, ssh, python, variables) as agents:
         surveyed = survey_hosts(agents, wanted)
-        yield from check_survey([host.name for host in asked], surveyed, wanted)
-        pairs = zip(agents, surveyed, strict=True)
-        ready = [(agent, one) for agent, one in pairs if isinstance(one, Surveyed) and one.address]
-        yield from check_links([agent for agent, _ in ready], [one for _, one in ready], wanted)
+        yield from check_survey(surveyed, wanted)
+        ready = {name: one for name, one in surveyed.items() if isinstance(one, dict) and one["address"]}
+        yield from check_links([agent for agent in agents if agent.name in ready], ready, wanted)

@@ -10,25 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
-from paceline.measure.hosts import Surveyed, Wanted, check_survey, find_meeting, survey_hosts
-from paceline.runtime import kubernetes as cluster
+from paceline.measure.hosts import Wanted, check_survey, find_port, survey_hosts
 from paceline.runtime import slurm as scheduler
 from paceline.runtime.agent import LOGS
-from paceline.runtime.hosts import (
-    Meeting,
-    Show,
-    build_program,
-    build_request,
-    open_agents,
-    parse_hosts,
-    run_agents,
-)
+from paceline.runtime.hosts import Show, build_program, build_requests, open_agents, parse_hosts, run_agents
+from paceline.runtime.kubernetes import render_manifest
 
 # Which way of starting each option belongs to; the others are for all.
 _OWN = {
     "hosts": ("interface", "port", "ssh", "python"),
-    "slurm": ("nodes", "ranks_per_node", "time", "partition", "gpus_per_node", "cpus_per_rank", "sbatch", "requeues",
-              "wait", "interface"),
+    "slurm": ("nodes", "ranks_per_node", "time", "partition", "gpus_per_node", "sbatch", "requeues", "wait",
+              "interface"),
     "kubernetes": ("nodes", "ranks_per_node", "image", "kind", "volume", "gpus_per_node"),
 }  # fmt: skip
 
@@ -48,19 +40,16 @@ def run(
     command: Sequence[str] = (), *, hosts: str = "", slurm: bool = False, kubernetes: bool = False, nodes: int = 1,
     ranks_per_node: int = 1, name: str = "", folder: str = "", env: Sequence[str] = (), grace: float = 60.0,
     interface: str = "", port: int = 0, ssh: str = "ssh", python: str = "", time: str = "", partition: str = "",
-    gpus_per_node: int = 0, cpus_per_rank: int = 0, sbatch: str = "", requeues: int = 10, wait: bool = False,
-    image: str = "", kind: str = "job", volume: str = "", dry_run: bool = False, show: Show | None = None,
+    gpus_per_node: int = 0, sbatch: str = "", requeues: int = 10, wait: bool = False, image: str = "",
+    kind: str = "job", volume: str = "", dry_run: bool = False, show: Show | None = None,
 ) -> int:  # fmt: skip
     """Run a command on several hosts and return its exit code; `show` gets what there is to see.
 
     `hosts` ("a:8,b:8"): over ssh, with torchrun on each. `slurm`: write an sbatch script, show it and submit it.
     `kubernetes`: show a manifest. `dry_run` shows what would be run.
     """
-    given = dict(locals())
-    defaults = {key: value for key, value in (run.__kwdefaults__ or {}).items() if key != "show"}
-    changed = [key for key, value in defaults.items() if given[key] != value]
+    given, defaults = dict(locals()), run.__kwdefaults__ or {}
     chosen = [key for key in _OWN if given[key]]
-    show = show or (lambda stream, text: None)
     refuse(
         (not command, "no command: write it behind --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
         (len(chosen) != 1, "give one of --hosts, --slurm and --kubernetes: where is the command to run?"),
@@ -68,28 +57,26 @@ def run(
         (nodes < 1 or ranks_per_node < 1, f"--nodes {nodes}, --ranks-per-node {ranks_per_node}: at least 1 of each"),
     )
     (way,) = chosen
-    strange = [key for key in changed if any(key in own for own in _OWN.values()) and key not in _OWN[way]]
-    flags = ", ".join(f"--{key.replace('_', '-')}" for key in strange)
+    strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
+    flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))
     refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
-    variables = parse_variables(env)
+    variables, show = parse_variables(env), show or (lambda stream, text: None)
     if way == "hosts":
-        if name:
-            variables = {"PACELINE_RUN": name, **variables}
+        variables = {"PACELINE_RUN": name, **variables} if name else variables
         at = folder or os.getcwd()
         return _run_hosts(command, hosts, variables, at, interface, port, ssh, python, grace, dry_run, show)
     name = name or _choose_name(command)
     if way == "kubernetes":
-        job = cluster.ClusterJob(
-            build_program(command, "python"), name, nodes, ranks_per_node, image, gpus_per_node, variables, volume,
-            folder, grace,
-        )  # fmt: skip
-        show("out", cluster.render_manifest(job, kind))
+        program = build_program(command, "python")
+        show("out", render_manifest(
+            program, name=name, nodes=nodes, ranks_per_node=ranks_per_node, image=image, gpus_per_node=gpus_per_node,
+            variables=variables, volume=volume, folder=folder, grace_s=grace, kind=kind,
+        ))  # fmt: skip
         return 0
     script = scheduler.render_script(
-        scheduler.BatchJob(
-            build_program(command, sys.executable), name, nodes, ranks_per_node, time, partition, gpus_per_node,
-            cpus_per_rank, shlex.split(sbatch), variables, interface, folder, grace, requeues,
-        )
+        build_program(command, sys.executable), name=name, nodes=nodes, ranks_per_node=ranks_per_node, time=time,
+        partition=partition, gpus_per_node=gpus_per_node, sbatch=shlex.split(sbatch), variables=variables,
+        interface=interface, folder=folder, grace_s=grace, requeues=requeues,
     )  # fmt: skip
     show("out", script)
     if dry_run:
@@ -118,34 +105,30 @@ def _run_hosts(
     script = program[1] if program[0] == python and program[1:] and not program[1].startswith("-") else ""
     wanted = Wanted(folder, "" if program[0] == python else program[0], script, interface, port, "paceline" in program)
     if dry_run:
-        ranks = [host.ranks or 1 for host in hosts]
-        for number, host in enumerate(hosts):
-            meeting = Meeting(hosts[0].name.rpartition("@")[2], port or 29400, interface)
-            request = build_request(command, python, ranks, number, host.name, meeting, variables, grace_s)
+        ranks, first = {name: given or 1 for name, given in hosts.items()}, next(iter(hosts)).rpartition("@")[2]
+        interfaces = dict.fromkeys(hosts, interface)
+        requests = build_requests(program, python, ranks, interfaces, first, port or 29400, variables, grace_s)
+        for name, request in zip(hosts, requests, strict=True):
             words = [f"{key}={value}" for key, value in request["variables"].items()]
             line = shlex.join(["env", *words, *request["arguments"]]).replace(shlex.quote(LOGS), "logs")
-            show("out", f"{ssh} {host.name} {line}\n")
+            show("out", f"{ssh} {name} {line}\n")
         return 0
     with open_agents(hosts, ssh, python, variables) as agents:
         surveyed = survey_hosts(agents, wanted)
-        checks = list(check_survey([host.name for host in hosts], surveyed, wanted))
+        for error in surveyed.values():
+            if isinstance(error, PacelineError):
+                raise error
+        facts = {name: found for name, found in surveyed.items() if isinstance(found, dict)}
+        checks = list(check_survey(surveyed, wanted))
         failed = [check for check in checks if check.status == "fail"]
         more = f" (and {len(failed) - 1} more: paceline doctor --hosts lists all)" if len(failed) > 1 else ""
-        for error in (one for one in surveyed if isinstance(one, PacelineError)):
-            raise error
         for check in failed:
             raise LaunchError(f"{check.name}: {check.found}: {check.advice}{more}", code="not-ready")
         for check in checks:
             if check.status == "warn":
                 show("err", f"paceline: warning: {check.name}: {check.found}: {check.advice}\n")
-        ready = [one for one in surveyed if isinstance(one, Surveyed)]
-        meeting = find_meeting(agents, ready, wanted)
-        ranks = [host.ranks or one.facts["gpus"] or 1 for host, one in zip(hosts, ready, strict=True)]
-        requests = [
-            build_request(
-                command, python, ranks, number, one.name, Meeting(meeting.address, meeting.port, one.interface),
-                variables, grace_s,
-            )
-            for number, one in enumerate(ready)
-        ]  # fmt: skip
+        port, first = find_port(agents, facts, wanted), facts[agents[0].name]["address"]
+        ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
+        interfaces = {name: one["interface"] for name, one in facts.items()}
+        requests = build_requests(program, python, ranks, interfaces, first, port, variables, grace_s)
         return run_agents(agents, requests, show, grace_s)
