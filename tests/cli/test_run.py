@@ -163,13 +163,9 @@ def test_ranks_end_with_the_launcher(ssh, tmp_path):
 
 def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    answer = command(
-        "run", "--hosts", "a:2,b:1", "--dry-run", "--", "paceline", "train", "--channels", "8", "16", "--debug"
-    )
-    first, second = answer.out.splitlines()
-    assert answer.code == 0 and first.startswith("ssh a env ") and "--node-rank 1 --nproc-per-node 1" in second
-    assert first.endswith(" -m paceline train --channels 8 16 --debug")  # as typed: these words are not ours
-    answer = command("run", "--slurm", "--nodes", "2", "--dry-run", "--", "paceline", "train")
+    words = ["paceline", "train", "--channels", "8", "16", "--debug"]
+    answer = command("run", "--slurm", "--nodes", "2", "--dry-run", "--", *words)
+    assert " -m paceline train --channels 8 16 --debug\n" in answer.out  # as typed: these words are not ours
     assert answer.code == 0 and "#SBATCH --nodes=2" in answer.out and not answer.err
     answer = command("run", "--kubernetes", "--image", "x", "--name", "job", "--", "paceline", "train")
     assert answer.code == 0 and 'kind: "Job"' in answer.out

@@ -184,7 +184,8 @@ def test_variables_are_given_or_taken_from_here(monkeypatch):
         ({"slurm": True, "ssh": "ssh -p 1", "image": "x"}, "--ssh, --image with --slurm"),
         ({"kubernetes": True, "image": "x", "wait": True}, "--wait with --kubernetes"),
         ({"slurm": True, "nodes": 0}, "at least 1 of each"),
-        ({"hosts": "a", "grace": 0.0}, "--grace 0"),
+        ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),
+        ({"hosts": "a", "dry_run": True}, "--dry-run with --hosts"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, words):

@@ -80,7 +80,7 @@ def _run(*, progress: bool, **given: Any) -> Any:
 add_command(
     app, "run", _run,
     "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node "
-    "sbatch requeues image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
+    "sbatch image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
     "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
     "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
     "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job started again resumes from it.",

@@ -209,18 +209,13 @@ def build_requests(
         ]  # fmt: skip
         own = {
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace_s))),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
             "PYTHONUNBUFFERED": "1",  # torchrun reads what ranks print from files
-            **name_interface(interfaces[name]),
-            **variables,
         }
-        requests.append({"arguments": [*torchrun, *program], "variables": own, "grace_s": grace_s})
+        if interface := interfaces[name]:
+            own |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        requests.append({"arguments": [*torchrun, *program], "variables": {**own, **variables}, "grace_s": grace_s})
     return requests
-
-
-def name_interface(interface: str) -> dict[str, str]:
-    """The variables by which gloo and NCCL use this interface; none for an empty one."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show: Show, grace_s: float) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.runtime.hosts import Show, name_interface
+from paceline.runtime.hosts import Show
 
 _POLL_S = 1.0
 _COMMAND_S = 60.0
@@ -36,7 +36,7 @@ srun --label --kill-on-bad-exit=1 bash -c '
 code=$?
 
 # 138 (SIGUSR1) and 143 (SIGTERM) mean that the ranks were asked to stop, and saved: train on, in a later job.
-if [[ $code == 138 || $code == 143 ]] && ((${SLURM_RESTART_COUNT:-0} < @requeues)) &&
+if [[ $code == 138 || $code == 143 ]] &&
   [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then
   echo "paceline: job $SLURM_JOB_ID is requeued after code $code"
   scontrol requeue "$SLURM_JOB_ID"
@@ -46,28 +46,23 @@ exit $code
 
 
 def render_script(
-    command: Sequence[str], *, name: str, nodes: int = 1, ranks_per_node: int = 1, time: str = "", partition: str = "",
-    gpus_per_node: int = 0, sbatch: Sequence[str] = (), variables: Mapping[str, str] | None = None,
-    interface: str = "", folder: str = "", grace_s: float = 60.0, requeues: int = 10,
+    command: Sequence[str], name: str, nodes: int, ranks_per_node: int, gpus_per_node: int, time: str, partition: str,
+    sbatch: Sequence[str], variables: Mapping[str, str], folder: str, grace_s: float,
 ) -> str:  # fmt: skip
-    """The script for `sbatch`, with further options `sbatch`. `grace_s` before its time limit the job is asked to save.
+    """The script for `sbatch`, with further options `sbatch`; empty and 0 are what the cluster chooses.
 
-    Empty and 0 are what the cluster chooses.
+    `grace_s` before its time limit the job is asked to save.
     """
     if time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         raise ConfigError(f"--time {time}: write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, as in 1:00:00")
     options = {
-        "job-name": name, "nodes": nodes, "ntasks-per-node": ranks_per_node, "time": time, "partition": partition,
-        "gpus-per-node": gpus_per_node, "chdir": folder, "output": f"{name}-%j.log", "open-mode": "append",
-        "signal": f"USR1@{max(1, round(grace_s))}",
+        "job-name": name, "nodes": nodes, "ntasks-per-node": ranks_per_node, "gpus-per-node": gpus_per_node,
+        "time": time, "partition": partition, "chdir": folder, "output": f"{name}-%j.log", "open-mode": "append",
+        "signal": f"USR1@{round(grace_s)}",
     }  # fmt: skip
-    lines = [f"--{option}={value}" for option, value in options.items() if value]
-    lines += ["--requeue" if requeues else "--no-requeue", *sbatch]
-    own = {**name_interface(interface), **(variables or {})}
-    texts = {
-        "exports\n": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in own.items()),
-        "ranks": str(ranks_per_node), "command": shlex.join(command), "requeues": str(requeues),
-    }  # fmt: skip
+    lines = [*(f"--{option}={value}" for option, value in options.items() if value), "--requeue", *sbatch]
+    exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in variables.items())
+    texts = {"exports\n": exports, "ranks": str(ranks_per_node), "command": shlex.join(command)}
     body = re.sub(f"@({'|'.join(texts)})", lambda match: texts[match[1]], _BODY)
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "", body])
 
