@@ -239,7 +239,7 @@ def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
         wait_until(lambda: "node n2 does not respond" in said.read_text(), 60)
         wait_until(lambda: read_state(cluster, job)["Restarts"] == "1", 60)
         # Nobody there ends the ranks of that node: they end by themselves once the others are gone.
-        wait_until(lambda: not [line for line in cluster.list_processes() if "paceline train" in line], 60)
+        wait_until(lambda: not [line for line in cluster.list_processes() if " -m paceline train" in line], 60)
         ask(cluster, "scancel", job)
         follower.communicate(timeout=60)
         assert follower.returncode != 0  # it was cancelled
