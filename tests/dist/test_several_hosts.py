@@ -18,7 +18,7 @@ import pytest
 
 from paceline.records.training import load_metrics
 from tests.conftest import wait_until
-from tests.dist.made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, write_tools
+from tests.dist.made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, run_ip, write_tools
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +64,20 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
         (folder / "examples").mkdir()
         for example in (ROOT / "examples").glob("*.py"):
             shutil.copy(example, folder / "examples")
+        add_interface(made, "a", "only-a", "10.93.0.1/24")
         for name in made.names:
             serve_ssh(made, name)
+            add_interface(made, name, "apart", "172.17.0.1/16")  # as that of Docker: the same on every host
         yield made
         made.expect_nothing_left()
+
+
+def add_interface(made: MadeHosts, name: str, interface: str, address: str) -> None:
+    """An interface that leads nowhere."""
+    space = made.space(name)
+    run_ip("-n", space, "link", "add", interface, "type", "veth", "peer", f"{interface}-peer")
+    run_ip("-n", space, "address", "add", address, "dev", interface)
+    run_ip("-n", space, "link", "set", interface, "up")
 
 
 def serve_ssh(made: MadeHosts, name: str, setup: str = "", port: int = 22) -> subprocess.Popen[str]:
@@ -198,7 +208,8 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
 
 
 BAD = {
-    "wrong interface": ("--interface eth9", "", "b: network: no interface eth9"),
+    "wrong interface": ("--interface only-a", "", "b: network: no interface only-a"),
+    "interface without a way": ("--interface apart", "", "b cannot reach a at 172.17.0.1 port"),
     "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 2.11.0"),
     "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
     "missing script": (
@@ -228,11 +239,6 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
         extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}", "--ssh", f"ssh -F {folder}/client-other"]
         extra += ["--folder", str(folder / "full")] if what == "full disk" else []
         extra += shlex.split(options.format(folder))
-        if what == "wrong interface":  # there is one of this name on host a alone
-            subprocess.run(
-                ["ip", "-n", hosts.space("a"), "link", "add", "eth9", "type", "veth", "peer", "eth10"], check=True
-            )
-            subprocess.run(["ip", "-n", hosts.space("a"), "address", "add", "10.93.0.1/24", "dev", "eth9"], check=True)
         if what == "clock skew":
             out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", *extra))
             assert re.search(r"warn +b: clock +1 min (29|30) s behind .*NTP", out)
@@ -247,8 +253,6 @@ def test_a_bad_set_up_is_named_within_seconds(hosts, what):
     finally:
         hosts.services.remove(service)
         hosts.end(service)
-        if what == "wrong interface":
-            subprocess.run(["ip", "-n", hosts.space("a"), "link", "delete", "eth9"], check=True)
 
 
 def test_an_unknown_host_key_and_a_closed_port_are_named(hosts):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +168,13 @@ def test_links_are_shown_as_a_matrix_and_kept_as_records():
         ("b", "a", pytest.approx(1.0)), ("a", "b", pytest.approx(0.125)),
     ]  # fmt: skip
     assert "paceline run --hosts a,b" in result.text(80)
+
+
+def test_the_agent_is_read_by_an_old_python_and_needs_no_other_package():
+    tree = ast.parse(Path(agent.__file__).read_text(), feature_version=(3, 8))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 def test_variables_are_given_or_taken_from_here(monkeypatch):
