@@ -48,6 +48,7 @@ def test_what_is_no_list_of_hosts_is_refused(text):
         (255, "ssh: connect to host b port 22: Connection refused", "port", "start sshd there"),
         (255, "ssh: connect to host b port 22: Connection timed out", "port", "does not answer"),
         (127, "env: '/x/python': No such file or directory", "no-python", "no Python at /x/python"),
+        (1, '  File "<string>", line 121\nSyntaxError: invalid syntax', "no-python", "too old"),
         (3, "something else", "ssh", "code 3 (something else)"),
     ],
 )

@@ -207,13 +207,12 @@ def main() -> None:
         except (OSError, ValueError) as error:
             answer = {"error": getattr(error, "strerror", None) or str(error)}
         os.write(1, (MARK + json.dumps(answer) + "\n").encode())
-    code = 1
     try:
         code = run(requests=requests, **request) if request.pop("ask") == "run" else 0
     except OSError as error:
         print(f"paceline: {error.filename or request['arguments'][0]}: {error.strerror}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(code)  # the thread that reads would hold up an ordinary exit
+        code = 1
+    os._exit(code)  # the thread that reads would hold up an ordinary exit
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ _SSH_SAYS = (
     ("Could not resolve", "name", "the name does not resolve", "check its spelling, /etc/hosts and ~/.ssh/config"),
     ("Connection refused", "port", "its ssh port is closed", "start sshd there, or give the port: --ssh 'ssh -p PORT'"),
     ("timed out", "port", "its ssh port does not answer", "check that the host is up and that no firewall is between"),
+    ("SyntaxError", "no-python", "its Python is too old", "install Python 3.11 or newer there, or give it with --python"),
     ("No route to host", "port", "there is no route to it", "check that the host is up, and the network between"),
 )  # fmt: skip
 
@@ -66,10 +67,9 @@ def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
     if code in (126, 127):
         text = f"there is no Python at {python}: install it there, or give another with --python"
         return LaunchError(f"host {host}: {text}", code="no-python")
-    if code == 255:
-        for words, name, found, advice in _SSH_SAYS:
-            if words in said:
-                return LaunchError(f"host {host}: {found}: {advice.format(host)}", code=name)
+    for words, name, found, advice in _SSH_SAYS:
+        if words in said:
+            return LaunchError(f"host {host}: {found}: {advice.format(host)}", code=name)
     last = next(iter(said.strip().splitlines()[-1:]), "nothing was printed")
     return LaunchError(f"host {host}: ssh ended with code {code} ({last}): try `ssh {host} true`", code="ssh")
 
