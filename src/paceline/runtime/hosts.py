@@ -44,7 +44,7 @@ _SSH_SAYS = (
     ("Could not resolve", "name", "the name does not resolve", "check its spelling, /etc/hosts and ~/.ssh/config"),
     ("Connection refused", "port", "its ssh port is closed", "start sshd there, or give the port: --ssh 'ssh -p PORT'"),
     ("timed out", "port", "its ssh port does not answer", "check that the host is up and that no firewall is between"),
-    ("SyntaxError", "no-python", "its Python is too old", "install Python 3.11 or newer there, or give it with --python"),
+    ("SyntaxError", "no-python", "its Python is too old", "install Python 3.11 or newer, or give it with --python"),
     ("No route to host", "port", "there is no route to it", "check that the host is up, and the network between"),
 )  # fmt: skip
 
