@@ -12,6 +12,7 @@ import sys
 import psutil
 import pytest
 
+from paceline.errors import LaunchError
 from paceline.runtime.hosts import open_agents, run_agents
 from tests.conftest import wait_until
 from tests.dist.made_hosts import find_commands
@@ -142,10 +143,18 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
     wait_until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie", 5)
 
 
+def test_a_lost_host_is_named_and_not_its_victim(ssh, tmp_path):
+    lost = f"trap '' TERM; while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3; kill -9 $PPID"
+    with pytest.raises(LaunchError, match="lost the connection to host b") as caught:
+        run_on(ssh, {"a": f"touch {tmp_path}/failed; exit 3", "b": lost})
+    assert caught.value.code == "host-lost"
+
+
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
     """The launcher is killed, and nothing is left of what it started."""
     source = (
-        "import sys\nfrom paceline.runtime.hosts import open_agents, run_agents\n"
+        "import sys\nfrom paceline.errors import LaunchError
+from paceline.runtime.hosts import open_agents, run_agents\n"
         "with open_agents(['a'], sys.argv[1]) as agents:\n"
         "    request = {'arguments': ['sh', '-c', 'echo $$ > pid; exec sleep 60'], 'variables': {}, 'grace_s': 5}\n"
         "    run_agents(agents, [request], lambda *_: None, 5)\n"

@@ -266,9 +266,9 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     if signals:
         return 128 + signals[0]
     for one in failed_s:
-        code = one.code or 0
-        if code == 255 or code < 0:  # by ssh itself
+        if one.code == 255 or (one.code or 0) < 0:  # by ssh itself: what failed earlier may have been its victim
             raise LaunchError(f"lost the connection to host {one.name}: all hosts were ended", code="host-lost")
-        show("err", f"paceline: host {one.name} ended first, with code {code}: its lines are above\n")
-        return code
+    for one in failed_s:
+        show("err", f"paceline: host {one.name} ended first, with code {one.code}: its lines are above\n")
+        return one.code or 1
     return 0
