@@ -153,8 +153,7 @@ def test_a_lost_host_is_named_and_not_its_victim(ssh, tmp_path):
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
     """The launcher is killed, and nothing is left of what it started."""
     source = (
-        "import sys\nfrom paceline.errors import LaunchError
-from paceline.runtime.hosts import open_agents, run_agents\n"
+        "import sys\nfrom paceline.runtime.hosts import open_agents, run_agents\n"
         "with open_agents(['a'], sys.argv[1]) as agents:\n"
         "    request = {'arguments': ['sh', '-c', 'echo $$ > pid; exec sleep 60'], 'variables': {}, 'grace_s': 5}\n"
         "    run_agents(agents, [request], lambda *_: None, 5)\n"
