@@ -22,7 +22,7 @@ SSH = """\
 while [ $# -gt 2 ]; do shift; done
 unset SSH_CONNECTION
 export MADE_HOST=$1
-exec sh -c "$2"
+eval "exec $2"
 """
 PYTHON = """\
 #!/bin/sh
