@@ -159,10 +159,17 @@ def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith(f"{name}: ") and " -m paceline run" not in line]
 
 
-def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
-    stuck = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', flush=True); time.sleep(1000)"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", "python", "-c", stuck)
+STUCK = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', flush=True); time.sleep(1000)"
+
+
+def launch_stuck(hosts: MadeHosts) -> subprocess.Popen[str]:
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", STUCK)
     assert {job.stdout.readline(), job.stdout.readline()} == {"[a:0] stuck\n", "[b:1] stuck\n"}
+    return job
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
+    job = launch_stuck(hosts)
     job.send_signal(signal.SIGINT)
     time.sleep(1.5)
     job.send_signal(signal.SIGINT)
@@ -170,28 +177,42 @@ def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
     hosts.expect_nothing_left(5)
 
 
-@pytest.mark.parametrize("who", ["launcher", "rank on b", "agent on b", "connection to b"])
-def test_whatever_is_killed_nothing_is_left_on_any_host(hosts, who):
-    out = hosts.folder / who.replace(" ", "-")
+def find_agents(hosts: MadeHosts) -> list[int]:
+    """The agent of host b: its parent, then its child."""
+    lines = [line for line in hosts.list_processes(but=()) if line.startswith("b: ")]
+    found = {int(line.split()[1]) for line in lines if "sys.stdin.buffer.read" in line and "sh -c" not in line}
+    parent_of = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+    return sorted(found, key=lambda pid: parent_of[pid] in found)
+
+
+@pytest.mark.parametrize("who", ["launcher", "parent of the agent", "agent", "torchrun", "connection"])
+def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts, who):
+    job = launch_stuck(hosts)
+    lines = hosts.list_processes(but=())
+    victim = {
+        "launcher": lambda: job.pid,
+        "parent of the agent": lambda: find_agents(hosts)[0],
+        "agent": lambda: find_agents(hosts)[1],
+        "torchrun": lambda: next(int(x.split()[1]) for x in lines if x[:2] == "b:" and "-m torch.distributed.run" in x),
+        "connection": lambda: next(
+            int(x.split()[1]) for x in lines if x[:2] == "a:" and "ssh -F" in x and " b env " in x
+        ),
+    }[who]()
+    os.kill(victim, signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode not in (0, None), err
+    if who != "launcher":
+        assert ("host b ended first, with code 137" if who == "torchrun" else "connection to host b") in err, err
+    hosts.expect_nothing_left(30)
+
+
+def test_a_rank_that_is_killed_is_named_and_ends_all_hosts(hosts):
+    out = hosts.folder / "killed"
     job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
     wait_for_steps(job, out)
-    if who == "launcher":
-        job.kill()
-        job.communicate(timeout=30)
-    else:
-        if who == "rank on b":
-            victims = find_ranks(hosts, "b")
-        else:
-            word = "sys.stdin.buffer.read" if who == "agent on b" else "ssh "
-            side = "b" if who == "agent on b" else "a"
-            lines = [line for line in hosts.list_processes(but=()) if line.startswith(f"{side}: ") and word in line]
-            lines = [line for line in lines if side == "b" or " b env " in line]
-            victims = [int(line.split()[1]) for line in lines if "sh -c" not in line]
-        assert victims, hosts.list_processes(but=())
-        os.kill(victims[-1], signal.SIGKILL)
-        out_text, err = job.communicate(timeout=60)
-        assert job.returncode not in (0, None), err
-        assert ("Signal 9" in err + out_text) if who == "rank on b" else ("connection to host b" in err), err
+    os.kill(find_ranks(hosts, "b")[-1], signal.SIGKILL)
+    text = "".join(job.communicate(timeout=60))
+    assert job.returncode not in (0, None) and "Signal 9" in text, text
     hosts.expect_nothing_left(30)
 
 

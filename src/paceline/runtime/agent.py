@@ -26,15 +26,15 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 MARK = "paceline-agent "
 LOGS = "{logs}"  # an argument of a command that stands for a folder that is removed at its end
 _SILENCE_S = 30.0  # a launcher that is silent for so long is lost
 _LOOK_S = 0.1
 _CONNECT_S = 3.0
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _listeners: list[socket.socket] = []
-_libc = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
 
 
 def find_version(package: str) -> str:
@@ -162,12 +162,10 @@ def run(arguments: list[str], variables: dict[str, str], grace_s: float, request
 
     Returns the exit code.
     """
-    _libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this process
     with tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True) as logs:
         child = subprocess.Popen(
             [logs if argument == LOGS else argument for argument in arguments], env={**os.environ, **variables},
             stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=lambda: _libc.prctl(1, signal.SIGTERM, 0, 0, 0),  # PR_SET_PDEATHSIG: if this one is killed
         )  # fmt: skip
         heard_s, until_s = time.monotonic(), float("inf")
         while child.poll() is None and time.monotonic() < until_s:
@@ -186,7 +184,8 @@ def run(arguments: list[str], variables: dict[str, str], grace_s: float, request
     return 137 if code is None else 128 - code if code < 0 else code
 
 
-def main() -> None:
+def serve() -> NoReturn:
+    """Answer requests, then run what the last one says."""
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def end(*_: object) -> None:
@@ -197,7 +196,7 @@ def main() -> None:
             requests.put(json.loads(line))
         end()  # the connection is lost
 
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, end)
     threading.Thread(target=read, daemon=True).start()
     known = {function.__name__: function for function in (tell_facts, tell_route, tell_time, listen, close, connect)}
@@ -213,6 +212,20 @@ def main() -> None:
         print(f"paceline: {error.filename or request['arguments'][0]}: {error.strerror}", file=sys.stderr, flush=True)
         code = 1
     os._exit(code)  # the thread that reads would hold up an ordinary exit
+
+
+def main() -> NoReturn:
+    """Serve in a child. Whichever of the two is killed, the other one ends the ranks: the parent adopts what the child
+    leaves, and the child finds its input closed."""
+    child = os.fork()
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: adopt what loses its parent
+    if not child:
+        serve()
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    _, status = os.waitpid(child, 0)
+    _end_children()
+    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 255)
 
 
 if __name__ == "__main__":
