@@ -132,7 +132,8 @@ def connect(address: str, port: int, source: str, sizes: list[int], budget_s: fl
         link.settimeout(30.0)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for num_bytes in sizes:
-            message, taken, until_s = num_bytes.to_bytes(8, "big") + bytes(num_bytes), [], time.monotonic() + budget_s
+            message, until_s = num_bytes.to_bytes(8, "big") + bytes(num_bytes), time.monotonic() + budget_s
+            taken: list[float] = []
             while len(taken) < 4 or (len(taken) < 50 and time.monotonic() < until_s):
                 begin_s = time.perf_counter()
                 link.sendall(message)
@@ -162,30 +163,26 @@ def run(arguments: list[str], variables: dict[str, str], grace_s: float, request
 
     Returns the exit code.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-run-", ignore_cleanup_errors=True) as logs:
-        child = subprocess.Popen(
-            [logs if argument == LOGS else argument for argument in arguments], env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        heard_s, until_s = time.monotonic(), float("inf")
-        while child.poll() is None and time.monotonic() < until_s:
-            try:
-                ask = requests.get(timeout=_LOOK_S)["ask"]
-                heard_s = time.monotonic()
-            except queue.Empty:
-                ask = "end" if time.monotonic() - heard_s > _SILENCE_S else ""
-            if ask == "kill":
-                break
-            if ask == "end" and until_s == float("inf"):
-                child.terminate()
-                until_s = time.monotonic() + grace_s
-        code = child.returncode  # now: below, all children are waited for
-        _end_children()
+    child = subprocess.Popen(arguments, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+    heard_s, until_s = time.monotonic(), float("inf")
+    while child.poll() is None and time.monotonic() < until_s:
+        try:
+            ask = requests.get(timeout=_LOOK_S)["ask"]
+            heard_s = time.monotonic()
+        except queue.Empty:
+            ask = "end" if time.monotonic() - heard_s > _SILENCE_S else ""
+        if ask == "kill":
+            break
+        if ask == "end" and until_s == float("inf"):
+            child.terminate()
+            until_s = time.monotonic() + grace_s
+    code = child.returncode  # now: below, all children are waited for
+    _end_children()
     return 137 if code is None else 128 - code if code < 0 else code
 
 
-def serve() -> NoReturn:
-    """Answer requests, then run what the last one says."""
+def serve(logs: str) -> NoReturn:
+    """Answer requests, then run what the last one says, with a folder for its logs."""
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def end(*_: object) -> None:
@@ -206,25 +203,33 @@ def serve() -> NoReturn:
         except (OSError, ValueError) as error:
             answer = {"error": getattr(error, "strerror", None) or str(error)}
         os.write(1, (MARK + json.dumps(answer) + "\n").encode())
-    try:
-        code = run(requests=requests, **request) if request.pop("ask") == "run" else 0
-    except OSError as error:
-        print(f"paceline: {error.filename or request['arguments'][0]}: {error.strerror}", file=sys.stderr, flush=True)
-        code = 1
+    code = 0
+    if request.pop("ask") == "run":
+        request["arguments"] = [logs if argument == LOGS else argument for argument in request["arguments"]]
+        try:
+            code = run(requests=requests, **request)
+        except OSError as error:
+            print(f"paceline: {request['arguments'][0]}: {error.strerror}", file=sys.stderr, flush=True)
+            code = 1
+    shutil.rmtree(logs, ignore_errors=True)
     os._exit(code)  # the thread that reads would hold up an ordinary exit
 
 
 def main() -> NoReturn:
     """Serve in a child. Whichever of the two is killed, the other one ends the ranks: the parent adopts what the child
     leaves, and the child finds its input closed."""
+    logs = ""
+    with contextlib.suppress(OSError):  # a disk that is full is reported with the facts
+        logs = tempfile.mkdtemp(prefix="paceline-run-")
     child = os.fork()
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: adopt what loses its parent
     if not child:
-        serve()
+        serve(logs)
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: os.kill(child, number))
     _, status = os.waitpid(child, 0)
     _end_children()
+    shutil.rmtree(logs, ignore_errors=True)
     os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 255)
 
 

@@ -85,9 +85,11 @@ class Agent:
         source = Path(agent.__file__).read_bytes()
         begin = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
         there = shlex.join(["env", *(f"{key}={value}" for key, value in variables.items()), python, "-c", begin])
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        try:  # in a session of its own: Ctrl-C is for the launcher
-            self._process = subprocess.Popen([*ssh, *_OPTIONS, name, there], start_new_session=True, **pipes)
+        try:
+            self._process = subprocess.Popen(
+                [*ssh, *_OPTIONS, name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the launcher
+            )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"cannot run {ssh[0]}: {error.strerror}; install ssh, or give it with --ssh") from None
         outputs = (("out", self._process.stdout), ("err", self._process.stderr))
