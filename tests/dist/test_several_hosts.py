@@ -159,6 +159,22 @@ def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith(f"{name}: ") and " -m paceline run" not in line]
 
 
+TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
+VERBS = (
+    f"bench wrappers {TINY} --iters 3", f"profile phases {TINY} --iters 3", f"profile layers {TINY} --iters 3",
+    f"profile trace {TINY} --steps 2", f"profile comm-table {TINY} --iters 3",
+    f"tune {TINY} --caps 16B,1KiB,4MiB --iters 2", f"scale ranks {TINY} --global-batch-size 8 --iters 2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb.split()[:2]))
+def test_every_verb_runs_on_two_hosts(hosts, verb):
+    out, _ = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs"))
+    lines = out.splitlines()
+    assert lines and all(line.startswith("[a:0] ") for line in lines)  # one answer, by the first rank
+    hosts.expect_nothing_left()
+
+
 STUCK = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', flush=True); time.sleep(1000)"
 
 
