@@ -104,7 +104,7 @@ def finish(job: subprocess.Popen[str], code: int = 0, timeout_s: float = 100) ->
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
             job.communicate()
-    assert job.returncode == code, f"{job.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+    assert job.returncode == code, f"{job.returncode}\n{out[-3000:]}\n{err[-12000:]}"
     return out, err
 
 
@@ -161,7 +161,7 @@ def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
 
 TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
 VERBS = (
-    f"bench wrappers {TINY} --iters 3", f"profile phases {TINY} --iters 3", f"profile layers {TINY} --iters 3",
+    "bench wrappers --model cnn --batch-size 2 --iters 3", f"profile phases {TINY} --iters 3",
     f"profile trace {TINY} --steps 2", f"profile comm-table {TINY} --iters 3",
     f"tune {TINY} --caps 16B,1KiB,4MiB --iters 2", f"scale ranks {TINY} --global-batch-size 8 --iters 2",
 )  # fmt: skip
