@@ -131,6 +131,13 @@ def test_lines_name_their_host_and_streams_stay_apart(ssh):
     assert code == 0 and sorted(shown) == [("err", "[a] two\n"), ("out", "[a] one\n"), ("out", "[b:1] three\n")]
 
 
+def test_of_torchruns_own_traceback_the_error_is_shown_and_that_of_a_rank_whole(ssh):
+    own = "Traceback (most recent call last):\n  File x\n    main()\nChildFailedError: 1\n  more\n"
+    rank = "[a:0] Traceback (most recent call last):\n[a:0]   File y\n"
+    _, shown = run_on(ssh, {"a": f"printf {shlex.quote(own + rank)}"})
+    assert "".join(text for _, text in shown) == f"[a] ChildFailedError: 1\n[a]   more\n{rank}"
+
+
 def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp_path):
     # The grandchild is in a session of its own, ignores SIGTERM, and loses its parent.
     stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$ > pid; sleep 60' &) ; while :; do sleep 0.1; done"

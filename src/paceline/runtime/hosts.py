@@ -99,11 +99,16 @@ class Agent:
         self._write(source)
 
     def _read(self, stream: str, pipe: IO[bytes]) -> None:
+        is_frame = False
         with pipe:
             for line in pipe:
                 text = line.decode(errors="replace")
+                is_frame = text.startswith("Traceback") or (is_frame and text.startswith(" "))
                 if self.show is not None:
-                    self.show(stream, text if text.startswith(f"[{self.name}:") else f"[{self.name}] {text}")
+                    if text.startswith(f"[{self.name}:"):
+                        self.show(stream, text)
+                    elif not is_frame:  # those of torchrun itself say nothing about the ranks
+                        self.show(stream, f"[{self.name}] {text}")
                 elif stream == "err":
                     self._said.append(text)
                 elif text.startswith(agent.MARK):  # else it is from a login script
