@@ -27,7 +27,7 @@ T = TypeVar("T")
 Show = Callable[[str, str], None]
 
 _OPTIONS = (
-    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", "-o", "ServerAliveInterval=5", "-o",
+    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "-o", "ServerAliveInterval=5", "-o",
     "ServerAliveCountMax=3",  # a lost host is noticed after 15 s
 )  # fmt: skip
 _ANSWER_S = 20.0
