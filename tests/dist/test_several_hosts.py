@@ -222,6 +222,17 @@ def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts,
     hosts.expect_nothing_left(30)
 
 
+def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
+    job = launch_stuck(hosts)
+    run_ip("-n", hosts.space("b"), "link", "set", "eth0", "down")
+    try:
+        _, err = finish(job, 2)
+        assert "lost the connection to host b" in err
+        hosts.expect_nothing_left(60)
+    finally:
+        run_ip("-n", hosts.space("b"), "link", "set", "eth0", "up")
+
+
 def test_a_rank_that_is_killed_is_named_and_ends_all_hosts(hosts):
     out = hosts.folder / "killed"
     job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
