@@ -162,7 +162,7 @@ def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
 TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
 VERBS = (
     "bench wrappers --model cnn --batch-size 2 --iters 3", f"profile phases {TINY} --iters 3",
-    f"profile trace {TINY} --steps 2", f"profile comm-table {TINY} --iters 3",
+    f"profile trace {TINY} --steps 2",
     f"tune {TINY} --caps 16B,1KiB,4MiB --iters 2", f"scale ranks {TINY} --global-batch-size 8 --iters 2",
 )  # fmt: skip
 
