@@ -50,7 +50,7 @@ def other_python(tmp_path) -> str:
     return str(path)
 
 
-OTHER = {"torch/__init__.py": "", "torch-2.11.0.dist-info/METADATA": "Version: 2.11.0\n"}
+OTHER = {"torch/__init__.py": "", "torch-1.0.0.dist-info/METADATA": "Version: 1.0.0\n"}
 SHIFTED = "import time\nreal = time.time\ntime.time = lambda: real() + 120\n"
 FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: usage(p)._replace(free=4096)\n"
 
@@ -58,7 +58,7 @@ FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: 
 @pytest.mark.parametrize(
     ("there", "words", "name", "advice"),
     [
-        (OTHER, (), "b: torch: 2.11.0", "one version"),
+        (OTHER, (), "b: torch: 1.0.0", "one version"),
         ({"sitecustomize.py": SHIFTED}, (), "b: clock", "NTP"),
         ({"sitecustomize.py": FULL}, (), "b: disk", "free some space"),
         ({}, ("--interface", "nowhere0"), "a: network: no interface nowhere0", "--interface"),

@@ -258,7 +258,7 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
 BAD = {
     "wrong interface": ("--interface only-a", "", "b: network: no interface only-a"),
     "interface without a way": ("--interface apart", "", "b cannot reach a at 172.17.0.1 port"),
-    "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 2.11.0"),
+    "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 1.0.0"),
     "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
     "missing script": (
         "",
@@ -274,10 +274,10 @@ BAD = {
 def test_a_bad_set_up_is_named_within_seconds(hosts, what):
     options, setup, words = BAD[what]
     folder = hosts.folder
-    for name in ("same", "other/torch", "other/torch-2.11.0.dist-info", "late", "only-a", "full"):
+    for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "other/torch/__init__.py").write_text("")
-    (folder / "other/torch-2.11.0.dist-info/METADATA").write_text("Version: 2.11.0\n")
+    (folder / "other/torch-1.0.0.dist-info/METADATA").write_text("Version: 1.0.0\n")
     (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
     (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "only-a/python").chmod(0o755)
