@@ -140,14 +140,14 @@ def test_pip_takes_a_wheel_for_any_python_of_its_platform_and_for_no_other(dist,
 
 
 def test_the_source_archive_holds_what_builds_and_both_cores(dist):
-    archive = tarfile.open(dist / ARCHIVE)
     prefix = f"{ARCHIVE.removesuffix('.tar.gz')}/"
-    files = {member.name.removeprefix(prefix) for member in archive.getmembers() if member.isfile()}
-    made = {"PKG-INFO", "setup.cfg", *(name for name in files if ".egg-info/" in name)}
+    with tarfile.open(dist / ARCHIVE) as archive:
+        members = [member for member in archive.getmembers() if member.isfile()]
+        contents = {m.name.removeprefix(prefix): archive.extractfile(m).read() for m in members}
+    made = {"PKG-INFO", "setup.cfg", *(name for name in contents if ".egg-info/" in name)}
     cores = {f"prebuilt/{machine}.so": read_core(dist / NAMES[machine]) for machine in MACHINES}
-    assert files - made == {*tracked(), *cores} - {"Makefile"}
-    for name, core in cores.items():
-        assert archive.extractfile(prefix + name).read() == core
+    assert set(contents) - made == {*tracked(), *cores} - {"Makefile"}
+    assert {name: contents[name] for name in cores} == cores
 
 
 @pytest.mark.parametrize("kind", ["wheel", "source archive"])
@@ -203,4 +203,3 @@ def test_where_compiling_fails_the_package_is_built_without_a_core(sources, tmp_
     assert "paceline/transport/native.py" in files and "paceline/transport/_native.so" not in files
     refused = build_with("sys.exit('no headers')", sources, tmp_path / "many", "manylinux_2_28_x86_64")
     assert refused.returncode != 0 and not list((tmp_path / "many").glob("*.whl"))
-
