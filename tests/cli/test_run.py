@@ -150,11 +150,13 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
     wait_until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie", 5)
 
 
-def test_a_lost_host_is_named_and_not_its_victim(ssh, tmp_path):
-    lost = f"trap '' TERM; while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3; kill -9 $PPID"
+def test_a_lost_host_is_named_and_not_its_victim_and_its_ranks_end(ssh, tmp_path):
+    wait = f"while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3"
+    lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; sleep 60"  # the agent is killed
     with pytest.raises(LaunchError, match="lost the connection to host b") as caught:
         run_on(ssh, {"a": f"touch {tmp_path}/failed; exit 3", "b": lost})
     assert caught.value.code == "host-lost"
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 10)
 
 
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
