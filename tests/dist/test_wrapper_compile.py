@@ -37,6 +37,33 @@ def test_compiled_gradients_are_averaged(on_ranks, kind):
     on_ranks(2, compile_parts, kind, timeout_s=60)
 
 
+def compile_in_buckets() -> tuple[int, int]:
+    counts = []
+    with paceline.init(announce=None) as world:
+        for cap_mb in (1.0, 1e-4):
+            torch._dynamo.reset()
+            graphs = []
+
+            def count(graph: torch.fx.GraphModule, inputs: object, graphs: list = graphs) -> object:
+                graphs.append(graph)
+                return graph.forward
+
+            net = Net()
+            model = DDP(torch.compile(net, backend=count), bucket_cap_mb=cap_mb)
+            for step in range(2):
+                model.zero_grad()
+                wanted = average_alone(net, functools.partial(loss, step=step), 2)
+                loss(model, world.rank, step).backward()
+                check(world, net, wanted)
+            counts.append(len(graphs))
+    return tuple(counts)
+
+
+def test_a_compiled_model_is_split_at_the_buckets(on_ranks):
+    for one, several in on_ranks(2, compile_in_buckets, timeout_s=60):
+        assert one == 1 and several > 1
+
+
 def compile_and_break() -> tuple[str, str]:
     with paceline.init(announce=None) as world:
         model = DDP(torch.compile(Net(), backend="eager"))
