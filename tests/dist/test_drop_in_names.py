@@ -32,8 +32,8 @@ def job(on_ranks):
 ATTRIBUTES = (
     "device", "device_ids", "device_type", "dim", "output_device", "bucket_bytes_cap", "require_forward_param_sync",
     "require_backward_grad_sync", "is_multi_device_module", "mixed_precision", "parameters_to_ignore", "process_group",
-    "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "bucket_bytes_cap_default",
-    "skip_all_reduce_unused_params", "modules_buffers", "named_module_buffers",
+    "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "modules_buffers",
+    "bucket_bytes_cap_default", "skip_all_reduce_unused_params", "named_module_buffers",
 )  # fmt: skip
 # Those that torch 2.13 added.
 NEW = ("forward_sync_buffers", "batched_grad_copy", "bucket_bytes_cap_list")
@@ -137,7 +137,7 @@ def test_built_in_hooks_reduce_in_the_wrappers_group(job, name):
     job(3, use_built_in, name)
 
 
-# -- around a backward of a framework's own -----------------------------------------------------------------------------
+# -- around a backward of a framework's own ----------------------------------------------------------------------------
 
 
 class Stepping(nn.Module):

@@ -1,4 +1,4 @@
-"""Programs that do not name Paceline, with our wrapper in the place of torch's: the same losses, the same checkpoints."""
+"""Programs that do not name Paceline, with our wrapper in the place of torch's: the same losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_accelerates_own_tests_of_synchronisation(job):
     job(2, run_accelerates_tests)
 
 
-# -- the swap itself ----------------------------------------------------------------------------------------------------
+# -- the swap itself ---------------------------------------------------------------------------------------------------
 
 
 class Named(DistributedDataParallel):

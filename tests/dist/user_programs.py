@@ -207,7 +207,7 @@ PROGRAMS = {
 }
 
 
-# -- with a framework: each is called twice, first to train and save, then to load and go on ----------------------------
+# -- with a framework: each is called twice, first to train and save, then to load and go on ---------------------------
 
 
 def accelerate(folder: Path, resumes: bool) -> tuple[Losses, str]:
