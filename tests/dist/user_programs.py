@@ -333,7 +333,7 @@ def lightning(folder: Path, resumes: bool, is_manual: bool = False, **options: A
         max_steps=(8 if resumes else 4), default_root_dir=folder, num_sanity_val_steps=0,
         **{"strategy": "ddp", "accumulate_grad_batches": 1 if is_manual else 2, **options},
     )  # fmt: skip
-    trainer.fit(model, _loader(), ckpt_path=str(folder / "model.ckpt") if resumes else None, weights_only=False)
+    trainer.fit(model, _loader(), ckpt_path=str(folder / "model.ckpt") if resumes else None)
     if not resumes:
         trainer.save_checkpoint(folder / "model.ckpt")
         keys = torch.load(folder / "model.ckpt", weights_only=False)["state_dict"]
