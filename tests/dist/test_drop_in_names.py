@@ -280,6 +280,26 @@ class Guarded(Net):
         return self.not_made_yet
 
 
+def refuse() -> list[tuple[str, str]]:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.tensor import Replicate, distribute_module
+
+    with paceline.init(announce=None):
+        early, spread = Net(), Net()
+        _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})
+        distribute_module(spread, dist.init_device_mesh("cpu", (1,)))
+        assert isinstance(next(spread.parameters()).placements[0], Replicate)
+        fused = DDP(Net())
+        calls = (lambda: DDP(early), lambda: DDP(spread), lambda: fused._register_fused_optim(torch.optim.SGD, lr=0.1))
+        return [error_of(call) for call in calls]
+
+
+def test_what_is_not_supported_is_refused(job):
+    (found,) = job(1, refuse)
+    for (kind, text), word in zip(found, ("in backward", "DTensor", "_register_fused_optim"), strict=True):
+        assert kind == "ConfigError" and word in text
+
+
 def ask_for_names() -> None:
     with paceline.init(announce=None):
         model = DDP(Guarded())

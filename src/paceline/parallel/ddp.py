@@ -429,8 +429,8 @@ class DDP(DistributedDataParallel):
         return dist.group.WORLD if self._group is None else self._group
 
     @property
-    def reducer(self) -> TorchReducer:
-        return TorchReducer(self)
+    def reducer(self) -> _TorchReducer:
+        return _TorchReducer(self)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -467,6 +467,9 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"{comm_hook_type} is not a built-in hook: use {', '.join(known)}")
         self.register_comm_hook(self.process_group, getattr(default_hooks, f"{name.lower()}_hook"))
 
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError("_register_fused_optim: not supported, use an optimizer that steps after backward")
+
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """The fields of torch's logger that exist here. `report` has the times."""
         sync, planned = self._ready, self._planned
@@ -501,7 +504,7 @@ def is_torchs(model: object) -> TypeGuard[DistributedDataParallel]:
     return isinstance(model, DistributedDataParallel) and not isinstance(model, DDP)
 
 
-class TorchReducer:
+class _TorchReducer:
     """The calls of torch's reducer that frameworks make around a backward of their own."""
 
     def __init__(self, model: DDP) -> None:
