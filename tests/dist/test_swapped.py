@@ -78,6 +78,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("accelerate", {}),
     ("transformers", {}),
     ("transformers", {"gradient_checkpointing": True}),
+    ("transformers", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     ("lightning", {}),
     ("lightning", {"is_manual": True, "strategy": "ddp_find_unused_parameters_true"}),
     ("fabric", {}),
