@@ -202,8 +202,7 @@ def convolutions(folder: Path) -> tuple[Losses, str]:
 
 
 PROGRAMS = {
-    program.__name__: program
-    for program in (plain, mixed, accumulated, gan, compiled, joined, gpt, convolutions)
+    program.__name__: program for program in (plain, mixed, accumulated, gan, compiled, joined, gpt, convolutions)
 }
 
 

@@ -387,7 +387,7 @@ class DDP(DistributedDataParallel):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """With the prefix `module.`, as in torch. Without it where a framework wrapped this model again (`_new`): to it
         this is the bare model."""
-        return (super() if self._has_own_keys else self.module).state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs) if self._has_own_keys else self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper as well as those of the module."""
@@ -417,23 +417,24 @@ class DDP(DistributedDataParallel):
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        first: torch.Tensor = next(self.module.parameters())
+        return first.device
 
     @property
     def device_type(self) -> str:
         return self.device.type
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:
+    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
         """The group that was given. Where others send in it, too, gradients travel in another one."""
         return dist.group.WORLD if self._group is None else self._group
 
     @property
-    def reducer(self) -> _TorchReducer:
+    def reducer(self) -> _TorchReducer:  # type: ignore[override]
         return _TorchReducer(self)
 
     @property
-    def _has_rebuilt_buckets(self) -> bool:
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
         return self._planned is not None
 
     @property
@@ -548,7 +549,7 @@ class _InPlace(DDP):
     """What torch's class makes after `swap_wrapper`; a plain `DDP` when it is made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.__class__ = DDP
+        self.__class__ = DDP  # type: ignore[assignment]
         DDP.__init__(self, *args, **{**kwargs, **(_in_place or {})})
 
 

@@ -53,7 +53,7 @@ def _patch_built_in_hooks(dist: Any) -> None:
     original = DistributedDataParallel._register_builtin_comm_hook
 
     @functools.wraps(original)
-    def register_hook(self: Any, comm_hook_type: Any) -> None:
+    def register_hook(self: Any, comm_hook_type: Any) -> Any:
         if self.process_group.name() != "shm":
             return original(self, comm_hook_type)
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
