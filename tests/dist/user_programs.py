@@ -265,7 +265,7 @@ def transformers(folder: Path, resumes: bool, **more: Any) -> tuple[Losses, str]
     )  # fmt: skip
     trainer = Noting(_tiny_language_model(), arguments, train_dataset=[{"input_ids": w, "labels": w} for w in words])
     trainer.train(resume_from_checkpoint=str(folder / "trainer" / "checkpoint-2") if resumes else None)
-    kind = type(trainer.model_wrapped).__name__
+    kind = type(getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)).__name__  # perhaps compiled
     if not resumes:
         trainer.save_model(str(folder / "saved"))
         dist.barrier()

@@ -35,7 +35,7 @@ from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.replicas import Options, StructureWatch, check_same_model, read_replica, verify_values
 from paceline.parallel.timeline import Report
-from paceline.plan import TORCH_CAP_BYTES, Plan, plan_torch_start
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
@@ -220,8 +220,10 @@ class DDP(DistributedDataParallel):
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
-            # Where torch.compile looks for the size of the buckets. Where nothing is compiled, do not load it.
-            with self._inside_ddp_forward() if "torch._dynamo" in sys.modules else contextlib.nullcontext():
+            # Where torch.compile looks for the size of the buckets: it takes none below the first one's. Where nothing is
+            # compiled, do not load it.
+            is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
+            with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
                 output = self.module(*args, **kwargs)
             self._call_buffer_hook(sync, is_before=False)
         except _StopRecomputationError:  # how checkpointing ends a forward that it has repeated far enough
