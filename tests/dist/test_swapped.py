@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import warnings
@@ -28,6 +29,12 @@ TOLERANCE = 1e-6  # relative, in float64
 @pytest.fixture
 def job(on_ranks):
     return functools.partial(on_ranks, timeout_s=120)
+
+
+def need(name: str) -> None:
+    """Skip where a package is missing. It is not imported here, where it would leave variables behind."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"not installed: {name}")
 
 
 def call(program: Callable[..., tuple[list[float], str]], is_ours: bool, *args: Any, **options: Any) -> list[float]:
@@ -89,7 +96,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("backend", ["gloo", "auto"])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_losses_and_checkpoints_of_frameworks(job, tmp_path, name, options, backend):
-    pytest.importorskip(NEEDS.get(name, name))
+    need(NEEDS.get(name, name))
     job(2, compare_framework, name, tmp_path, options, backend)
 
 
@@ -114,7 +121,7 @@ def run_accelerates_tests() -> None:
 
 @pytest.mark.slow
 def test_accelerates_own_tests_of_synchronisation(job):
-    pytest.importorskip("accelerate")
+    need("accelerate")
     job(2, run_accelerates_tests)
 
 
@@ -207,7 +214,7 @@ def prepare_what_is_wrapped(folder: Path) -> None:
 
 
 def test_accelerate_saves_a_model_that_was_wrapped_by_hand_without_a_prefix(job, tmp_path):
-    pytest.importorskip("accelerate")
+    need("accelerate")
     job(2, prepare_what_is_wrapped, tmp_path)
 
 
