@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -93,6 +93,7 @@ class DDP(DistributedDataParallel):
             return
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        _take_over()
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
@@ -204,7 +205,9 @@ class DDP(DistributedDataParallel):
             self._finalizer()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with record_function("DistributedDataParallel.forward"):
+        if not profiler._is_profiler_enabled:  # a range costs time also where nothing records it
+            return self._run_forward(args, kwargs)
+        with profiler.record_function("DistributedDataParallel.forward"):
             return self._run_forward(args, kwargs)
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
@@ -405,6 +408,7 @@ class DDP(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        _take_over()
         self._group, self._gradient_group, self._sync = None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
@@ -545,6 +549,8 @@ def swap_wrapper(enable: bool = True, **options: Any) -> None:
     if unknown := options.keys() - inspect.signature(DDP.__init__).parameters.keys():
         raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): paceline.DDP has no such argument")
     _in_place = options if enable else None
+    if enable:
+        _take_over()
 
 
 class _InPlace(DDP):
@@ -571,8 +577,13 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(_InPlace if _in_place is not None and not isinstance(module, nn.ParameterList) else cls)
 
 
-_new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
-DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
+def _take_over() -> None:
+    """Let torch's class call `_new`: where a wrapper of ours is made or wanted, not where paceline is imported. It is not
+    undone: a class that once had a `__new__` takes no arguments without it."""
+    if "__new__" in vars(DistributedDataParallel):
+        return
+    _new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
+    DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
 
 
 class _TorchJoinHook(JoinHook):
