@@ -21,7 +21,7 @@ main()
 _COMPARE_TORCHS_CLASS = """
 from torch.nn.parallel import DistributedDataParallel
 before = dict(vars(DistributedDataParallel))
-import paceline.integrations
+import paceline.parallel
 from paceline.transport import register
 register()
 assert dict(vars(DistributedDataParallel)) == before, "import"

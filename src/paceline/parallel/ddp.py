@@ -71,9 +71,6 @@ class DDP(DistributedDataParallel):
     logger = mixed_precision = None
     is_multi_device_module = False
     require_forward_param_sync = True
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    )
 
     def __init__(
         self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
@@ -223,8 +220,7 @@ class DDP(DistributedDataParallel):
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
-            # Where torch.compile looks for the size of the buckets: it takes none below the first one's. Where nothing is
-            # compiled, do not load it.
+            # Here torch.compile looks for the size of the buckets. It takes none below the first one's.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
             with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
                 output = self.module(*args, **kwargs)
@@ -578,7 +574,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _take_over() -> None:
-    """Let torch's class call `_new`: where a wrapper of ours is made or wanted, not where paceline is imported. It is not
+    """Let torch's class call `_new`: when a wrapper of ours is made or wanted, not when paceline is imported. It is not
     undone: a class that once had a `__new__` takes no arguments without it."""
     if "__new__" in vars(DistributedDataParallel):
         return
