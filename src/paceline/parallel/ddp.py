@@ -533,6 +533,7 @@ class _TorchReducer:
 
 
 _in_place: dict[str, Any] | None = None  # the options of `swap_wrapper`
+_BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # a wrapper takes one of them
 
 
 def swap_wrapper(enable: bool = True, **options: Any) -> None:
@@ -554,7 +555,10 @@ class _InPlace(DDP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.__class__ = DDP  # type: ignore[assignment]
-        DDP.__init__(self, *args, **{**kwargs, **(_in_place or {})})
+        options = _in_place or {}
+        given = inspect.signature(DDP.__init__).bind(self, *args, **kwargs).arguments
+        unused = _BUCKETS if _BUCKETS & options.keys() else frozenset()
+        DDP.__init__(**{**{name: value for name, value in given.items() if name not in unused}, **options})
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
