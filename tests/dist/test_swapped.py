@@ -104,11 +104,8 @@ def test_losses_and_checkpoints_of_frameworks(job, tmp_path, name, options, back
 
 def run_accelerates_tests() -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
     from accelerate.test_utils.scripts import test_sync
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     with paceline.init(announce=None):
         paceline.swap_wrapper()
         try:
@@ -193,11 +190,8 @@ def test_a_model_that_is_wrapped_is_not_wrapped_again(job):
 
 def prepare_what_is_wrapped(folder: Path) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
     from safetensors.torch import load_file
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     with paceline.init(announce=None) as world:
         net = Net()
         model = DDP(net)
