@@ -249,7 +249,7 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
         code = number % 3
         words = f"import sys, os; sys.exit({code} if os.environ['RANK'] == '{number % 2}' else 0)"
         job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
-        _, err = job.communicate(timeout=60)
+        _, err = job.communicate(timeout=200)
         assert (job.returncode != 0) == (code != 0), err
         hosts.expect_nothing_left()
     left = [path for path in Path("/tmp").glob("paceline-run-*") if path.stat().st_mtime > hosts.folder.stat().st_ctime]
