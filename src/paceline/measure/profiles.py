@@ -266,7 +266,15 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
         with open_world(given) as world:
             wrapper = "none" if is_bare else given.wrapper
             settings = dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper)
-            yield world, TrainingJob(build_job(settings, world))
+            job = build_job(settings, world)
+            if job.learner.own_step is None:
+                yield world, TrainingJob(job)
+                return
+            own = OwnJob.of(job, wrapper)
+            try:
+                yield world, own
+            finally:
+                own.close()
         return
     model, step, wrapper, options = given
     with join_world(**options) as world:
@@ -289,7 +297,7 @@ def measure_profile(
     """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job):
-        if isinstance(job, TrainingJob):
+        if job.job is not None:
             steps.check_whole(job.job, largest * world.world_size * job.job.batches.accumulate)
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
         total = max(total, len(parts))
@@ -313,7 +321,8 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
     ranks of one host cost each other. Unless requested otherwise, each has its share of the cores. Nothing where the
     data does not do for all. Collective: every rank must call this."""
     requested = given.threads if isinstance(given, TrainSettings) else given[3]["threads"]
-    if isinstance(given, TrainSettings):  # a rank has as many samples among others as alone
+    if isinstance(given, TrainSettings) and given.global_batch_size is not None:
+        # A rank has as many samples among others as alone.
         size, parts = given.batches.batch_size, given.batches.accumulate
         given = dataclasses.replace(given, batch_size=size, accumulate=parts, global_batch_size=None)
     try:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.settings import Cell, CollectiveSettings, ScaleSettings, Setup, TrainingCell
-from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
+from paceline.measure.steps import MeasuredJob, OwnJob, Replica, StepBench, TimedMessages, TrainingJob, Variant
 from paceline.parallel.replicas import only_computing
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.world import World, check_backend
@@ -34,6 +34,7 @@ from paceline.training.build import Job, build_job, build_learner, load_sets, op
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseClock
+from paceline.workloads.data.own import OwnData
 
 _PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
 # How torch reports that memory is exhausted: on a GPU by the error's class, on a CPU only by its text.
@@ -53,27 +54,28 @@ def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
 def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
     """All of one cell, in turns. Collective: every rank of the launched world must call this."""
     with open_world(dataclasses.replace(settings.job, backend="gloo")) as world:
-        job = _build_job(settings, cell, world)
-        samples = cell.count_samples(job.job.batches.accumulate)
+        job, built = _build_job(settings, cell, world)
+        samples = cell.count_samples(built.batches.accumulate)
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        with StepBench(world, job.labels | more) as bench:
-            bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
+        # A wait for the user's loader is part of a step.
+        with StepBench(world, job.labels | more, loads_inside=isinstance(built.train, OwnData)) as bench:
+            bench.add(_build_variant(job, built, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
             for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # what it does to one rank
-                bench.add(_build_variant(job, cell, world, setup, 1, alone[setup.backend], "local"))
+                bench.add(_build_variant(job, built, cell, world, setup, 1, alone[setup.backend], "local"))
             for world_size in (n for n in settings.ranks if n > 1):
-                bench.add(_build_variant(job, cell, world, Setup("none", ""), world_size, None, "together"))
+                bench.add(_build_variant(job, built, cell, world, Setup("none", ""), world_size, None, "together"))
                 groups: dict[str, dist.ProcessGroup] = {}
                 for backend in settings.backends:
                     check_backend(backend, world.device.type, min(world_size, world.local_world_size))
                     groups[backend] = dist.new_group(list(range(world_size)), backend=backend, timeout=PATIENCE)
                 for setup in settings.setups:
-                    bench.add(_build_variant(job, cell, world, setup, world_size, groups.get(setup.backend)))
+                    bench.add(_build_variant(job, built, cell, world, setup, world_size, groups.get(setup.backend)))
             bench.run(_PACE, settings.iters, None, follow(world, cell.name))
             return [bench.build_record(variant) for variant in bench.variants]
 
 
-def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> TrainingJob:
+def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> tuple[MeasuredJob, Job]:
     if max(settings.ranks) > world.world_size:
         raise ConfigError(f"{max(settings.ranks)} ranks are needed, and the world has {world.world_size}")
     size = cell.batch_size(1, settings.job.accumulate or 1)
@@ -81,22 +83,22 @@ def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> TrainingJob
     job = build_job(alone, world)
     largest = cell.count_samples(job.batches.accumulate) * (max(settings.ranks) if cell.mode == "weak" else 1)
     steps.check_whole(job, largest, "fewer ranks, a smaller batch")
-    return TrainingJob(job)
+    return (TrainingJob(job) if job.learner.own_step is None else OwnJob.of(job, "none")), job
 
 
 def _build_variant(
-    job: TrainingJob, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None,
-    role: str = "job",
+    job: MeasuredJob, built: Job, cell: Cell, world: World, setup: Setup, world_size: int,
+    group: dist.ProcessGroup | None, role: str = "job",
 ) -> Variant:  # fmt: skip
     """A wrapper, or the bare model, on the first `world_size` ranks; without a replica on a rank outside."""
     is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything to another
     num_ranks = 1 if setup.wrapper == "dp" else world_size
     kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")
-    batch_size = cell.batch_size(world_size, job.job.batches.accumulate)
+    batch_size = cell.batch_size(world_size, built.batches.accumulate)
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size, "role": role}
     if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
-    windows = steps.cycle_windows(job.job, batch_size * world_size // num_ranks, num_ranks)
+    windows = steps.cycle_windows(built, batch_size * world_size // num_ranks, num_ranks)
 
     def wrap(module: nn.Module) -> nn.Module:
         if setup.wrapper == "dp":
@@ -125,18 +127,20 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
         times: list[tuple[float, float]] = []
         # A short batch would appear in the table as the larger one.
-        is_large = job.batches.global_batch_size > len(job.train)
-        failure = f"more than the {len(job.train)} samples of an epoch" if is_large else ""
+        num_samples = job.batch_schedule.num_samples
+        is_large = job.batches.global_batch_size > num_samples
+        failure = f"more than the {num_samples} samples of an epoch" if is_large else ""
         try:
             times.extend(() if failure else _time_epochs(job))
-        except (RuntimeError, MemoryError) as error:
-            if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error))):
+        except (RuntimeError, MemoryError, ConfigError) as error:
+            cause = error.__cause__ or error  # a step of the user's own may have raised it
+            if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
         timing, data_wait = (None if failure else build_samples([[row[i] for row in times]], 1) for i in (0, 1))
         record = BatchRecord(
             model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
-            threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=len(job.train),
+            threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=num_samples,
             num_steps=job.batch_schedule.count_steps(0), timing=timing, data_wait=data_wait,
             peak_bytes=_read_peak(world.device), failure=failure,
         )  # fmt: skip
@@ -183,7 +187,9 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
     """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change. Collective: call
     on every rank of the launched world."""
     with open_world(settings) as world:
-        train, _ = load_sets(settings, world)
+        train, test = load_sets(settings, world)
+        needed = "test losses of runs of whole epochs are compared: return (train, test), each with a length"
+        refuse((train.is_stream or test is None, f"data {train.name}: {needed}"), code="own-type")
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
         return len(train), any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
@@ -226,6 +232,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
             total = loss_sum.cpu()
             if world.world_size > 1:
                 dist.all_reduce(total, group=world.control)
+            assert job.test is not None
             train_loss, test = float(total) / num_targets, evaluate(job.learner, job.test, world)
             if not (math.isfinite(train_loss) and math.isfinite(test.loss)):
                 failure = f"the loss was no number after {step} updates"

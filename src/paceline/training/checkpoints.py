@@ -21,9 +21,10 @@ from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
-from paceline.training.build import Job
+from paceline.training.build import Job, OwnState
 from paceline.training.journal import EventsLog
 from paceline.training.settings import TrainSettings, parse_save_every
+from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
 # The ranks of a run that was killed live on for a moment, and hold its lock.
@@ -82,6 +83,7 @@ class RunFiles:
         """Put the job into the state of the checkpoint; ConfigError where it is of another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
+        unsaved = meta.get("unsaved", "")
         grown, wanted = [tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks)
         refuse(
             ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
@@ -93,6 +95,9 @@ class RunFiles:
             (meta.get("checksum", job.train.checksum) != job.train.checksum,
              f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
              "(synthetic data also differs between cpu and cuda)"),
+            (unsaved,
+             f"{found} lacks the state of {unsaved}, which the step of {job.settings.model} did not return: "
+             "return it in a dict, as state, and start a new run"),
             code="mismatch",
         )  # fmt: skip
         expected = disk.fingerprint(learner.module.state_dict())
@@ -101,6 +106,8 @@ class RunFiles:
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.scaler.load_state_dict(state["scaler"])
         position = Position(meta["epoch"], meta["window"], meta["step"])
+        if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
+            self._seek(job.train, meta, state["read"], found)
         if meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:
@@ -108,6 +115,14 @@ class RunFiles:
             set_seed((job.settings.seed + 1_000_003 * position.step) % 2**31, per_rank=True)
         self.last = position.step
         return position
+
+    def _seek(self, train: OwnData, meta: dict[str, Any], read: Sequence[int], found: str) -> None:
+        """A stream is read again up to the place of a checkpoint, and must give what it gave."""
+        before, now = meta["world_size"], self._world.world_size
+        is_shared = train.kind == "samples" and not train.is_sharded  # whatever the number of ranks, they read it all
+        what = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
+        refuse((before != now and not is_shared, f"{what}: resume on {before} ranks"), code="mismatch")
+        train.expected = read[self._world.rank if before == now else 0]
 
     def open(self, step: int) -> None:
         """Prepare the folder for the rows after this step; removes what a killed run left of later ones."""
@@ -133,7 +148,8 @@ class RunFiles:
 
     def save(self, job: Job, position: Position) -> None:
         """Save everything that the next step depends on. Collective: call on every rank."""
-        randoms = self._world.share(_get_random(job.world.device))
+        read = job.train.digest if isinstance(job.train, OwnData) else 0
+        states = self._world.share((_get_random(job.world.device), read))
         self._saved_s = time.monotonic()
         self.last = position.step
         if self._store is None:
@@ -145,8 +161,10 @@ class RunFiles:
             "world_size": self._world.world_size, "global_batch_size": job.batches.global_batch_size,
             "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
             "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
+            "unsaved": own.unsaved if isinstance(own := learner.optimizer, OwnState) else "",
         }  # fmt: skip
-        state = {"optimizer": optimizer, "scaler": scaler, "random": randoms}
+        randoms, read_by = zip(*states, strict=True)
+        state = {"optimizer": optimizer, "scaler": scaler, "random": list(randoms), "read": list(read_by)}
         self._store.save(position.step, learner.module.state_dict(), state, meta)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -1,24 +1,29 @@
-"""Models that Paceline does not bring: those of `transformers`, and a user's own file.
+"""What Paceline does not bring: models of `transformers`, and a user's own file with models, data and steps.
 
 Loads without torch. Checking runs no code of the user's, and code that comes with a model of the hub never runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import json
+import linecache
 import os
 import re
 import symtable
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import ConfigError, suggest
-from paceline.workloads.data import DataForm, import_hf, shorten_error
+from paceline.errors import ConfigError, PacelineError, refuse, suggest
+from paceline.runtime.worker import find_code
+from paceline.workloads.data import DataForm, import_hf, is_own, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,63 +162,164 @@ def _load_config(folder: Path) -> Any:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error
 
 
-_GIVE = "give the name of a function in it that returns the module"
+_GIVE = "give the name of a function in it"
+# What a function may take by name, besides the form of the data.
+FACTS = ("batch_size", "rank", "world_size", "device", "seed")
 
 
-def is_own(name: str) -> bool:
-    """Whether the name of a model is that of a user's file, with or without a function in it."""
-    return name.rpartition(":")[0].endswith(".py") or name.endswith(".py")
-
-
-def check_own(name: str) -> None:
+def check_own(name: str, what: str = "model") -> None:
     """Refuse a file that is not there or not Python, and a name that it does not define."""
-    path, function = _split(name)
+    path, function = _split(name, what)
     try:
         text = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except OSError as error:
-        raise ConfigError(f"model file {path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{what} file {path} cannot be read: {error.strerror or error}") from error
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"model file {path} is not Python: {error}") from error
+        raise ConfigError(f"{what} file {path} is not Python: {error}") from error
     names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     # What a star brings, only running would show.
     if function not in names and not re.search(r"import\s*\*", text):
-        raise ConfigError(f"model file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
+        raise ConfigError(f"{what} file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
 
-def _split(name: str) -> tuple[Path, str]:
+def _split(name: str, what: str) -> tuple[Path, str]:
     file, _, function = name.rpartition(":")
     if not file or not function:
-        raise ConfigError(f"model {name!r} names no function: write FILE.py:FUNCTION, such as {name.rstrip(':')}:build")
+        write = f"write FILE.py:FUNCTION, such as {name.rstrip(':')}:build"
+        raise ConfigError(f"{what} {name!r} names no function: {write}")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"model file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
+        raise ConfigError(f"{what} file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
     return path, function
 
 
-def build_own(name: str, form: DataForm) -> nn.Module:
-    """Call the user's function, with the form of the data if it takes one argument."""
+class OwnParts(NamedTuple):
+    """What a user's function for `--model` returned: a module, or several in an `nn.ModuleDict`, and where it is more
+    than a model: data, what a step does with a batch, how a batch is evaluated, and what else has a state."""
+
+    model: nn.Module
+    data: Any = None
+    step: Callable[..., Any] | None = None
+    evaluate: Callable[..., Any] | None = None
+    state: Mapping[str, Any] = MappingProxyType({})
+
+
+_RETURNS = "a torch.nn.Module, (model, step), (model, data, step), or a dict with model, data, step, evaluate, state"
+
+
+def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, frozenset[str]]:
+    """Call the user's function for `--model`. Returns what it made, and the names of the facts that it took."""
     from torch import nn
 
-    path, function = _split(name)
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)  # the file may import its neighbours, also from inside the function
+    found, taken = call_own(name, "model", form=form, **facts)
+    said = f"model {name} returned"
+    if isinstance(found, nn.Module):
+        return OwnParts(found), taken
+    if isinstance(found, Mapping):
+        odd = next((key for key in found if key not in OwnParts._fields), None)
+        lacks = next((key for key in ("model", "step") if key not in found), None)
+        hint = suggest(str(odd), OwnParts._fields)
+        refuse(
+            (odd is not None, f"{said} a dict with {odd!r}: {hint}known are {', '.join(OwnParts._fields)}"),
+            (lacks, f"{said} a dict without {lacks}: it must have model and step"),
+        )
+        parts = OwnParts(**found)
+    elif isinstance(found, tuple) and len(found) in (2, 3):
+        parts = OwnParts(found[0], found[1] if len(found) == 3 else None, found[-1])
+    else:
+        raise ConfigError(f"{said} a {type(found).__name__}: it must return {_RETURNS}", code="own-type")
+    odd = next((key for key, part in parts.state.items() if not hasattr(part, "load_state_dict")), None)
+    refuse(
+        (not isinstance(parts.model, nn.Module),
+         f"{said} a {type(parts.model).__name__} as the model: a torch.nn.Module is needed, or an nn.ModuleDict of "
+         "several"),
+        (not callable(parts.step), f"{said} a {type(parts.step).__name__} as the step: a function is needed"),
+        (parts.evaluate is not None and not callable(parts.evaluate),
+         f"{said} a {type(parts.evaluate).__name__} as evaluate: a function of (model, batch) is needed"),
+        (odd is not None, f"{said} state {odd!r} without state_dict and load_state_dict: an optimizer has them"),
+        code="own-type",
+    )  # fmt: skip
+    if parts.evaluate is not None:
+        check_signature(name, "evaluate", parts.evaluate, "model", "batch")
+    return parts, taken
+
+
+def check_signature(name: str, what: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Refuse a function that cannot be called with these."""
     try:
-        module = _call(name, _load_function(path, function), form)
-    except ConfigError:
+        signature = inspect.signature(function)
+        signature.bind(*arguments)
+    except TypeError:
+        called = f"it is called as {what}({', '.join(arguments)})"
+        raise ConfigError(f"the {what} of {name} takes {signature}: {called}", code="own-type") from None
+    except ValueError:  # of C, which does not say
+        return
+
+
+def build_own(name: str, form: DataForm) -> nn.Module:
+    """The module that the user's function returns, which may take the form of the data."""
+    parts, _ = open_own(name, form)
+    if parts.step is not None:
+        raise ConfigError(f"model {name} returned a step, too: here a torch.nn.Module alone is needed", code="own-type")
+    return parts.model
+
+
+def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
+    """Call the user's function with what it takes. Returns its answer, and the names of what it took."""
+    path, function = _split(name, what)
+    with own_errors(name, what, always=True):
+        return _call(f"{what} {name}", _load_function(path, function, what), facts)
+
+
+@contextlib.contextmanager
+def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
+    """Report an error that is raised in the user's file, or in a file next to it, with its line; others pass unless it
+    is `always`. Inside, the file can import its neighbours. Does nothing where the name is none of a user's file."""
+    if not is_own(name):
+        yield
+        return
+    folder = _find_folder(name)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except (PacelineError, MemoryError):
         raise
-    except Exception as error:
-        raise ConfigError(f"model {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        line = _find_line(error, folder)
+        if find_code(error) or (line is None and not always):  # a rank that lost another is not what failed
+            raise
+        lines = str(error).splitlines() or [""]
+        said = f"{type(error).__name__}: {lines[0]}"
+        if "Original Traceback" in str(error):  # of a loader's worker, which sends it as a text
+            said = lines[-1]
+        raise ConfigError(f"{what} {name} raised {said}{f' ({line})' if line else ''}", code="own-error") from error
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model {name} returned a {type(module).__name__}: it must return a torch.nn.Module")
-    return module
 
 
-def _load_function(path: Path, function: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path.resolve())
+@lru_cache
+def _find_folder(name: str) -> str:
+    return str(Path(name.rpartition(":")[0]).expanduser().resolve().parent)
+
+
+def _find_line(error: BaseException, folder: str) -> str | None:
+    """The last line of a user's file that is in the traceback of an error, or in its text."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames += [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    library = str(Path(__file__).parents[1])
+    for file, number in reversed(frames):
+        if file.startswith(folder + os.sep) and not file.startswith(library) and "site-packages" not in file:
+            source = linecache.getline(file, number or 0).strip()
+            return f"{os.path.relpath(file, folder)}, line {number}: {source}"
+    return None
+
+
+@lru_cache(maxsize=8)
+def _load_file(path: Path, stamp: tuple[int, int], what: str) -> ModuleType:
+    """The file as a module. Loaded once as long as it does not change, so that it can keep what it has read."""
+    spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickles look for their module there.
@@ -221,23 +327,44 @@ def _load_function(path: Path, function: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"model file {path} cannot be imported: {type(error).__name__}: {error}") from error
+        where = _find_line(error, str(path.parent))
+        place = f" ({where})" if where else ""
+        raise ConfigError(f"{what} file {path} cannot be imported: {type(error).__name__}: {error}{place}") from error
+    return module
+
+
+def _load_function(path: Path, function: str, what: str) -> Callable[..., Any]:
+    path, stat = path.resolve(), path.stat()
+    module = _load_file(path, (stat.st_mtime_ns, stat.st_size), what)
     found = getattr(module, function, None)
     if not callable(found):
-        what = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
-        raise ConfigError(f"model file {path} defines {what}: {suggest(function, vars(module))}{_GIVE}")
+        kind = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
+        raise ConfigError(f"{what} file {path} defines {kind}: {suggest(function, vars(module))}{_GIVE}")
     return found  # type: ignore[no-any-return]
 
 
-def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
-    """Hand over the form as the one argument that must be given, or as the one called `form`."""
-    found = inspect.signature(function).parameters.values()
-    needed = [p for p in found if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(needed) > 1:
-        what = f"needs {', '.join(parameter.name for parameter in needed)}"
-        raise ConfigError(f"model {name} {what}: it is called with the form of the data, or with nothing")
-    for parameter in needed or (p for p in found if p.name == "form"):
-        # By position where it must be given: a decorator may hide its name.
-        by_position = parameter.POSITIONAL_OR_KEYWORD if needed else parameter.POSITIONAL_ONLY
-        return function(form) if parameter.kind <= by_position else function(**{parameter.name: form})
-    return function()
+def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:
+    """Hand over each fact that is a parameter, and the form as the one other argument that must be given, or as the one
+    called `form`."""
+    found, kinds = inspect.signature(function).parameters, inspect.Parameter
+    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    taken = {key: facts[key] for key, p in found.items() if key in facts and key != "form" and p.kind in by_name}
+    needed = [
+        p for p in found.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in taken
+    ]  # fmt: skip
+    if len(needed) > ("form" in facts):
+        what, first = ", ".join(p.name for p in needed), "the form of the data, and " * ("form" in facts)
+        text = f"it is called with {first}{', '.join(FACTS)} where it takes them by name"
+        raise ConfigError(f"{name} needs {what}: {text}", code="own-type")
+    form = facts.get("form")
+    takes_it = needed or [p for p in found.values() if p.name == "form" and form is not None]
+    unknown = f"{name} takes the form of the data: name the data, such as --data synthetic:images"
+    refuse((needed and form is None, unknown), code="no-data")
+    for parameter in takes_it:
+        # By position where it must be given and comes first: a decorator may hide its name.
+        is_first = bool(needed) and parameter.name == next(iter(found)) and parameter.kind != kinds.KEYWORD_ONLY
+        if is_first or parameter.kind == kinds.POSITIONAL_ONLY:
+            return function(form, **taken), frozenset(taken)
+        taken[parameter.name] = form
+    return function(**taken), frozenset(taken)

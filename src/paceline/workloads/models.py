@@ -1,7 +1,7 @@
 """The models that Paceline brings, in plain torch, with their loss and their blocks."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.data import AnyBatch, DataForm
 
 
 def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
@@ -185,11 +185,18 @@ class Outcome(NamedTuple):
 
 
 def compute_outcome(
-    model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
+    model: Callable[..., Any], batch: AnyBatch, form: DataForm, *, label_smoothing: float = 0.0
 ) -> Outcome:
     """Cross-entropy where there are classes (targets of -100 count nowhere), squared error where numbers are predicted;
     summed, in float32."""
-    output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
+    batch = batch.as_pair()
+    inputs = batch.inputs
+    if batch.mask is not None:
+        output = model(inputs, attention_mask=batch.mask)
+    elif isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     predicted, targets = getattr(output, "logits", output), batch.targets.reshape(-1)
     if not isinstance(predicted, torch.Tensor):
         kind = type(predicted).__name__
