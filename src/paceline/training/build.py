@@ -115,7 +115,7 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, s
     batch_schedule = BatchSchedule(
         global_batch_size=size, num_samples=num_samples, epochs=epochs, growths=settings.batch_growth,
         tail=settings.tail,
-    )  # fmt: skip
+    )
     batch_schedule.check()
     num_steps = num_steps or batch_schedule.num_steps
     if settings.lr_warmup >= num_steps:
@@ -310,7 +310,7 @@ class OwnState:
         odd = [
             type(optimizer).__name__ for optimizer in self._seen
             if optimizer.state and not all(id(p) in saved for group in optimizer.param_groups for p in group["params"])
-        ]  # fmt: skip
+        ]
         return ", ".join(odd)
 
 

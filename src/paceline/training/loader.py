@@ -13,7 +13,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.workloads.data import AnyBatch, Batch, OwnBatch
-from paceline.workloads.data.own import OwnData, chunk, digest
+from paceline.workloads.data.own import OwnData, digest
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
@@ -165,14 +165,14 @@ def _group_stream(
         rank, world_size = 0, 1
     if data.kind == "batches":
         # An epoch ends with the last step for which every rank has all its batches.
-        for group in chunk(data.read(order.epoch), num_parts * world_size):
+        for group in data.read(order.epoch, num_parts * world_size):
             if len(group) == num_parts * world_size:
                 sizes = [len(OwnBatch(content)) for content in group]
                 mine = [(OwnBatch(group[place]), sizes[place]) for place in range(rank, len(group), world_size)]
                 yield sum(sizes), mine, digest(group)
         return
     size = num_parts * world_size * batch_size
-    for samples in chunk(data.read(order.epoch), size):
+    for samples in data.read(order.epoch, size):
         if len(samples) == size or (order.tail == "keep" and not data.is_sharded):
             micros = split_window(torch.arange(len(samples)), rank, world_size, batch_size)
             mine = [(OwnBatch(data.collate([samples[i] for i in m.indices.tolist()])), m.num_counted) for m in micros]

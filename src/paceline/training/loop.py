@@ -171,6 +171,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         found = files.lock(resume)
         plan = found.meta.get("plan") if found is not None else None  # by which gradients were sent
         job = build_job(settings, world, None if plan is None else Plan.from_json(plan))
+        job.check_length()
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
         if start.step > total:

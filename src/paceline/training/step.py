@@ -196,7 +196,7 @@ def read_loss(learner: Learner, what: str, loss: Any) -> torch.Tensor:
     raise ConfigError(
         f"the {what} of {learner.name} returned {found}: it must return its mean loss over the batch, a number or a "
         "tensor with one element", code="own-type",
-    )  # fmt: skip
+    )
 
 
 def list_models(model: nn.Module) -> list[nn.Module]:

@@ -352,7 +352,7 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     needed = [
         p for p in found.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in taken
-    ]  # fmt: skip
+    ]
     if len(needed) > ("form" in facts):
         what, first = ", ".join(p.name for p in needed), "the form of the data, and " * ("form" in facts)
         text = f"it is called with {first}{', '.join(FACTS)} where it takes them by name"

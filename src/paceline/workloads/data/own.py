@@ -9,7 +9,7 @@ import functools
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -114,7 +114,8 @@ class OwnData:
     def take(self, indices: torch.Tensor) -> OwnBatch:
         """The samples of these indices, in this process."""
         refuse((self.is_stream, f"data {self.name} is a stream: samples by index are needed"), code="stream")
-        return OwnBatch(next(self.load([indices.tolist()], 0, num_workers=0, prefetch_factor=None, timeout=0)))
+        here = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
+        return OwnBatch(next(self.load([indices.tolist()], 0, **here)))
 
     def prepare(self, batch: OwnBatch, indices: torch.Tensor, epoch: int) -> OwnBatch:
         return batch
@@ -128,10 +129,9 @@ class OwnData:
             yield from ((nothing, OwnBatch(content)) for content in self.load(parts, 0))
             return
         step, first = (1, 0) if self.is_sharded else (world_size, rank)
-        groups: Iterable[Any] = self.read(0) if self.kind == "batches" else chunk(self.read(0), size)
         left = self.limit
-        for number, group in enumerate(groups):
-            content = group if self.kind == "batches" else self.collate(group)
+        for number, group in enumerate(self.read(0, 1 if self.kind == "batches" else size)):
+            content = group[0] if self.kind == "batches" else self.collate(group)
             if number % step == first:
                 yield nothing, OwnBatch(content)
             left = None if left is None else left - len(OwnBatch(content))
@@ -152,37 +152,37 @@ class OwnData:
         what = {"map": "by index", "samples": "in a stream", "batches": "in batches of a loader"}[self.kind]
         return f"{self.name}, {self.split}: {count} {what}{', sharded by itself' if self.is_sharded else ''}"
 
-    def load(self, batches: Iterable[Sequence[int]], epoch: int, **changes: Any) -> Iterator[Any]:
+    def load(self, batches: Iterable[Sequence[int]], epoch: int, **changes: Any) -> Generator[Any, None, None]:
         """What these lists of indices become, collated, in order; in the loader's worker processes if it has them."""
         options, apart = self.options | changes, _OwnRandom(0)
         dataset = _Seeded(self.items, self.seed, epoch)
-        with own_errors(self.name, "data"), apart:
+        with own_errors(self.name, "data", always=True), apart:
             loaded = iter(DataLoader(dataset, batch_sampler=batches, **options))  # type: ignore[arg-type]
-        yield from self._take_all(loaded, apart)
+        for (content,) in self._take(loaded, 1, apart):
+            yield content
 
-    def read(self, epoch: int) -> Iterator[Any]:
-        """The items of a stream's epoch, in order."""
+    def read(self, epoch: int, size: int) -> Generator[list[Any], None, None]:
+        """The items of a stream's epoch in order, `size` at a time; the last may be fewer."""
         apart = _OwnRandom(derive_seed("stream", self.seed, epoch))
-        with own_errors(self.name, "data"), apart:
+        with own_errors(self.name, "data", always=True), apart:
             parts = (self.items, *(getattr(self.items, name, None) for name in ("sampler", "batch_sampler", "dataset")))
             for part in parts:
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
             items = iter(self.items)
-        yield from self._take_all(items, apart)
+        yield from self._take(items, size, apart)
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        with own_errors(self.name, "data"):
+        with own_errors(self.name, "data", always=True):
             return default_collate(list(samples))
 
-    def _take_all(self, items: Iterator[Any], apart: "_OwnRandom") -> Iterator[Any]:
+    def _take(self, items: Iterator[Any], size: int, apart: "_OwnRandom") -> Iterator[list[Any]]:
         while True:
-            with own_errors(self.name, "data"), apart:
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
+            with own_errors(self.name, "data", always=True), apart:
+                found = list(itertools.islice(items, size))
+            if not found:
+                return
+            yield found
 
 
 class _OwnRandom:
@@ -190,7 +190,8 @@ class _OwnRandom:
     the last context ended; outside, they are as if nothing had been drawn inside."""
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._inside = seed, None
+        self._seed = seed
+        self._inside: Any = None
 
     def __enter__(self) -> None:
         self._outside = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
@@ -200,7 +201,7 @@ class _OwnRandom:
             _set_all(self._inside)
 
     def __exit__(self, *_: object) -> None:
-        self._inside: Any = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
+        self._inside = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
         _set_all(self._outside)
 
 
@@ -211,7 +212,7 @@ def _set_all(state: Any) -> None:
 
 
 def _seed_all(seed: int) -> None:
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -239,13 +240,6 @@ class NoBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.repeat((None,))
-
-
-def chunk(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Lists of `size` items; the last may be shorter."""
-    iterator = iter(items)
-    while found := list(itertools.islice(iterator, size)):
-        yield found
 
 
 def digest(value: Any, found: int = 0) -> int:
@@ -299,8 +293,8 @@ def peek(data: OwnData) -> OwnBatch:
     """The first sample, or the first batch of a loader."""
     if not data.is_stream:
         return data.take(torch.tensor([0]))
-    with contextlib.closing(data.read(0)) as items:
-        for item in items:
+    with contextlib.closing(data.read(0, 1)) as items:
+        for (item,) in items:
             return OwnBatch(item if data.kind == "batches" else data.collate([item]))
     raise ConfigError(f"data {data.name} gave nothing: at least one sample is needed", code="empty")
 
