@@ -137,8 +137,8 @@ def _load_stream(
             if number >= start:
                 batches = tuple(LoadedBatch(batch.to(device), counted) for batch, counted in mine)
                 yield Window(number, num_samples, batches, ahead is None)
-    if number < start - 1:
-        data.digest = -1  # what was read before is not there any more
+    if number < start:
+        data.digest = -1  # what came after this place is not there any more
         _check_replay(data, place)
     if number < 0:
         what = f"one whole global batch of {order.global_batch_size} on {world_size} ranks"
@@ -186,4 +186,5 @@ def _agree_on_groups(groups: Iterator[_Group], agree: Agree) -> Generator[_Group
         total = agree(0 if group is None else group[0])
         if not total or group is None:
             return
-        yield total, *group[1:]
+        _, mine, found = group
+        yield total, mine, found

@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -223,6 +224,8 @@ class _Seeded(torch.utils.data.Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
         if hasattr(dataset, "__getitems__"):  # it reads a batch at once; what it draws follows from the first of them
             self.__getitems__ = self._get_items
 
@@ -258,7 +261,7 @@ def digest(value: Any, found: int = 0) -> int:
 
 
 def open_data(found: Any, name: str, split: str, *, seed: int, world_size: int, is_sharded: bool) -> OwnData:
-    """What a user's function returned as a split. `is_sharded`: the function was told its rank."""
+    """What a user's function returned as a split. `is_sharded`: its function takes the rank."""
     shared: dict[str, Any] = {"name": name, "split": split, "seed": seed, "is_sharded": is_sharded}
     kind = type(found).__name__
     if isinstance(found, DataLoader):
