@@ -120,8 +120,7 @@ def build_stateless():
 
 
 def build_step():
-    parts = build()
-    return parts["model"], parts["step"]
+    return {name: part for name, part in build().items() if name != "data"}
 
 
 def build_alone():
@@ -257,7 +256,10 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
     [
         (("--model", "job.py:build_number"), r"returned a int: it must return a torch.nn.Module, \(model, step\)"),
         (("--model", "job.py:build_misspelt"), "dict with 'optimiser': known are model, data, step, evaluate, state"),
-        (("--model", "job.py:build_odd"), r"step of job.py:build_odd takes \(model\): it is called as step\(model, batch\)"),
+        (
+            ("--model", "job.py:build_odd"),
+            r"step of job.py:build_odd takes \(model\): it is called as step\(model, batch\)",
+        ),
         (("--model", "job.py:build_silent"), "returned a NoneType: it must return its mean loss"),
         (("--model", "job.py:build_net"), "returned no data: name it"),
         (("--model", "job.py:build_alone"), "returned no data, which training needs"),
@@ -270,7 +272,10 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--data", "job.py:load", "--augment"), "cannot be augmented"),
         (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not say"),
         (("--model", "job.py:build_net", "--data", "job.py:load_stream"), "not known; give --steps"),
-        (("--model", "job.py:build_net", "--data", "job.py:load_stream", "--steps", "2", "--tail", "pad"), "--tail pad"),
+        (
+            ("--model", "job.py:build_net", "--data", "job.py:load_stream", "--steps", "2", "--tail", "pad"),
+            "--tail pad",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_name(here, arguments, words):
@@ -282,8 +287,11 @@ def test_what_does_not_fit_is_refused_by_its_name(here, arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--data", "job.py:load_broken"), r'FileNotFoundError: no table here \(aside.py, line 3: raise FileNotFound'),
-        (("--model", "job.py:build_failing"), r"AttributeError: .*nowhere.* \(job.py, line \d+: return model\(batch\[0\]\)"),
+        (("--data", "job.py:load_broken"), r"FileNotFoundError: no table here \(aside.py, line 3: raise FileNotFound"),
+        (
+            ("--model", "job.py:build_failing"),
+            r"AttributeError: .*nowhere.* \(job.py, line \d+: return model\(batch\[0\]\)",
+        ),
         (
             ("--model", "job.py:build_net", "--data", "job.py:load_faulty"),
             r"""KeyError: 'row 5' \(job.py, line \d+: raise KeyError\("row 5"\)\)""",
@@ -327,7 +335,9 @@ def test_a_step_of_ones_own_is_profiled(here, model, asked, size):
 
 def test_batch_sizes_of_own_data_are_compared(here):
     for job in (JOBS["set"], JOBS["step"]):
-        answer = type_alone("scale", "batch", *job, "--batch-size", "4,13,40", "--epochs", "2", "--json", "--out", str(here))
+        answer = type_alone(
+            "scale", "batch", *job, "--batch-size", "4,13,40", "--epochs", "2", "--json", "--out", str(here)
+        )
         assert answer.code == 0, answer.err
         records = json.loads(answer.out)["records"]
         assert [(r["batch_size"], r["num_steps"]) for r in records[:2]] == [(4, 7), (13, 2)]
@@ -335,7 +345,7 @@ def test_batch_sizes_of_own_data_are_compared(here):
 
 
 def test_several_models_have_no_plan(here):
-    answer = type_alone("tune", "--model", "my_gan.py:build", "--quick", "--out", str(here))
+    answer = type_alone("tune", "--model", "my_gan.py:build", "--quick", "--network", "1gbe", "--out", str(here))
     assert answer.code == 2 and "the job has 2 models" in answer.err
 
 

@@ -110,7 +110,8 @@ def build_all(batch_size=3):
 
 
 def build_gan():
-    models = nn.ModuleDict({"g": nn.Linear(4, 4), "frozen": nn.Linear(4, 4).requires_grad_(False), "d": nn.Linear(4, 1)})
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    models = nn.ModuleDict({"g": nn.Linear(4, 4), "frozen": frozen, "d": nn.Linear(4, 1)})
     optimizers = {name: torch.optim.SGD(models[name].parameters(), lr=0.1, momentum=0.9) for name in ("g", "d")}
 
     def step(models, batch):
@@ -155,7 +156,9 @@ def ask(file: Path, model: str, data: str | None = None, **more: Any) -> TrainSe
 
 def read_seen(folder: Path) -> list[list[list[int]]]:
     """The samples of each step of each rank."""
-    return [[[int(word) for word in line.split()] for line in (folder / str(r)).read_text().splitlines()] for r in (0, 1)]
+    return [
+        [[int(word) for word in line.split()] for line in (folder / str(r)).read_text().splitlines()] for r in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,9 @@ def test_batches_have_another_size_where_they_can():
     fixed = open_own(Loader())
     fixed.batch_size = 3
     assert fixed.at(3) is fixed
-    with pytest.raises(ConfigError, match="has batches of 3 samples, and 8 are needed: let the function take") as caught:
+    with pytest.raises(
+        ConfigError, match="has batches of 3 samples, and 8 are needed: let the function take"
+    ) as caught:
         fixed.at(8)
     assert caught.value.code == "batch-size"
     fixed.reopen = lambda size: open_own(DataLoader(Numbers(), batch_size=size, sampler=range(22)))  # type: ignore
@@ -253,7 +255,10 @@ def test_batches_have_another_size_where_they_can():
 
 def test_steps_of_an_epoch_are_counted_where_the_stream_says_its_length():
     assert open_own(Stream()).count_windows(8, 1, 2) == 0
-    assert open_own(Sized(22)).count_windows(8, 1, 2) == 3 and open_own(Sized(22), is_sharded=True).count_windows(8, 1, 2) == 5
+    assert (
+        open_own(Sized(22)).count_windows(8, 1, 2) == 3
+        and open_own(Sized(22), is_sharded=True).count_windows(8, 1, 2) == 5
+    )
     batches = open_own(DataLoader(Sized(22), batch_size=4))
     assert batches.count_windows(8, 1, 2) == 3 and batches.count_windows(16, 2, 2) == 1
 
@@ -274,7 +279,9 @@ def test_a_test_set_is_cut_into_shares_that_hold_each_sample_once(found):
     for rank in range(3):
         for _, batch in data.cut(2, rank, 3):
             content = batch.content
-            seen += (content["x"] if isinstance(content, dict) else content[0] if data.kind == "map" else content).tolist()
+            seen += (
+                content["x"] if isinstance(content, dict) else content[0] if data.kind == "map" else content
+            ).tolist()
     assert sorted(seen) == list(range(10))
     assert sum(len(batch) for _, batch in data.first(4).cut(2, 0, 1)) == 4
 

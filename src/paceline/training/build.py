@@ -72,9 +72,7 @@ class Job:
             size = self.batches.global_batch_size
             return EpochOrder(size, size, self.settings.seed, epoch, self.settings.tail)
         sizes = self.batch_schedule.window_sizes(epoch)
-        return EpochOrder(
-            len(self.train), sizes, self.settings.seed, epoch, self.settings.tail, self.train.shuffles
-        )
+        return EpochOrder(len(self.train), sizes, self.settings.seed, epoch, self.settings.tail, self.train.shuffles)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
         """The most samples of a rank's micro-batch, in all windows of an epoch or in each."""
@@ -102,7 +100,12 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, s
     train, test = load_sets(settings, world) if sets is None else sets
     learner = build_learner(settings, world, train, plan, parts=parts)
     settings, train = _settle(settings, world, train, learner)
-    size, epochs, num_steps, num_samples = settings.batches.global_batch_size, settings.epochs, settings.steps, len(train)
+    size, epochs, num_steps, num_samples = (
+        settings.batches.global_batch_size,
+        settings.epochs,
+        settings.steps,
+        len(train),
+    )
     if isinstance(train, OwnData):
         _check_shares(train, settings, world)
         num_samples = _count_samples(train, settings, world)
@@ -113,7 +116,10 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, s
     if num_steps is not None:
         epochs = -(-num_steps // per_epoch)
     batch_schedule = BatchSchedule(
-        global_batch_size=size, num_samples=num_samples, epochs=epochs, growths=settings.batch_growth,
+        global_batch_size=size,
+        num_samples=num_samples,
+        epochs=epochs,
+        growths=settings.batch_growth,
         tail=settings.tail,
     )
     batch_schedule.check()
@@ -243,8 +249,8 @@ def _check_shares(train: OwnData, settings: TrainSettings, world: World) -> None
         before = [other for other in range(rank) if everyone[other][1] == everyone[rank][1]]
         refuse(
             (train.is_sharded and before,
-             f"{name}: ranks {(*before, 0)[0]} and {rank} get the same samples; give each its own part, by the rank and "
-             "world_size that the function takes"),
+             f"{name}: ranks {(*before, 0)[0]} and {rank} get the same samples; give each its own part, by the rank "
+             "and world_size that the function takes"),
             (not train.is_sharded and everyone[rank] != everyone[0],
              f"{name}: rank {rank} has other samples than rank 0, and would take its share of another set; {advice}"),
             code="shares",
@@ -300,7 +306,9 @@ class OwnState:
     @property
     def warning(self) -> str:
         advice = "return it in a dict, as state"
-        return f"not saved: the state of {self.unsaved}, so this run cannot be resumed; {advice}" if self.unsaved else ""
+        return (
+            f"not saved: the state of {self.unsaved}, so this run cannot be resumed; {advice}" if self.unsaved else ""
+        )
 
     @property
     def unsaved(self) -> str:
@@ -308,7 +316,8 @@ class OwnState:
         groups = [group for part in self._parts.values() for group in getattr(part, "param_groups", ())]
         saved = {id(param) for group in groups for param in group["params"]}
         odd = [
-            type(optimizer).__name__ for optimizer in self._seen
+            type(optimizer).__name__
+            for optimizer in self._seen
             if optimizer.state and not all(id(p) in saved for group in optimizer.param_groups for p in group["params"])
         ]
         return ", ".join(odd)

@@ -142,7 +142,9 @@ def _load_stream(
         _check_replay(data, place)
     if number < 0:
         what = f"one whole global batch of {order.global_batch_size} on {world_size} ranks"
-        raise ConfigError(f"{place}: the stream is shorter than {what}; use a smaller batch or fewer ranks", code="empty")
+        raise ConfigError(
+            f"{place}: the stream is shorter than {what}; use a smaller batch or fewer ranks", code="empty"
+        )
 
 
 def _check_replay(data: OwnData, place: str) -> None:
@@ -150,7 +152,7 @@ def _check_replay(data: OwnData, place: str) -> None:
     expected, data.expected = data.expected, None
     if expected not in (None, data.digest):
         raise ConfigError(
-            f"{place}: the stream does not repeat what the interrupted run read, so it cannot be resumed inside of this "
+            f"{place}: the stream does not repeat what the interrupted run read, so it cannot be resumed inside this "
             "epoch: make the stream follow from the seed and the epoch, or save at ends of epochs (--save-every epoch)",
             code="mismatch",
         )

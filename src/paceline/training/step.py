@@ -195,7 +195,8 @@ def read_loss(learner: Learner, what: str, loss: Any) -> torch.Tensor:
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise ConfigError(
         f"the {what} of {learner.name} returned {found}: it must return its mean loss over the batch, a number or a "
-        "tensor with one element", code="own-type",
+        "tensor with one element",
+        code="own-type",
     )
 
 

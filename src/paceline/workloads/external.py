@@ -350,7 +350,8 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
     taken = {key: facts[key] for key, p in found.items() if key in facts and key != "form" and p.kind in by_name}
     needed = [
-        p for p in found.values()
+        p
+        for p in found.values()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in taken
     ]
     if len(needed) > ("form" in facts):

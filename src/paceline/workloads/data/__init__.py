@@ -114,7 +114,9 @@ class OwnBatch:
             keys = f" with {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
             raise ConfigError(f"a batch is a {type(content).__name__}{keys}: {needed}", code="batch")
         if not hasattr(targets, "is_floating_point"):
-            raise ConfigError(f"the targets of a batch are a {type(targets).__name__}: a tensor is needed", code="batch")
+            raise ConfigError(
+                f"the targets of a batch are a {type(targets).__name__}: a tensor is needed", code="batch"
+            )
         return Batch(inputs, targets.float() if targets.is_floating_point() else targets.long())
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> OwnBatch:

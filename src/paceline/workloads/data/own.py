@@ -99,9 +99,7 @@ class OwnData:
         if self.kind != "batches" or batch_size == self.batch_size:
             return self
         if type(self.items) is DataLoader and isinstance(self.items.dataset, IterableDataset) and self.batch_size:
-            loader = DataLoader(
-                self.items.dataset, batch_size=batch_size, drop_last=self.drops_last, **self.options
-            )
+            loader = DataLoader(self.items.dataset, batch_size=batch_size, drop_last=self.drops_last, **self.options)
             return replace(self, items=loader, batch_size=batch_size)
         found = None if self.reopen is None else self.reopen(batch_size)
         if isinstance(found, OwnData) and found.batch_size == batch_size:
@@ -178,12 +176,15 @@ class OwnData:
             return default_collate(list(samples))
 
     def _take(self, items: Iterator[Any], size: int, apart: "_OwnRandom") -> Iterator[list[Any]]:
-        while True:
-            with own_errors(self.name, "data", always=True), apart:
-                found = list(itertools.islice(items, size))
-            if not found:
-                return
-            yield found
+        try:
+            while True:
+                with own_errors(self.name, "data", always=True), apart:
+                    found = list(itertools.islice(items, size))
+                if not found:
+                    return
+                yield found
+        finally:  # now: the traceback of an error would keep worker processes
+            getattr(items, "_shutdown_workers", lambda: None)()
 
 
 class _OwnRandom:
