@@ -75,8 +75,8 @@ def load_windows(
     if device.type != "cuda" or data.inputs.device.type != "cpu":
         for number in numbers:
             num_samples, micros = split(number)
-            batches = tuple(prepare(micro, data.take(micro.indices)) for micro in micros)
-            yield Window(number, num_samples, batches, number == last)
+            prepared = tuple(prepare(micro, data.take(micro.indices)) for micro in micros)
+            yield Window(number, num_samples, prepared, number == last)
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -290,7 +290,11 @@ def read_exposed(model: nn.Module, world_size: int) -> float | None:
     """Seconds of the last step in which this rank waited for communication; None where the wrapper does not say."""
     total_s = 0.0
     for part in list_models(model):
-        if not isinstance(part, DataParallel) and hasattr(part, "no_sync"):
+        if isinstance(part, DataParallel):
+            part_s = part.exposed_s if world_size > 1 else 0.0
+        else:
+            part_s = None if hasattr(part, "no_sync") else 0.0
+        if part_s is None:
             return None
-        total_s += part.exposed_s if isinstance(part, DataParallel) and world_size > 1 else 0.0
+        total_s += part_s
     return total_s

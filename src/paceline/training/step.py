@@ -203,7 +203,7 @@ def read_loss(learner: Learner, what: str, loss: Any) -> torch.Tensor:
 def list_models(model: nn.Module) -> list[nn.Module]:
     """The models that a step gets: one, or those of an `nn.ModuleDict`, each of which has a wrapper of its own."""
     is_several = isinstance(model, nn.ModuleDict) and type(model).forward is nn.ModuleDict.forward
-    return list(model.values()) if is_several else [model]
+    return [part for _, part in model.named_children()] if is_several else [model]
 
 
 @contextlib.contextmanager

@@ -31,8 +31,15 @@ from paceline.workloads.data.sharding import cut_range, derive_seed
 from paceline.workloads.external import own_errors
 
 # What is kept of a loader whose batches are made here.
-_OPTIONS = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-_OPTIONS += ("prefetch_factor",)
+_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+)
 _MOST_ELEMENTS = 1024  # of a tensor that are read for a checksum
 UNKNOWN = -1
 OWN_FORM = DataForm("own", (1,))
@@ -273,7 +280,9 @@ def open_data(found: Any, name: str, split: str, *, seed: int, world_size: int, 
             shared["is_sharded"] = True
             what = f"data {name} has a DistributedSampler for {sampler.num_replicas} ranks, and there are {world_size}"
             refuse((sampler.num_replicas != world_size, f"{what}: leave it out, and ranks get their shares"))
-        only_draws = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(found.dataset)
+        only_draws = (
+            type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
+        )
         is_plain = type(found) is DataLoader and found.batch_size is not None and not is_iterable
         if is_plain and (only_draws or type(sampler) is SequentialSampler):
             return OwnData(kind="map", items=found.dataset, shuffles=only_draws, **shared | {"is_sharded": False})
