@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from paceline.records.store import load_run
 from tests.cli.test_train import load_rows, type_alone, type_command
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
@@ -172,7 +173,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def here(folder, monkeypatch, tmp_path):
+def here(folder, monkeypatch, tmp_path, sketched):
     """The folder of the files, from which they are named; runs are made elsewhere."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -339,9 +340,9 @@ def test_batch_sizes_of_own_data_are_compared(here):
             "scale", "batch", *job, "--batch-size", "4,13,40", "--epochs", "2", "--json", "--out", str(here)
         )
         assert answer.code == 0, answer.err
-        records = json.loads(answer.out)["records"]
-        assert [(r["batch_size"], r["num_steps"]) for r in records[:2]] == [(4, 7), (13, 2)]
-        assert "more than the 26 samples" in records[2]["failure"]
+        records = load_run(Path(json.loads(answer.out)["run"])).records
+        assert [(r.batch_size, r.num_steps) for r in records[:2]] == [(4, 7), (13, 2)]
+        assert "more than the 26 samples" in records[2].failure
 
 
 def test_several_models_have_no_plan(here):
