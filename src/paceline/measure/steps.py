@@ -254,8 +254,8 @@ class OwnJob:
         return self.build(None if wrapper == "none" else lambda module: wrap(module, wrapper))
 
     def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
-        """A replica, bare or in a wrapper. Its windows, unless given, are those of the job; `num_ranks` has no effect: the
-        step has a loss of its own. Collective where the wrapper is."""
+        """A replica, bare or in a wrapper; `windows` are those of the job unless given, and `num_ranks` has no effect,
+        because the step has a loss of its own. Collective where the wrapper is."""
         (module, step), self._spare = self._spare or self._make(), None
         contents = self._cycle(windows)
         replica = Replica(module, module, self._device, lambda _, phases: None, lambda: next(contents))
