@@ -207,7 +207,10 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+RARE = ("set", "stream", "step on named data")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in JOBS])
 def test_a_run_that_is_resumed_inside_an_epoch_is_bit_equal_to_one_that_was_not_stopped(here, name):
     """26 samples in batches of 6: five steps an epoch, four if the short one is dropped."""
     job = (*JOBS[name], "--batch-size", "6", "--save-every", "1steps", "--keep", "20", "--out", str(here))
@@ -304,6 +307,7 @@ def test_an_error_of_the_users_is_one_line_with_the_users_line(here, arguments, 
     assert answer.code == 2 and re.search(words, answer.err), answer.err
 
 
+@pytest.mark.slow
 def test_worker_processes_load_the_same_samples(here):
     in_workers = ("--model", "job.py:build_net", "--data", "job.py:load_workers")
     first = find_run(type_alone("train", *in_workers, "--out", str(here)))
@@ -318,11 +322,11 @@ FEW = ("--iters", "2", "--warmup", "1", "--json")
 @pytest.mark.parametrize(
     ("model", "asked", "size"),
     [
-        ("job.py:build", ("--batch-size", "6"), 6),
+        pytest.param("job.py:build", ("--batch-size", "6"), 6, marks=pytest.mark.slow),
         ("job.py:build_stream", ("--batch-size", "6"), 6),
         ("job.py:build_alone", (), 6),  # found in the forward pass
         ("my_gan.py:build", ("--batch-size", "16"), 16),
-        ("my_job.py:build", (), 32),
+        pytest.param("my_job.py:build", (), 32, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_of_ones_own_is_profiled(here, model, asked, size):

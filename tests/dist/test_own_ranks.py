@@ -163,7 +163,13 @@ def read_seen(folder: Path) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("data", "steps", "used"),
-    [("load", 5, 26), ("load_stream", 4, 24), ("load_batches", 4, 24), ("load_parts", 4, 24), ("load_uneven", 3, 18)],
+    [
+        ("load", 5, 26),
+        pytest.param("load_stream", 4, 24, marks=pytest.mark.slow),
+        pytest.param("load_batches", 4, 24, marks=pytest.mark.slow),
+        pytest.param("load_parts", 4, 24, marks=pytest.mark.slow),
+        ("load_uneven", 3, 18),
+    ],
 )
 def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps, used):
     """26 samples in global batches of 6; of a stream the last two make no whole one."""
@@ -222,6 +228,7 @@ def test_each_of_several_models_has_a_wrapper_of_its_own(on_ranks, file, tmp_pat
         torch.testing.assert_close(value, weights[1][name])
 
 
+@pytest.mark.slow
 def test_a_job_of_ones_own_is_scaled_and_tuned(on_ranks, file):
     job = ask(file, "build_all", ranks=1, wrapper="none", threads=1)
     study = ScaleSettings(job=job, ranks=(1, 2), setups=(Setup("paceline", "gloo"),), batch_sizes=(3,), iters=2)
