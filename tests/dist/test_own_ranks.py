@@ -47,7 +47,7 @@ class Stream(IterableDataset):
         self.part, self.parts, self.count = part, parts, count
 
     def __iter__(self):
-        return (Set()[index] for index in torch.randperm(self.count).tolist()[self.part :: self.parts])
+        return (Set()[index] for index in torch.randperm(COUNT).tolist()[self.part :: self.parts][: self.count])
 
 
 class Unlike(Stream):
@@ -72,7 +72,7 @@ def load_parts(rank, world_size):
 
 
 def load_uneven(rank, world_size):
-    return Stream(rank, world_size, count=COUNT - 5 * rank)
+    return Stream(rank, world_size, count=13 - 3 * rank)
 
 
 def load_same(rank, world_size):
