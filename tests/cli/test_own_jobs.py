@@ -124,14 +124,9 @@ def build_step():
     return {name: part for name, part in build().items() if name != "data"}
 
 
-def build_alone():
-    model = build_net()
-    inputs = torch.randn(6, 4)
-
-    def step(model):
-        model(inputs).square().mean().backward()
-
-    return model, step
+def build_twice():
+    net = build_net()
+    return nn.ModuleDict({"first": net, "second": net}), Set(), make(net, None)
 
 
 def build_silent():
@@ -259,14 +254,15 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
     ("arguments", "words"),
     [
         (("--model", "job.py:build_number"), r"returned a int: it must return a torch.nn.Module, \(model, step\)"),
-        (("--model", "job.py:build_misspelt"), "dict with 'optimiser': known are model, data, step, evaluate, state"),
+        (("--model", "job.py:build_misspelt"), "dict with optimiser: known are model, data, step, evaluate, state"),
         (
             ("--model", "job.py:build_odd"),
             r"step of job.py:build_odd takes \(model\): it is called as step\(model, batch\)",
         ),
         (("--model", "job.py:build_silent"), "returned a NoneType: it must return its mean loss"),
         (("--model", "job.py:build_net"), "returned no data: name it"),
-        (("--model", "job.py:build_alone"), "returned no data, which training needs"),
+        (("--model", "job.py:build_step"), "returned no data: name it"),
+        (("--model", "job.py:build_twice"), "two models of job.py:build_twice share a parameter"),
         (("--model", "job.py:build", "--data", "job.py:load"), "returned data of its own; leave it out"),
         (("--model", "job.py:build", "--lr", "0.2"), "--lr 0.2: the step of job.py:build decides it"),
         (("--model", "job.py:build", "--accumulate", "2"), "--accumulate 2: the step of job.py:build decides it"),
@@ -323,8 +319,7 @@ FEW = ("--iters", "2", "--warmup", "1", "--json")
     ("model", "asked", "size"),
     [
         pytest.param("job.py:build", ("--batch-size", "6"), 6, marks=pytest.mark.slow),
-        ("job.py:build_stream", ("--batch-size", "6"), 6),
-        ("job.py:build_alone", (), 6),  # found in the forward pass
+        pytest.param("job.py:build_stream", ("--batch-size", "6"), 6, marks=pytest.mark.slow),
         ("my_gan.py:build", ("--batch-size", "16"), 16),
         pytest.param("my_job.py:build", (), 32, marks=pytest.mark.slow),
     ],
@@ -338,15 +333,14 @@ def test_a_step_of_ones_own_is_profiled(here, model, asked, size):
     assert layers.code == 0, layers.err
 
 
-def test_batch_sizes_of_own_data_are_compared(here):
-    for job in (JOBS["set"], JOBS["step"]):
-        answer = type_alone(
-            "scale", "batch", *job, "--batch-size", "4,13,40", "--epochs", "2", "--json", "--out", str(here)
-        )
-        assert answer.code == 0, answer.err
-        records = load_run(Path(json.loads(answer.out)["run"])).records
-        assert [(r.batch_size, r.num_steps) for r in records[:2]] == [(4, 7), (13, 2)]
-        assert "more than the 26 samples" in records[2].failure
+@pytest.mark.parametrize("job", [pytest.param(JOBS["set"], marks=pytest.mark.slow), JOBS["step"]])
+def test_batch_sizes_of_own_data_are_compared(here, job):
+    few = ("--batch-size", "4,13,40", "--epochs", "2", "--json")
+    answer = type_alone("scale", "batch", *job, *few, "--out", str(here))
+    assert answer.code == 0, answer.err
+    records = load_run(Path(json.loads(answer.out)["run"])).records
+    assert [(r.batch_size, r.num_steps) for r in records[:2]] == [(4, 7), (13, 2)]
+    assert "more than the 26 samples" in records[2].failure
 
 
 def test_several_models_have_no_plan(here):
@@ -354,6 +348,7 @@ def test_several_models_have_no_plan(here):
     assert answer.code == 2 and "the job has 2 models" in answer.err
 
 
+@pytest.mark.slow
 def test_the_files_of_the_document_train_on_one_rank(here):
     assert sorted(FILES) == ["my_data.py", "my_gan.py", "my_job.py"] and len(COMMANDS) == 7
     for command in (command for command in COMMANDS if command.startswith("train")):

@@ -68,8 +68,8 @@ class Sized(Stream):
         return self.count
 
 
-def open_own(found: Any, split: str = "train", world_size: int = 1, is_sharded: bool = False) -> Any:
-    return open_data(found, "own.py:load", split, seed=3, world_size=world_size, is_sharded=is_sharded)
+def open_own(found: Any, split: str = "train", batch_size: int = 2, is_sharded: bool = False) -> Any:
+    return open_data(found, "own.py:load", split, seed=3, batch_size=batch_size, is_sharded=is_sharded)
 
 
 def list_windows(data: Any, world_size: int = 1, size: int = 2, accumulate: int = 1, **more: Any) -> list[list[Any]]:
@@ -92,22 +92,24 @@ def read(windows: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("found", "kind", "batch_size", "shuffles"),
+    ("found", "is_stream", "batch_size", "shuffles"),
     [
-        (Numbers(), "map", None, True),
-        ([(1, 2), (3, 4)], "map", None, True),
-        (DataLoader(Numbers(), batch_size=4), "map", 4, False),
-        (DataLoader(Numbers(), batch_size=4, shuffle=True), "map", 4, True),
-        (Stream(), "samples", None, True),
-        (DataLoader(Stream(), batch_size=4), "batches", 4, True),
-        (DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 22)), "batches", 4, True),
-        (DataLoader(Numbers(), batch_size=None), "batches", None, True),
-        (Loader(), "batches", None, True),
+        (Numbers(), False, None, True),
+        ([(1, 2), (3, 4)], False, None, True),
+        (DataLoader(Numbers(), batch_size=4), False, 4, False),
+        (DataLoader(Numbers(), batch_size=4, shuffle=True), False, 4, True),
+        (DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0)), False, 4, True),
+        (DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 0, shuffle=False)), False, 4, False),
+        (Stream(), True, 2, True),
+        (DataLoader(Stream(), batch_size=4), True, 4, True),
+        (DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 22)), True, 4, True),
+        (DataLoader(Numbers(), batch_size=None), True, 4, True),
+        (Loader(), True, 3, True),
     ],
 )
-def test_what_a_function_may_return(found, kind, batch_size, shuffles):
+def test_what_a_function_may_return(found, is_stream, batch_size, shuffles):
     data = open_own(found)
-    assert (data.kind, data.batch_size) == (kind, batch_size) and data.is_stream == (kind != "map")
+    assert (data.is_stream, data.batch_size) == (is_stream, batch_size)
     assert data.shuffles is shuffles or data.is_stream
 
 
@@ -169,30 +171,28 @@ def test_what_a_sample_draws_follows_from_its_index_and_leaves_the_models_random
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_share_one_stream_of_samples_and_draw_the_same_order(world_size):
-    data = open_own(Stream())
+    data = open_own(Stream(), batch_size=6 // world_size)
     ranks = list_windows(data, world_size, size=6 // world_size)
     assert sorted(itertools.chain(*map(read, ranks))) == list(range(22))
-    alone = list_windows(open_own(Stream()), 1, size=6)[0]
-    assert [sorted(itertools.chain(*(read([rank[n]]) for rank in ranks))) for n in range(4)] == [
-        sorted(read([window])) for window in alone
+    alone = list_windows(open_own(Stream(), batch_size=6), 1, size=6)[0]
+    assert [list(itertools.chain(*(read([rank[n]]) for rank in ranks))) for n in range(4)] == [
+        read([window]) for window in alone
     ]
     assert [window.num_samples for window in alone] == [6, 6, 6, 4] and [w.is_last for w in alone][-2:] == [False, True]
-    assert len(list_windows(data, world_size, size=6 // world_size, tail="drop")[0]) == 3
     other = list_windows(data, 1, size=6, epoch=1)[0]
     assert sorted(read(other)) == list(range(22)) and read(other) != read(alone)
 
 
-def test_a_rank_without_a_sample_in_a_short_end_of_a_stream_gets_one_that_does_not_count():
-    ranks = list_windows(open_own(Stream(5)), 2, size=2)
-    assert [[loaded.num_counted for w in rank for loaded in w.batches] for rank in ranks] in ([[2, 0], [2, 1]],)
-    assert all(len(loaded.batch) for rank in ranks for w in rank for loaded in w.batches)
+def test_an_epoch_of_a_stream_ends_with_the_last_step_for_which_every_rank_has_a_batch():
+    ranks = list_windows(open_own(Stream(9), batch_size=2), 2, size=2)  # batches of 2, 2, 2, 2, 1
+    assert [[window.num_samples for window in rank] for rank in ranks] == [[4, 4], [4, 4]] and ranks[0][-1].is_last
 
 
 def test_ranks_take_the_batches_of_a_loader_in_turns_and_end_together():
     loader = Loader(7)
     data = open_own(loader)
     ranks = list_windows(data, 2, size=3, epoch=4)
-    assert loader.epochs == [4, 4]
+    assert loader.epochs == [0, 4, 4]  # the first, to see what it gives
     assert [read(rank) for rank in ranks] == [[0, 1, 2, 6, 7, 8, 12, 13, 14], [3, 4, 5, 9, 10, 11, 15, 16, 17]]
     assert [window.num_samples for window in ranks[0]] == [6, 6, 6] and ranks[0][-1].is_last
     (window,) = list_windows(data, 2, size=3, accumulate=3)[1]
@@ -200,7 +200,7 @@ def test_ranks_take_the_batches_of_a_loader_in_turns_and_end_together():
 
 
 def test_streams_that_are_sharded_end_when_the_first_rank_has_nothing_left():
-    data, asked = open_own(Stream(11, 0, 2), is_sharded=True), []
+    data, asked = open_own(Stream(12, 0, 2), is_sharded=True), []
 
     def agree(count):
         asked.append(count)
@@ -215,6 +215,7 @@ def test_streams_that_are_sharded_end_when_the_first_rank_has_nothing_left():
 
 def test_a_resumed_stream_is_read_again_and_must_repeat_itself():
     data = open_own(Stream())
+    data = data.at(4)
     whole = list_windows(data, size=4)[0]
     windows = load_windows(data, EpochOrder(4, 4, 3, 0), 0, 0, 1, 4, CPU)
     assert [next(windows).number for _ in range(2)] == [0, 1]
@@ -222,7 +223,7 @@ def test_a_resumed_stream_is_read_again_and_must_repeat_itself():
     resumed = list_windows(data, size=4, start=2)[0]
     assert read(resumed) == read(whole[2:]) and data.expected is None
     for other in (Stream(23), Stream(5)):  # another order, and too short
-        changed = open_own(other)
+        changed = open_own(other, batch_size=4)
         changed.expected = 12345
         with pytest.raises(ConfigError, match="does not repeat") as caught:
             list_windows(changed, size=4, start=2)
@@ -238,38 +239,20 @@ def test_an_empty_stream_is_refused():
 
 
 def test_batches_have_another_size_where_they_can():
-    assert open_own(Numbers()).at(5).kind == "map"
+    assert not open_own(Numbers()).at(5).is_stream and open_own(Stream()).at(5).items.batch_size == 5
     data = open_own(DataLoader(Stream(), batch_size=4)).at(7)
     assert data.batch_size == 7 and data.items.batch_size == 7
     fixed = open_own(Loader())
-    fixed.batch_size = 3
     assert fixed.at(3) is fixed
-    with pytest.raises(
-        ConfigError, match="has batches of 3 samples, and 8 are needed: let the function take"
-    ) as caught:
+    with pytest.raises(ConfigError, match="has batches of 3 samples, and 8 are needed: return the data set") as caught:
         fixed.at(8)
     assert caught.value.code == "batch-size"
-    fixed.reopen = lambda size: open_own(DataLoader(Numbers(), batch_size=size, sampler=range(22)))  # type: ignore
-    assert fixed.at(8).batch_size == 8
 
 
 def test_steps_of_an_epoch_are_counted_where_the_stream_says_its_length():
-    assert open_own(Stream()).count_windows(8, 1, 2) == 0
-    assert (
-        open_own(Sized(22)).count_windows(8, 1, 2) == 3
-        and open_own(Sized(22), is_sharded=True).count_windows(8, 1, 2) == 5
-    )
-    batches = open_own(DataLoader(Sized(22), batch_size=4))
-    assert batches.count_windows(8, 1, 2) == 3 and batches.count_windows(16, 2, 2) == 1
-
-
-def test_a_sampler_for_other_ranks_is_refused_and_one_for_these_shards():
-    def load(replicas):
-        return DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), replicas, 0))
-
-    assert open_own(load(2), world_size=2).is_sharded and open_own(load(2), world_size=2).kind == "batches"
-    with pytest.raises(ConfigError, match="for 4 ranks, and there are 2"):
-        open_own(load(4), world_size=2)
+    assert open_own(Stream()).count_windows(1, 2) == len(open_own(Stream())) == 0
+    whole, part = open_own(Sized(22), batch_size=4), open_own(Sized(22), batch_size=4, is_sharded=True)
+    assert [data.count_windows(1, 2) for data in (whole, part)] == [3, 6] and whole.count_windows(2, 2) == 1
 
 
 @pytest.mark.parametrize("found", [Numbers(10), Stream(10), Loader(5, 2)])
@@ -277,13 +260,18 @@ def test_a_test_set_is_cut_into_shares_that_hold_each_sample_once(found):
     data = open_own(found, "test")
     seen = []
     for rank in range(3):
-        for _, batch in data.cut(2, rank, 3):
+        for batch in data.cut(2, rank, 3, CPU):
             content = batch.content
             seen += (
-                content["x"] if isinstance(content, dict) else content[0] if data.kind == "map" else content
+                content["x"] if isinstance(content, dict) else content[0] if len(content) > 2 else content
             ).tolist()
     assert sorted(seen) == list(range(10))
-    assert sum(len(batch) for _, batch in data.first(4).cut(2, 0, 1)) == 4
+    if data.is_stream:
+        with pytest.raises(ConfigError, match="the first 4 samples") as caught:
+            data.first(4)
+        assert caught.value.code == "stream"
+    else:
+        assert sum(len(batch) for batch in data.first(4).cut(2, 0, 1, CPU)) == len(data.first(4)) == 4
 
 
 class Point(NamedTuple):
@@ -302,15 +290,15 @@ def test_batches_of_any_form_are_counted_and_moved():
 
 def test_inputs_and_targets_of_a_batch_for_our_own_loss():
     x, y = torch.zeros(4, 2), torch.ones(4, dtype=torch.float64)
-    pair = OwnBatch([x, y]).as_pair()
-    assert isinstance(pair, Batch) and pair.inputs is x and pair.targets.dtype == torch.float32
-    assert OwnBatch((x, x, y)).as_pair().inputs == (x, x)
-    named = OwnBatch({"ids": x, "labels": y.int()}).as_pair()
-    assert named.inputs == {"ids": x} and named.targets.dtype == torch.int64
+    inputs, targets = OwnBatch([x, y]).split()
+    assert inputs is x and targets.dtype == torch.float32
+    assert OwnBatch((x, x, y)).split()[0] == (x, x)
+    inputs, targets = OwnBatch({"ids": x, "labels": y.int()}).split()
+    assert inputs == {"ids": x} and targets.dtype == torch.int64
     assert Batch(x, y).content == (x, y) and Batch(x, y, y).content == (x, y, y)
     for odd in ({"ids": x}, x, [x], (x, "label")):
         with pytest.raises(ConfigError) as caught:
-            OwnBatch(odd).as_pair()
+            OwnBatch(odd).split()
         assert caught.value.code == "batch"
 
 

@@ -92,7 +92,7 @@ def _compute_grad(
     data, learner = job.train, job.learner
     generator = torch.Generator().manual_seed(derive_seed("noise samples", *purpose))
     indices = torch.randint(len(data), (batch_size,), generator=generator)
-    batch = data.prepare(data.take(indices).to(learner.device), indices, epoch)  # type: ignore[arg-type]
+    batch = data.prepare(data.take(indices).to(learner.device), indices, epoch)
     set_seed(derive_seed("noise dropout", *purpose) % 2**32)
     with learner.autocast():
         outcome = compute_outcome(learner.module, batch, learner.form, label_smoothing=learner.label_smoothing)

@@ -266,15 +266,7 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
         with open_world(given) as world:
             wrapper = "none" if is_bare else given.wrapper
             settings = dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper)
-            job = build_job(settings, world)
-            if job.learner.own_step is None:
-                yield world, TrainingJob(job)
-                return
-            own = OwnJob.of(job, wrapper)
-            try:
-                yield world, own
-            finally:
-                own.close()
+            yield world, TrainingJob(build_job(settings, world))
         return
     model, step, wrapper, options = given
     with join_world(**options) as world:
@@ -297,7 +289,7 @@ def measure_profile(
     """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job):
-        if job.job is not None:
+        if isinstance(job, TrainingJob):
             steps.check_whole(job.job, largest * world.world_size * job.job.batches.accumulate)
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
         total = max(total, len(parts))

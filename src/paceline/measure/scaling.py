@@ -26,7 +26,7 @@ from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.settings import Cell, CollectiveSettings, ScaleSettings, Setup, TrainingCell
-from paceline.measure.steps import MeasuredJob, OwnJob, Replica, StepBench, TimedMessages, TrainingJob, Variant
+from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
 from paceline.parallel.replicas import only_computing
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.world import World, check_backend
@@ -54,28 +54,28 @@ def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
 def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
     """All of one cell, in turns. Collective: every rank of the launched world must call this."""
     with open_world(dataclasses.replace(settings.job, backend="gloo")) as world:
-        job, built = _build_job(settings, cell, world)
-        samples = cell.count_samples(built.batches.accumulate)
+        job = _build_job(settings, cell, world)
+        samples = cell.count_samples(job.job.batches.accumulate)
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
         # A wait for the user's loader is part of a step.
-        with StepBench(world, job.labels | more, loads_inside=isinstance(built.train, OwnData)) as bench:
-            bench.add(_build_variant(job, built, cell, world, Setup("none", ""), 1, None))
+        with StepBench(world, job.labels | more, loads_inside=isinstance(job.job.train, OwnData)) as bench:
+            bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
             for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # what it does to one rank
-                bench.add(_build_variant(job, built, cell, world, setup, 1, alone[setup.backend], "local"))
+                bench.add(_build_variant(job, cell, world, setup, 1, alone[setup.backend], "local"))
             for world_size in (n for n in settings.ranks if n > 1):
-                bench.add(_build_variant(job, built, cell, world, Setup("none", ""), world_size, None, "together"))
+                bench.add(_build_variant(job, cell, world, Setup("none", ""), world_size, None, "together"))
                 groups: dict[str, dist.ProcessGroup] = {}
                 for backend in settings.backends:
                     check_backend(backend, world.device.type, min(world_size, world.local_world_size))
                     groups[backend] = dist.new_group(list(range(world_size)), backend=backend, timeout=PATIENCE)
                 for setup in settings.setups:
-                    bench.add(_build_variant(job, built, cell, world, setup, world_size, groups.get(setup.backend)))
+                    bench.add(_build_variant(job, cell, world, setup, world_size, groups.get(setup.backend)))
             bench.run(_PACE, settings.iters, None, follow(world, cell.name))
             return [bench.build_record(variant) for variant in bench.variants]
 
 
-def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> tuple[MeasuredJob, Job]:
+def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> TrainingJob:
     if max(settings.ranks) > world.world_size:
         raise ConfigError(f"{max(settings.ranks)} ranks are needed, and the world has {world.world_size}")
     size = cell.batch_size(1, settings.job.accumulate or 1)
@@ -83,22 +83,22 @@ def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> tuple[Measu
     job = build_job(alone, world)
     largest = cell.count_samples(job.batches.accumulate) * (max(settings.ranks) if cell.mode == "weak" else 1)
     steps.check_whole(job, largest, "fewer ranks, a smaller batch")
-    return (TrainingJob(job) if job.learner.own_step is None else OwnJob.of(job, "none")), job
+    return TrainingJob(job)
 
 
 def _build_variant(
-    job: MeasuredJob, built: Job, cell: Cell, world: World, setup: Setup, world_size: int,
-    group: dist.ProcessGroup | None, role: str = "job",
+    job: TrainingJob, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None,
+    role: str = "job",
 ) -> Variant:  # fmt: skip
     """A wrapper, or the bare model, on the first `world_size` ranks; without a replica on a rank outside."""
     is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything to another
     num_ranks = 1 if setup.wrapper == "dp" else world_size
     kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")
-    batch_size = cell.batch_size(world_size, built.batches.accumulate)
+    batch_size = cell.batch_size(world_size, job.job.batches.accumulate)
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size, "role": role}
     if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
-    windows = steps.cycle_windows(built, batch_size * world_size // num_ranks, num_ranks)
+    windows = steps.cycle_windows(job.job, batch_size * world_size // num_ranks, num_ranks)
 
     def wrap(module: nn.Module) -> nn.Module:
         if setup.wrapper == "dp":

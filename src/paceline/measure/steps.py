@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import random
@@ -33,18 +34,17 @@ from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
 from paceline.records.steps import EXTRA_SAMPLES, PHASES
 from paceline.runtime.world import World
-from paceline.training.build import Job, build_learner, wrap_models
+from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
+from paceline.training.own import wrap_models
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, list_models, mark_phases, take_step
 from paceline.units import MIB
-from paceline.workloads.data.own import NoBatches, OwnData
 from paceline.workloads.data.sharding import EpochOrder
-from paceline.workloads.external import own_errors
 
 Wrap = Callable[[nn.Module], nn.Module]
 Windows = Generator[Window, None, None]
 OwnModel = nn.Module | Callable[[], Any]  # or a factory of (model, step)
-OwnStep = Callable[..., Any]
+OwnStep = Callable[[nn.Module], Any]
 
 
 @dataclass
@@ -113,7 +113,7 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
 
 class TrainingJob:
     """A job of our own, built from settings. `labels` are fields of its records. Its steps take whole global batches,
-    and learn nothing: replicas must not drift apart."""
+    and learn nothing: replicas must not drift apart. A step of the user's own may learn; each replica has its own."""
 
     steps_per_turn = 1
 
@@ -129,7 +129,8 @@ class TrainingJob:
         """A replica, bare or in a wrapper, with the values of the job's own; its windows and ranks, unless given, are
         those of the job. Collective where the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
-        learner = build_learner(bare, self.job.world, self.job.train, like=self.module)
+        like = self.module if self.job.learner.own_step is None else None
+        learner = build_learner(bare, self.job.world, self.job.train, like=like)
         if wrap is not None:
             learner.model = wrap(learner.module)
         learner.world_size = num_ranks or learner.world_size
@@ -137,7 +138,9 @@ class TrainingJob:
 
     def build_own(self) -> Replica:
         """A replica in the job's own wrapper. Collective where the wrapper is."""
-        job = self.job
+        job, wrapper = self.job, self.job.settings.wrapper
+        if job.learner.own_step is not None and wrapper != "none":
+            return self.build(functools.partial(wrap, wrapper=wrapper), self._windows)
         learner = self._built.pop() if self._built else build_learner(job.settings, job.world, job.train)
         return self._take_steps(learner, self._windows)
 
@@ -157,15 +160,9 @@ class OwnJob:
     With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
     around it when its turn comes, and takes a few steps before it is timed. The values of the module and of the
     optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
-
-    With a `job`, which has a step and data of the user's, the pairs are those of its function, and `step(model, batch)`
-    gets a batch of that data.
     """
 
-    def __init__(
-        self, model: OwnModel, step: OwnStep | None = None, wrapper: str = "none", job: Job | None = None
-    ) -> None:
-        self.job, self._name = job, "" if job is None else job.settings.model
+    def __init__(self, model: OwnModel, step: OwnStep | None = None, wrapper: str = "none") -> None:
         self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
@@ -188,26 +185,6 @@ class OwnJob:
             "batch_size": self._count_samples(),
             "wrapper": wrapper,
         }
-        if job is not None:
-            self.labels["model"] = self._name
-            if not (isinstance(job.train, OwnData) and isinstance(job.train.items, NoBatches)):
-                self.labels |= {"data": job.train.name, "batch_size": job.batches.batch_size}
-
-    @classmethod
-    def of(cls, job: Job, wrapper: str) -> OwnJob:
-        """A job that was built from settings, and whose step is the user's."""
-        learner, bare = job.learner, dataclasses.replace(job.settings, wrapper="none")
-        built = [learner] if learner.model is learner.module else []
-        if not built:  # each variant has a wrapper of its own
-            Replica(learner.model, learner.module, learner.device, lambda _, phases: None).close()
-        check_whole(job, job.batches.global_batch_size)
-
-        def make() -> tuple[nn.Module, OwnStep | None]:
-            learner = built.pop() if built else build_learner(bare, job.world, job.train)
-            learner.module.train()
-            return learner.module, learner.own_step
-
-        return cls(make, wrapper=wrapper, job=job)
 
     def _make(self) -> tuple[nn.Module, OwnStep]:
         made = self._factory()
@@ -229,42 +206,22 @@ class OwnJob:
                 on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["state"])
                 self._optimizers[optimizer] = copy.deepcopy(state | {"state": on_host})
 
-        with contextlib.ExitStack() as hooks:
-            for part in list_models(self.module):
-                hooks.callback(part.register_forward_pre_hook(look, with_kwargs=True).remove)
-            hooks.callback(register_optimizer_step_pre_hook(save).remove)
-            hooks.enter_context(own_errors(self._name))
-            with contextlib.closing(self._cycle()) as contents:
-                self._step(self.module, *next(contents))
+        with self.module.register_forward_pre_hook(look, with_kwargs=True), register_optimizer_step_pre_hook(save):
+            self._step(self.module)
         self.module.zero_grad()
         return max(1, found[0]) if found else 1
-
-    def _cycle(self, windows: Windows | None = None) -> Generator[tuple[Any, ...], None, None]:
-        """What steps get besides the model, one after the other: nothing, or batches."""
-        if self.job is None:
-            yield from itertools.repeat(())
-            return
-        with contextlib.closing(windows or cycle_windows(self.job)) as found:
-            for window in found:
-                (loaded,) = window.batches
-                yield (loaded.batch.content,)
 
     def build_own(self) -> Replica:
         wrapper = self.labels["wrapper"]
         return self.build(None if wrapper == "none" else lambda module: wrap(module, wrapper))
 
-    def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
-        """A replica, bare or in a wrapper; `windows` are those of the job unless given, and `num_ranks` has no effect,
-        because the step has a loss of its own. Collective where the wrapper is."""
+    def build(self, wrap: Wrap | None = None) -> Replica:
         (module, step), self._spare = self._spare or self._make(), None
-        contents = self._cycle(windows)
-        replica = Replica(module, module, self._device, lambda _, phases: None, lambda: next(contents))
-        if self.job is not None:
-            replica.finish = contents.close
+        replica = Replica(module, module, self._device, lambda _, phases: None)
 
-        def run(given: tuple[Any, ...], phases: Phases) -> None:
-            with own_errors(self._name), mark_phases(replica.model, phases):
-                step(replica.model, *given)
+        def run(_: Any, phases: Phases) -> None:
+            with mark_phases(replica.model, phases):
+                step(replica.model)
             module.zero_grad()  # a step that does not update leaves gradients, which would accumulate
 
         def activate() -> None:
@@ -279,7 +236,7 @@ class OwnJob:
             self._active = replica
             replica.model = module if wrap is None else wrap(module)
             for _ in range(2 if wrap is not None else 1):  # torch's wrapper makes its final buckets in the second
-                run((), NoPhases())
+                run(None, NoPhases())
 
         replica.run = run
         if self.is_shared:
@@ -312,12 +269,9 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
     """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step. Micro-batches
     and ranks are those of the job unless given."""
     batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size
-    size, data = batch_size * world_size * job.batches.accumulate, job.train
-    if isinstance(data, OwnData):
-        data = data.at(batch_size)
+    size, data = batch_size * world_size * job.batches.accumulate, job.train.at(batch_size)
     for epoch in itertools.count():
-        count = size if data.is_stream else len(data)
-        order = EpochOrder(count, size, job.settings.seed, epoch, "drop", data.shuffles)
+        order = EpochOrder(size if data.is_stream else len(data), size, job.settings.seed, epoch, "drop", data.shuffles)
         windows = load_windows(data, order, 0, job.world.rank, world_size, batch_size, job.world.device)
         with contextlib.closing(windows):
             # A loader may end an epoch with a smaller batch; one that has nothing else is measured as it is.

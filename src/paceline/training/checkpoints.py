@@ -21,8 +21,9 @@ from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
-from paceline.training.build import Job, OwnState
+from paceline.training.build import Job
 from paceline.training.journal import EventsLog
+from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings, parse_save_every
 from paceline.workloads.data.own import OwnData
 
@@ -107,7 +108,10 @@ class RunFiles:
         learner.scaler.load_state_dict(state["scaler"])
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
-            self._seek(job.train, meta, state["read"], found)
+            before, now = meta["world_size"], self._world.world_size
+            moved = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
+            refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
+            job.train.expected = state["read"][self._world.rank]  # it is read again up to there
         if meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:
@@ -115,14 +119,6 @@ class RunFiles:
             set_seed((job.settings.seed + 1_000_003 * position.step) % 2**31, per_rank=True)
         self.last = position.step
         return position
-
-    def _seek(self, train: OwnData, meta: dict[str, Any], read: Sequence[int], found: str) -> None:
-        """A stream is read again up to the place of a checkpoint, and must give what it gave."""
-        before, now = meta["world_size"], self._world.world_size
-        is_shared = train.kind == "samples" and not train.is_sharded  # whatever the number of ranks, they read it all
-        what = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
-        refuse((before != now and not is_shared, f"{what}: resume on {before} ranks"), code="mismatch")
-        train.expected = read[self._world.rank if before == now else 0]
 
     def open(self, step: int) -> None:
         """Prepare the folder for the rows after this step; removes what a killed run left of later ones."""

@@ -5,14 +5,15 @@ Which samples of a set belong to which rank is decided in `workloads.data.shardi
 
 import collections
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from paceline.errors import ConfigError
-from paceline.workloads.data import AnyBatch, Batch, OwnBatch
+from paceline.errors import refuse
+from paceline.workloads.data import Batch, OwnBatch
 from paceline.workloads.data.own import OwnData, digest
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
@@ -27,7 +28,7 @@ Agree = Callable[[int], int]
 class LoadedBatch:
     """A micro-batch on the device. `num_counted` is 0 for a filler, so that all ranks have equally many."""
 
-    batch: AnyBatch
+    batch: Batch
     num_counted: int
 
 
@@ -57,7 +58,7 @@ def load_windows(
         return len(indices), split_window(indices, rank, world_size, most)
 
     def prepare(micro: MicroBatch, batch: Batch) -> LoadedBatch:
-        return LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted)  # type: ignore[arg-type]
+        return LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted)
 
     if data.is_stream:
         assert isinstance(data, OwnData) and isinstance(batch_size, int)
@@ -109,84 +110,49 @@ def load_windows(
         thread.shutdown(cancel_futures=True)
 
 
-# Of one window of a stream: the samples of all ranks, as far as this one knows, this rank's batches with how many of
-# each count, and a checksum.
-_Group = tuple[int, list[tuple[OwnBatch, int]], int]
-
-
 def _load_stream(
     data: OwnData, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device,
     agree: Agree | None,
 ) -> Generator[Window, None, None]:  # fmt: skip
-    """The windows of a stream. It has to be read up to the window `start`, and must give what it gave before."""
-    data.digest, place = 0, f"data {data.name}, epoch {order.epoch + 1}"
-    groups = _group_stream(data, order, rank, world_size, batch_size)
-    if data.is_sharded and agree is not None:
-        groups = _agree_on_groups(groups, agree)
-    number = -1
-    with contextlib.closing(groups):
-        # Read one window ahead, to know the last one.
-        ahead = next(groups, None)
+    """The windows of a stream. It has to be read up to the window `start`, and must give what it gave before. An epoch
+    ends with the last step for which every rank has all its batches."""
+    assert isinstance(order.global_batch_size, int)
+    turn, others = (0, 1) if data.is_sharded else (rank, world_size)
+    count = order.global_batch_size // (batch_size * world_size) * others
+    data.digest, number, place = 0, -1, f"data {data.name}, epoch {order.epoch + 1}"
+
+    def read() -> Generator[tuple[int, list[Any]], None, None]:
+        """The samples of all ranks in a window, and the batches of it that this rank reads."""
+        with contextlib.closing(data.read(order.epoch, count)) as found:
+            while True:
+                group = next(found, [])
+                total = sum(len(OwnBatch(content)) for content in group) if len(group) == count else 0
+                if data.is_sharded:  # where nobody asks: as if all had as many
+                    total = total * world_size if agree is None else agree(total)
+                if not total:
+                    return
+                yield total, group
+
+    with contextlib.closing(read()) as groups:
+        ahead = next(groups, None)  # one window, to know the last one
         while ahead is not None:
-            (num_samples, mine, found), ahead, number = ahead, next(groups, None), number + 1
-            if data.is_sharded and agree is None:  # nobody asks: as if all had as many
-                num_samples *= world_size
+            (num_samples, group), ahead, number = ahead, next(groups, None), number + 1
             if number == start:
                 _check_replay(data, place)
-            data.digest = digest(found, data.digest)
+            data.digest = digest(group, data.digest)
             if number >= start:
-                batches = tuple(LoadedBatch(batch.to(device), counted) for batch, counted in mine)
-                yield Window(number, num_samples, batches, ahead is None)
+                mine = (OwnBatch(content).to(device) for content in group[turn::others])
+                yield Window(number, num_samples, tuple(LoadedBatch(b, len(b)) for b in mine), ahead is None)
     if number < start:
         data.digest = -1  # what came after this place is not there any more
         _check_replay(data, place)
-    if number < 0:
-        what = f"one whole global batch of {order.global_batch_size} on {world_size} ranks"
-        raise ConfigError(
-            f"{place}: the stream is shorter than {what}; use a smaller batch or fewer ranks", code="empty"
-        )
+    what = f"shorter than one whole global batch of {order.global_batch_size} on {world_size} ranks"
+    refuse((number < 0, f"{place}: the stream is {what}; use a smaller batch or fewer ranks"), code="empty")
 
 
 def _check_replay(data: OwnData, place: str) -> None:
     """Refuse a stream that a resumed run has read up to its place, and that was another one there."""
     expected, data.expected = data.expected, None
-    if expected not in (None, data.digest):
-        raise ConfigError(
-            f"{place}: the stream does not repeat what the interrupted run read, so it cannot be resumed inside this "
-            "epoch: make the stream follow from the seed and the epoch, or save at ends of epochs (--save-every epoch)",
-            code="mismatch",
-        )
-
-
-def _group_stream(
-    data: OwnData, order: EpochOrder, rank: int, world_size: int, batch_size: int
-) -> Generator[_Group, None, None]:
-    assert isinstance(order.global_batch_size, int)
-    num_parts = order.global_batch_size // (batch_size * world_size)
-    if data.is_sharded:
-        rank, world_size = 0, 1
-    if data.kind == "batches":
-        # An epoch ends with the last step for which every rank has all its batches.
-        for group in data.read(order.epoch, num_parts * world_size):
-            if len(group) == num_parts * world_size:
-                sizes = [len(OwnBatch(content)) for content in group]
-                mine = [(OwnBatch(group[place]), sizes[place]) for place in range(rank, len(group), world_size)]
-                yield sum(sizes), mine, digest(group)
-        return
-    size = num_parts * world_size * batch_size
-    for samples in data.read(order.epoch, size):
-        if len(samples) == size or (order.tail == "keep" and not data.is_sharded):
-            micros = split_window(torch.arange(len(samples)), rank, world_size, batch_size)
-            mine = [(OwnBatch(data.collate([samples[i] for i in m.indices.tolist()])), m.num_counted) for m in micros]
-            yield len(samples), mine, digest(samples)
-
-
-def _agree_on_groups(groups: Iterator[_Group], agree: Agree) -> Generator[_Group, None, None]:
-    """Until some rank has none left, with the samples of all ranks."""
-    while True:
-        group = next(groups, None)
-        total = agree(0 if group is None else group[0])
-        if not total or group is None:
-            return
-        _, mine, found = group
-        yield total, mine, found
+    found = f"{place}: the stream does not repeat what the interrupted run read, so it cannot be resumed inside this"
+    advice = "make the stream follow from the seed and the epoch, or save at ends of epochs (--save-every epoch)"
+    refuse((expected not in (None, data.digest), f"{found} epoch: {advice}"), code="mismatch")

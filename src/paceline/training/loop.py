@@ -24,10 +24,11 @@ from paceline.plan import Plan
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
-from paceline.training.build import Job, OwnState, build_job, open_world
+from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.journal import Journal, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
+from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings
 from paceline.training.step import (
     Learner,
@@ -85,6 +86,10 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 begin_s = time.perf_counter()
 
 
+def _is_torchs(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel) and not isinstance(model, DataParallel)
+
+
 def _agree(world: World, num_samples: int) -> int:
     """The samples of the next window of all ranks; 0 where some rank has none. Collective."""
     counts = torch.tensor([num_samples > 0, num_samples])
@@ -109,7 +114,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 
     Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
     """
-    if any(isinstance(model, DistributedDataParallel) for model in list_models(learner.model)):
+    if any(_is_torchs(model) for model in list_models(learner.model)):
         # torch makes buffers equal only in the next training forward.
         for buffer in learner.module.buffers():
             dist.broadcast(buffer, src=0)
@@ -119,20 +124,18 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
     sums = torch.zeros((5,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     try:
-        for indices, loaded in data.cut(size, world.rank, world.world_size):
-            batch = data.prepare(loaded.to(learner.device), indices, 0)  # type: ignore[arg-type]
+        for batch in data.cut(size, world.rank, world.world_size, learner.device):
             sums[4] += len(batch)
             if learner.own_evaluate is not None:
                 with own_errors(learner.name):
                     loss = learner.own_evaluate(learner.module, batch.content)
                 sums[0] += read_loss(learner, "evaluate", loss).double() * len(batch)
                 continue
-            batch = batch.as_pair()
             with learner.autocast(), own_errors(learner.name):
                 outcome = compute_outcome(learner.module, batch, learner.form)
             sums[0] += outcome.loss_sum.double()
             if outcome.predicted is not None and outcome.num_correct is not None:
-                said, there = outcome.predicted == 1, batch.targets.reshape(-1) == 1
+                said, there = outcome.predicted == 1, batch.split()[1].reshape(-1) == 1
                 sums[1] += outcome.num_correct
                 sums[2] += (said & there).sum()
                 sums[3] += said.sum() + there.sum()
@@ -171,25 +174,23 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         found = files.lock(resume)
         plan = found.meta.get("plan") if found is not None else None  # by which gradients were sent
         job = build_job(settings, world, None if plan is None else Plan.from_json(plan))
-        job.check_length()
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
         if start.step > total:
             ends = "epochs" if settings.steps is None else "steps"
             text = f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step"
             raise ConfigError(f"{text} {start.step}: give more {ends}", code="mismatch")
-        own = job.learner.optimizer if isinstance(job.learner.optimizer, OwnState) else None
-        if own is not None:
-            stack.enter_context(own.watch())
+        if isinstance(job.learner.optimizer, OwnState):
+            stack.enter_context(job.learner.optimizer.watch())
         files.open(start.step)
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
         if world.rank == 0:
-            for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
+            described = describe_model(settings.model), _describe(job, start), job.why_not_evaluated
+            for note in filter(None, (*notes, *described)):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
         step, number = _run(job, files, request, start)
-        notes += tuple(filter(None, (own.warning if own is not None else "", job.why_not_evaluated)))
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
         facts["num_parameters"] = _count_elements(job.learner.module)
         return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else ())
@@ -224,8 +225,9 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
     for taken in run_steps(job, start, phases):
         step, times, lap = taken.position.step, phases.end(), clock.end()
         own = job.learner.optimizer
-        if step == start.step + 1 and isinstance(own, OwnState) and own.warning and job.world.rank == 0:
-            post(Progress(step, job.schedule.num_steps, f"epoch {taken.epoch + 1}", line=own.warning))
+        if step == start.step + 1 and isinstance(own, OwnState) and own.unsaved and job.world.rank == 0:
+            line = f"not saved: the state of {own.unsaved}, so no resume is possible; return it in a dict, as state"
+            post(Progress(step, job.schedule.num_steps, f"epoch {taken.epoch + 1}", line=line))
         clock.enter("step")
         journal.add(taken, lap, times, read_exposed(job.learner.model, job.world.world_size))
         is_due = journal.is_due or files.is_due(step, taken.is_epoch_end)
@@ -288,13 +290,9 @@ def _describe_rows(rows: list[dict[str, Any]]) -> str:
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:
     """Seconds of the last step in which this rank waited for communication; None where the wrapper does not say."""
-    total_s = 0.0
-    for part in list_models(model):
-        if isinstance(part, DataParallel):
-            part_s = part.exposed_s if world_size > 1 else 0.0
-        else:
-            part_s = None if hasattr(part, "no_sync") else 0.0
-        if part_s is None:
-            return None
-        total_s += part_s
-    return total_s
+    if (models := list_models(model)) != [model]:
+        parts = [read_exposed(part, world_size) for part in models]
+        return None if None in parts else sum(filter(None, parts))
+    if not isinstance(model, DataParallel):
+        return None if hasattr(model, "no_sync") else 0.0
+    return model.exposed_s if world_size > 1 else 0.0

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.errors import ConfigError
 from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
-from paceline.workloads.data import AnyBatch, DataForm
+from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.external import own_errors
 from paceline.workloads.models import compute_outcome
 
@@ -109,7 +109,7 @@ class Learner:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
-    def fill(self, loaded: LoadedBatch) -> AnyBatch:
+    def fill(self, loaded: LoadedBatch) -> Batch:
         """Where a rank has no sample: one that does not count or, where norms over all ranks would count it, none."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
@@ -202,8 +202,10 @@ def read_loss(learner: Learner, what: str, loss: Any) -> torch.Tensor:
 
 def list_models(model: nn.Module) -> list[nn.Module]:
     """The models that a step gets: one, or those of an `nn.ModuleDict`, each of which has a wrapper of its own."""
-    is_several = isinstance(model, nn.ModuleDict) and type(model).forward is nn.ModuleDict.forward
-    return [part for _, part in model.named_children()] if is_several else [model]
+    # One that can be called is a model.
+    if isinstance(model, nn.ModuleDict) and type(model).forward is nn.ModuleDict.forward:
+        return list(model.values())
+    return [model]
 
 
 @contextlib.contextmanager

@@ -216,45 +216,46 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
     said = f"model {name} returned"
     if isinstance(found, nn.Module):
         return OwnParts(found), taken
-    if isinstance(found, Mapping):
-        odd = next((key for key in found if key not in OwnParts._fields), None)
-        lacks = next((key for key in ("model", "step") if key not in found), None)
-        hint = suggest(str(odd), OwnParts._fields)
-        refuse(
-            (odd is not None, f"{said} a dict with {odd!r}: {hint}known are {', '.join(OwnParts._fields)}"),
-            (lacks, f"{said} a dict without {lacks}: it must have model and step"),
-        )
-        parts = OwnParts(**found)
-    elif isinstance(found, tuple) and len(found) in (2, 3):
-        parts = OwnParts(found[0], found[1] if len(found) == 3 else None, found[-1])
-    else:
+    if isinstance(found, tuple) and len(found) in (2, 3):
+        found = dict(zip(("model", "data", "step") if len(found) == 3 else ("model", "step"), found, strict=True))
+    if not isinstance(found, Mapping):
         raise ConfigError(f"{said} a {type(found).__name__}: it must return {_RETURNS}", code="own-type")
-    odd = next((key for key, part in parts.state.items() if not hasattr(part, "load_state_dict")), None)
+    odd = [str(key) for key in found if key not in OwnParts._fields]
+    lacks = [key for key in ("model", "step") if key not in found]
+    refuse(
+        (odd, f"{said} a dict with {', '.join(odd)}: {suggest(''.join(odd[:1]), OwnParts._fields)}known are "
+         f"{', '.join(OwnParts._fields)}"),
+        (lacks, f"{said} a dict without {', '.join(lacks)}: it must have model and step"),
+        code="own-type",
+    )  # fmt: skip
+    parts = OwnParts(**found)
+    odd = [key for key, part in parts.state.items() if not hasattr(part, "load_state_dict")]
     refuse(
         (not isinstance(parts.model, nn.Module),
          f"{said} a {type(parts.model).__name__} as the model: a torch.nn.Module is needed, or an nn.ModuleDict of "
          "several"),
-        (not callable(parts.step), f"{said} a {type(parts.step).__name__} as the step: a function is needed"),
-        (parts.evaluate is not None and not callable(parts.evaluate),
-         f"{said} a {type(parts.evaluate).__name__} as evaluate: a function of (model, batch) is needed"),
-        (odd is not None, f"{said} state {odd!r} without state_dict and load_state_dict: an optimizer has them"),
+        (odd, f"{said} state {', '.join(odd)} without state_dict and load_state_dict: an optimizer has them"),
         code="own-type",
     )  # fmt: skip
+    _check_call(name, "step", parts.step)
     if parts.evaluate is not None:
-        check_signature(name, "evaluate", parts.evaluate, "model", "batch")
+        _check_call(name, "evaluate", parts.evaluate)
     return parts, taken
 
 
-def check_signature(name: str, what: str, function: Callable[..., Any], *arguments: str) -> None:
-    """Refuse a function that cannot be called with these."""
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*arguments)
-    except TypeError:
-        called = f"it is called as {what}({', '.join(arguments)})"
-        raise ConfigError(f"the {what} of {name} takes {signature}: {called}", code="own-type") from None
-    except ValueError:  # of C, which does not say
-        return
+def _check_call(name: str, what: str, function: Any) -> None:
+    """Refuse what cannot be called with a model and a batch."""
+    found = f"is a {type(function).__name__}"
+    if callable(function):
+        try:
+            found = f"takes {inspect.signature(function)}"
+            inspect.signature(function).bind("model", "batch")
+            return
+        except ValueError:  # of C, which does not say
+            return
+        except TypeError:
+            pass
+    raise ConfigError(f"the {what} of {name} {found}: it is called as {what}(model, batch)", code="own-type")
 
 
 def build_own(name: str, form: DataForm) -> nn.Module:

@@ -12,10 +12,10 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from paceline.errors import ConfigError, suggest
 from paceline.runtime.environment import read_place
@@ -62,10 +62,9 @@ class DataForm:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one rank: inputs (a tensor; of a user's data also tensors in a dict or a tuple), targets and, where
-    sequences are padded, a mask that is 1 on tokens."""
+    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens."""
 
-    inputs: Any
+    inputs: Any  # a tensor; of a user's data also tensors in a dict or a tuple
     targets: torch.Tensor
     mask: torch.Tensor | None = None
 
@@ -77,56 +76,47 @@ class Batch:
         """What a step of a user's own gets."""
         return (self.inputs, self.targets) if self.mask is None else (self.inputs, self.targets, self.mask)
 
-    def as_pair(self) -> Batch:
-        return self
+    def split(self) -> tuple[Any, torch.Tensor]:
+        """Inputs and targets, for a step of ours."""
+        return self.inputs, self.targets
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The batch with each of its tensors changed."""
-        mask = None if self.mask is None else change(self.mask)
-        return Batch(map_tensors(self.inputs, change), change(self.targets), mask)
+        return replace(self, **{name: map_tensors(part, change) for name, part in vars(self).items()})
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The same batch on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 @dataclass(frozen=True)
-class OwnBatch:
-    """A batch of a user's own data, as it is: tensors in dicts, lists and tuples."""
+class OwnBatch(Batch):
+    """A batch of a user's own data, as it is: tensors in dicts, lists and tuples, all in `inputs`."""
 
-    content: Any
+    targets: Any = None
 
     def __len__(self) -> int:
         """The samples in it: the length of its first tensor or, where there is none, of its first list."""
-        sizes = [len(leaf) if leaf.dim() else 1 for leaf in list_leaves(self.content) if hasattr(leaf, "dim")]
-        return sizes[0] if sizes else len(self.content) if hasattr(self.content, "__len__") else 1
+        sizes = [len(leaf) if leaf.dim() else 1 for leaf in list_leaves(self.inputs) if hasattr(leaf, "dim")]
+        return sizes[0] if sizes else len(self.inputs) if hasattr(self.inputs, "__len__") else 1
 
-    def as_pair(self) -> Batch:
-        """Inputs and targets, for a step of ours."""
-        content, needed = self.content, "(inputs, targets), or a dict with labels, is needed, or a step of your own"
-        if isinstance(content, Mapping) and "labels" in content:
-            inputs: Any = {name: value for name, value in content.items() if name != "labels"}
-            targets = content["labels"]
-        elif isinstance(content, list | tuple) and len(content) > 1:
-            *first, targets = content
+    @property
+    def content(self) -> Any:
+        return self.inputs
+
+    def split(self) -> tuple[Any, torch.Tensor]:
+        found, inputs, targets = self.inputs, cast(Any, None), cast(Any, None)
+        if isinstance(found, Mapping):
+            inputs = {name: value for name, value in found.items() if name != "labels"}
+            targets = found.get("labels")
+        elif isinstance(found, list | tuple) and len(found) > 1:
+            *first, targets = found
             inputs = first[0] if len(first) == 1 else tuple(first)
-        else:
-            keys = f" with {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
-            raise ConfigError(f"a batch is a {type(content).__name__}{keys}: {needed}", code="batch")
         if not hasattr(targets, "is_floating_point"):
-            raise ConfigError(
-                f"the targets of a batch are a {type(targets).__name__}: a tensor is needed", code="batch"
-            )
-        return Batch(inputs, targets.float() if targets.is_floating_point() else targets.long())
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> OwnBatch:
-        return OwnBatch(map_tensors(self.content, change))
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> OwnBatch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-
-AnyBatch = Batch | OwnBatch
+            keys = f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
+            needed = "(inputs, targets), or a dict with labels, of tensors is needed, or a step of your own"
+            raise ConfigError(f"a batch is a {type(found).__name__}{keys}: {needed}", code="batch")
+        return inputs, targets.float() if targets.is_floating_point() else targets.long()
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -56,11 +56,15 @@ class DataSet:
         """What a model takes, made on the batch's device from what `take(indices)` gave."""
         return batch
 
-    def cut(self, size: int, rank: int, world_size: int) -> Iterator[tuple[torch.Tensor, Batch]]:
-        """This rank's share of all samples, in whole batches of `size`: indices, and what `take` gives."""
+    def at(self, batch_size: int) -> Self:
+        """The same data for batches of this size."""
+        return self
+
+    def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
+        """This rank's share of all samples on a device, in whole batches of `size`."""
         for start in cut_range(range(0, len(self), size), rank, world_size):
             indices = torch.arange(start, min(start + size, len(self)))
-            yield indices, self.take(indices)
+            yield self.prepare(self.take(indices).to(device), indices, 0)
 
     def describe(self) -> str:
         """One line for people."""
