@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from paceline.errors import ConfigError
 from paceline.training.loader import load_windows
 from paceline.workloads.data import Batch, DataForm, OwnBatch
-from paceline.workloads.data.own import OWN_FORM, UNKNOWN, digest, find_form, open_data, peek
+from paceline.workloads.data.own import OWN_FORM, UNKNOWN, digest, find_form, open_data
 from paceline.workloads.data.sharding import EpochOrder
 
 CPU = torch.device("cpu")
@@ -213,29 +213,22 @@ def test_streams_that_are_sharded_end_when_the_first_rank_has_nothing_left():
     assert [window.num_samples for window in alone] == [4, 4, 4]
 
 
-def test_a_resumed_stream_is_read_again_and_must_repeat_itself():
-    data = open_own(Stream())
-    data = data.at(4)
+def test_a_resumed_stream_is_read_up_to_its_place():
+    data = open_own(Stream()).at(4)
     whole = list_windows(data, size=4)[0]
-    windows = load_windows(data, EpochOrder(4, 4, 3, 0), 0, 0, 1, 4, CPU)
-    assert [next(windows).number for _ in range(2)] == [0, 1]
-    data.expected = data.digest
-    resumed = list_windows(data, size=4, start=2)[0]
-    assert read(resumed) == read(whole[2:]) and data.expected is None
-    for other in (Stream(23), Stream(5)):  # another order, and too short
-        changed = open_own(other, batch_size=4)
-        changed.expected = 12345
-        with pytest.raises(ConfigError, match="does not repeat") as caught:
-            list_windows(changed, size=4, start=2)
-        assert caught.value.code == "mismatch"
+    assert read(list_windows(data, size=4, start=2)[0]) == read(whole[2:])
+    with pytest.raises(ConfigError, match="ended before global batch 3 of 4") as caught:
+        list_windows(open_own(Stream(5), batch_size=4), size=4, start=2)
+    assert caught.value.code == "empty"
 
 
 def test_an_empty_stream_is_refused():
-    with pytest.raises(ConfigError, match="shorter than one whole global batch of 8") as caught:
+    with pytest.raises(ConfigError, match="ended before global batch 1 of 8 samples on 2 ranks") as caught:
         list_windows(open_own(Loader(1, 4)), 2, size=4)
     assert caught.value.code == "empty"
-    with pytest.raises(ConfigError, match="gave nothing"):
-        peek(open_own(Stream(0)))
+    with pytest.raises(ConfigError, match="gave nothing") as caught:
+        open_own(Stream(0))
+    assert caught.value.code == "empty"
 
 
 def test_batches_have_another_size_where_they_can():
@@ -304,21 +297,23 @@ def test_inputs_and_targets_of_a_batch_for_our_own_loss():
 
 def test_the_form_of_a_set_is_found_in_its_first_sample():
     images = TensorDataset(torch.zeros(6, 3, 8, 8), torch.arange(6))
-    assert find_form(peek(open_own(images)), images) == DataForm("images", (3, 8, 8), UNKNOWN)
+    assert find_form(open_own(images)) == DataForm("images", (3, 8, 8), UNKNOWN)
     images.classes = list("abcdefg")  # type: ignore[attr-defined]
-    assert find_form(peek(open_own(images)), images).num_classes == 7
-    numbers = TensorDataset(torch.zeros(6, 5), torch.zeros(6))
-    assert find_form(peek(open_own(numbers)), numbers) == DataForm("numbers", (5,))
+    assert find_form(open_own(images)).num_classes == find_form(open_own(DataLoader(images))).num_classes == 7
+    assert find_form(open_own(TensorDataset(torch.zeros(6, 5), torch.zeros(6)))) == DataForm("numbers", (5,))
     tokens = TensorDataset(torch.zeros(6, 5).long(), torch.zeros(6, 5).long())
     tokens.vocabulary = 11  # type: ignore[attr-defined]
-    assert find_form(peek(open_own(tokens)), tokens) == DataForm("tokens", (5,), 11, 11)
-    assert find_form(OwnBatch((torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(4, 6))), None) == DataForm("own", (6,))
-    assert find_form(OwnBatch({"x": torch.zeros(2)}), None) == OWN_FORM
+    assert find_form(open_own(tokens)) == DataForm("tokens", (5,), 11, 11)
+    several = TensorDataset(torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(4, 6))
+    assert find_form(open_own(several)) == DataForm("own", (6,))
+    assert find_form(open_own([{"x": torch.zeros(2)}])) == find_form(open_own(Loader())) == OWN_FORM
 
 
 def test_checksums_tell_samples_apart_and_skip_what_has_no_value():
     big = torch.arange(100_000)
     assert digest([big, "a"]) == digest((big.clone(), "a", object())) != digest([big + 1, "a"])
     assert digest(numpy.arange(4)) == digest(torch.arange(4)) != digest(torch.arange(5))
+    parts = [open_own(DataLoader(Stream(), batch_size=size), is_sharded=size < 4).checksum for size in (2, 3, 4, 5)]
+    assert parts[2] == parts[3] and len(set(parts)) == 3  # of a part, the whole first batch
     assert open_own(Numbers(9)).checksum == open_own(Numbers(9)).checksum != open_own(Numbers(10)).checksum
     assert digest(torch.zeros(2, dtype=torch.bool)) and digest(torch.zeros(()))

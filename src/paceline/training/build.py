@@ -43,14 +43,6 @@ class Job:
     schedule: Schedule
     batch_schedule: BatchSchedule
 
-    @property
-    def why_not_evaluated(self) -> str:
-        """Why a test set is not used; empty where it is, or there is none."""
-        learner = self.learner
-        if self.test is None or learner.own_step is None or learner.own_evaluate is not None:
-            return ""
-        return f"not evaluated: {learner.name} has a step, and no evaluate(model, batch); return it in a dict"
-
     def check_length(self) -> None:
         """Refuse to train for whole epochs of a stream that does not say how long they are."""
         train, parts = self.train, self.batches.accumulate
@@ -95,6 +87,7 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, s
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
     learner = build_learner(settings, world, train, plan, parts=parts)
     settings, train = settle(settings, world, train, learner)
+    test = test if learner.own_step is None or learner.own_evaluate is not None else None
     if isinstance(train, OwnData) and train.is_stream:
         # The global batches that are expected, one where that is not known.
         per_epoch = train.count_windows(settings.batches.accumulate, world.world_size)

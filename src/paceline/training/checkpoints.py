@@ -23,7 +23,6 @@ from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
-from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings, parse_save_every
 from paceline.workloads.data.own import OwnData
 
@@ -84,7 +83,6 @@ class RunFiles:
         """Put the job into the state of the checkpoint; ConfigError where it is of another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
-        unsaved = meta.get("unsaved", "")
         grown, wanted = [tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks)
         refuse(
             ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
@@ -96,9 +94,6 @@ class RunFiles:
             (meta.get("checksum", job.train.checksum) != job.train.checksum,
              f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
              "(synthetic data also differs between cpu and cuda)"),
-            (unsaved,
-             f"{found} lacks the state of {unsaved}, which the step of {job.settings.model} did not return: "
-             "return it in a dict, as state, and start a new run"),
             code="mismatch",
         )  # fmt: skip
         expected = disk.fingerprint(learner.module.state_dict())
@@ -111,7 +106,6 @@ class RunFiles:
             before, now = meta["world_size"], self._world.world_size
             moved = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
             refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
-            job.train.expected = state["read"][self._world.rank]  # it is read again up to there
         if meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:
@@ -144,8 +138,7 @@ class RunFiles:
 
     def save(self, job: Job, position: Position) -> None:
         """Save everything that the next step depends on. Collective: call on every rank."""
-        read = job.train.digest if isinstance(job.train, OwnData) else 0
-        states = self._world.share((_get_random(job.world.device), read))
+        randoms = self._world.share(_get_random(job.world.device))
         self._saved_s = time.monotonic()
         self.last = position.step
         if self._store is None:
@@ -157,10 +150,8 @@ class RunFiles:
             "world_size": self._world.world_size, "global_batch_size": job.batches.global_batch_size,
             "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
             "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
-            "unsaved": own.unsaved if isinstance(own := learner.optimizer, OwnState) else "",
         }  # fmt: skip
-        randoms, read_by = zip(*states, strict=True)
-        state = {"optimizer": optimizer, "scaler": scaler, "random": list(randoms), "read": list(read_by)}
+        state = {"optimizer": optimizer, "scaler": scaler, "random": randoms}
         self._store.save(position.step, learner.module.state_dict(), state, meta)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:

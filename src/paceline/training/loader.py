@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import refuse
 from paceline.workloads.data import Batch, OwnBatch
-from paceline.workloads.data.own import OwnData, digest
+from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
@@ -114,12 +114,12 @@ def _load_stream(
     data: OwnData, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device,
     agree: Agree | None,
 ) -> Generator[Window, None, None]:  # fmt: skip
-    """The windows of a stream. It has to be read up to the window `start`, and must give what it gave before. An epoch
-    ends with the last step for which every rank has all its batches."""
-    assert isinstance(order.global_batch_size, int)
+    """The windows of a stream, which is read up to the window `start`. An epoch ends with the last step for which every
+    rank has all its batches."""
+    size = order.global_batch_size
+    assert isinstance(size, int)
     turn, others = (0, 1) if data.is_sharded else (rank, world_size)
-    count = order.global_batch_size // (batch_size * world_size) * others
-    data.digest, number, place = 0, -1, f"data {data.name}, epoch {order.epoch + 1}"
+    count, number = size // (batch_size * world_size) * others, -1
 
     def read() -> Generator[tuple[int, list[Any]], None, None]:
         """The samples of all ranks in a window, and the batches of it that this rank reads."""
@@ -137,22 +137,8 @@ def _load_stream(
         ahead = next(groups, None)  # one window, to know the last one
         while ahead is not None:
             (num_samples, group), ahead, number = ahead, next(groups, None), number + 1
-            if number == start:
-                _check_replay(data, place)
-            data.digest = digest(group, data.digest)
             if number >= start:
                 mine = (OwnBatch(content).to(device) for content in group[turn::others])
                 yield Window(number, num_samples, tuple(LoadedBatch(b, len(b)) for b in mine), ahead is None)
-    if number < start:
-        data.digest = -1  # what came after this place is not there any more
-        _check_replay(data, place)
-    what = f"shorter than one whole global batch of {order.global_batch_size} on {world_size} ranks"
-    refuse((number < 0, f"{place}: the stream is {what}; use a smaller batch or fewer ranks"), code="empty")
-
-
-def _check_replay(data: OwnData, place: str) -> None:
-    """Refuse a stream that a resumed run has read up to its place, and that was another one there."""
-    expected, data.expected = data.expected, None
-    found = f"{place}: the stream does not repeat what the interrupted run read, so it cannot be resumed inside this"
-    advice = "make the stream follow from the seed and the epoch, or save at ends of epochs (--save-every epoch)"
-    refuse((expected not in (None, data.digest), f"{found} epoch: {advice}"), code="mismatch")
+    what = f"data {data.name}, epoch {order.epoch + 1}: the stream ended before global batch {start + 1} of {size}"
+    refuse((number < start, f"{what} samples on {world_size} ranks; use a smaller batch or fewer ranks"), code="empty")

@@ -127,7 +127,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
         for batch in data.cut(size, world.rank, world.world_size, learner.device):
             sums[4] += len(batch)
             if learner.own_evaluate is not None:
-                with own_errors(learner.name):
+                with own_errors(learner.name, always=True):
                     loss = learner.own_evaluate(learner.module, batch.content)
                 sums[0] += read_loss(learner, "evaluate", loss).double() * len(batch)
                 continue
@@ -180,15 +180,12 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
             ends = "epochs" if settings.steps is None else "steps"
             text = f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step"
             raise ConfigError(f"{text} {start.step}: give more {ends}", code="mismatch")
-        if isinstance(job.learner.optimizer, OwnState):
-            stack.enter_context(job.learner.optimizer.watch())
         files.open(start.step)
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
         if world.rank == 0:
-            described = describe_model(settings.model), _describe(job, start), job.why_not_evaluated
-            for note in filter(None, (*notes, *described)):
+            for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
         step, number = _run(job, files, request, start)
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
@@ -212,6 +209,14 @@ def _describe(job: Job, start: Position) -> str:
     )
 
 
+def _warn(job: Job) -> str:
+    """What a step of the user's own lacks."""
+    own, learner = job.learner.optimizer, job.learner
+    lacks = ["state, without which it cannot be resumed"] if isinstance(own, OwnState) and own.parts is None else []
+    lacks += ["evaluate, without which it is not tested"] if learner.own_step and not learner.own_evaluate else []
+    return f"{learner.name} returned no {', and no '.join(lacks)}" if lacks else ""
+
+
 def _count_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
@@ -224,10 +229,6 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
     clock.enter("step")
     for taken in run_steps(job, start, phases):
         step, times, lap = taken.position.step, phases.end(), clock.end()
-        own = job.learner.optimizer
-        if step == start.step + 1 and isinstance(own, OwnState) and own.unsaved and job.world.rank == 0:
-            line = f"not saved: the state of {own.unsaved}, so no resume is possible; return it in a dict, as state"
-            post(Progress(step, job.schedule.num_steps, f"epoch {taken.epoch + 1}", line=line))
         clock.enter("step")
         journal.add(taken, lap, times, read_exposed(job.learner.model, job.world.world_size))
         is_due = journal.is_due or files.is_due(step, taken.is_epoch_end)
@@ -253,7 +254,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
         found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
         raise _not_finite(files, bad_step, found)
-    if (taken.is_epoch_end or taken.is_last) and job.test is not None and not job.why_not_evaluated:
+    if (taken.is_epoch_end or taken.is_last) and job.test is not None:
         test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}

@@ -5,19 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, refuse
 from paceline.runtime.world import World, set_seed
-from paceline.training.loader import load_windows
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, list_models
 from paceline.workloads.data import DataForm
-from paceline.workloads.data.own import OwnData, find_form, open_data, peek
+from paceline.workloads.data.own import OwnData, find_form, open_data
 from paceline.workloads.data.sets import DataSet
-from paceline.workloads.data.sharding import EpochOrder
 from paceline.workloads.external import OwnParts, call_own, open_own
 
 # The training set, and the test set if there is one.
@@ -74,17 +70,13 @@ def _open_sets(found: Any, settings: TrainSettings, name: str, taken: frozenset[
     """One set, or (train, test). A function that takes the rank has sharded its streams."""
     two = found if isinstance(found, tuple) else (found, None)
     refuse((len(two) != 2, f"data {name} returned {len(two)} sets: one is needed, or (train, test)"), code="own-type")
-    sizes = {"train": settings.samples, "test": settings.test_samples}
-    sets: list[Any] = []
-    for (split, size), part in zip(sizes.items(), two, strict=True):
-        shared = {"seed": settings.seed, "batch_size": settings.batches.batch_size}
-        is_sharded = not taken.isdisjoint(("rank", "world_size"))
-        data = None if part is None and sets else open_data(part, name, split, **shared, is_sharded=is_sharded)
-        sets.append(data if size is None or data is None else data.first(size))
-    train, test = sets
-    if not settings.is_whole:
-        train.form = find_form(peek(train), train.items)
-    return train, test
+    shared: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batches.batch_size}
+    shared["is_sharded"] = not taken.isdisjoint(("rank", "world_size"))
+    train = open_data(two[0], name, "train", **shared)
+    test = None if two[1] is None else open_data(two[1], name, "test", **shared)
+    train = train if settings.samples is None else train.first(settings.samples)
+    train.form = train.form if settings.is_whole else find_form(train)
+    return train, test if test is None or settings.test_samples is None else test.first(settings.test_samples)
 
 
 def settle(
@@ -100,7 +92,7 @@ def settle(
             (train.is_stream and grows, f"--batch-growth: {train.describe()}; a stream has batches of one size"),
         )
         train = train.at(settings.batches.batch_size)
-        _check_shares(train, settings, world)
+        _check_shares(train, world)
     rest = len(train) % settings.batches.global_batch_size
     # A step of the user's own counts every sample that it gets, so no rank can do without one.
     needs_all = learner.own_step is not None and 0 < rest < world.world_size
@@ -109,19 +101,11 @@ def settle(
     return settings, train
 
 
-def _check_shares(train: OwnData, settings: TrainSettings, world: World) -> None:
+def _check_shares(train: OwnData, world: World) -> None:
     """Refuse ranks that have other data than the first, or the same where each should have its own. Collective."""
-    if world.world_size == 1:
-        return
-    name, seen, batches = f"data {train.name}", train.checksum, settings.batches
-    if train.is_stream:
-        size = batches.global_batch_size
-        order = EpochOrder(size, size, settings.seed, 0)
-        windows = load_windows(train, order, 0, world.rank, world.world_size, batches.batch_size, world.device)
-        with contextlib.closing(windows):
-            next(windows)
-        seen = train.digest
-    everyone = world.share((len(train), seen))
+    name, everyone = f"data {train.name}", world.share((len(train), train.checksum))
+    if train.is_sharded:
+        train.checksum = 0  # a checkpoint has one for all ranks
     advice = "make the order of the stream follow from the seed, or shard it yourself by rank and world_size"
     if not train.is_stream:
         advice = "return the same whole set on every rank, whose samples are then shared out"
@@ -138,37 +122,22 @@ def _check_shares(train: OwnData, settings: TrainSettings, world: World) -> None
 
 
 class OwnState:
-    """What a step of the user's own has of state, saved and loaded as an optimizer is."""
+    """What a step of the user's own has of state, saved and loaded as an optimizer is; None: it did not say."""
 
-    def __init__(self, name: str, parts: Mapping[str, Any]) -> None:
-        self._name, self._parts, self._seen = name, parts, dict[torch.optim.Optimizer, None]()
+    def __init__(self, name: str, parts: Mapping[str, Any] | None) -> None:
+        self._name, self.parts = name, parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in (self.parts or {}).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        odd = ", ".join(sorted(state.keys() ^ self._parts.keys()))
+        odd = ", ".join(sorted(state.keys() ^ (self.parts or {}).keys()))
         found = f"model {self._name} and the checkpoint differ in their state: {odd}"
-        refuse((odd, f"{found}; return the same parts, or start a new run"), code="mismatch")
-        for name, part in self._parts.items():
+        if self.parts is None:
+            found = f"model {self._name} returned no state of its optimizers, so no checkpoint holds it"
+        refuse((self.parts is None or odd, f"{found}; return it in a dict, and start a new run"), code="mismatch")
+        for name, part in (self.parts or {}).items():
             part.load_state_dict(state[name])
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Note the optimizers that take steps."""
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self._seen.update({optimizer: None}))
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    @property
-    def unsaved(self) -> str:
-        """The optimizers whose state is not among the parts, by their class: a run cannot resume without it."""
-        groups = [group for part in self._parts.values() for group in getattr(part, "param_groups", ())]
-        saved = {param for group in groups for param in group["params"]}
-        used = {o: (p for group in o.param_groups for p in group["params"]) for o in self._seen if o.state}
-        return ", ".join(type(o).__name__ for o, params in used.items() if not saved.issuperset(params))
 
 
 class Models(nn.ModuleDict):

@@ -178,7 +178,7 @@ def _take_own_step(
 ) -> StepOutcome:
     """A step of the user's own: forward, backward and update with one batch. The loss that it returns is a mean."""
     (loaded,) = window
-    with own_errors(learner.name), mark_phases(learner.model, phases):
+    with own_errors(learner.name, always=True), mark_phases(learner.model, phases):
         loss = step(learner.model, loaded.batch.content)
     outcome = StepOutcome(read_loss(learner, "step", loss) * loaded.num_counted, None)
     if learner.device.type == "cpu" and not math.isfinite(outcome.loss_sum.item()):
@@ -188,10 +188,8 @@ def _take_own_step(
 
 def read_loss(learner: Learner, what: str, loss: Any) -> torch.Tensor:
     """What a function of the user's returned, as one number on the device."""
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.detach().reshape(()).to(learner.device)
-    if isinstance(loss, int | float):
-        return torch.tensor(float(loss), device=learner.device)
+    if isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+        return torch.as_tensor(loss, dtype=torch.float32, device=learner.device).detach().reshape(())
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise ConfigError(
         f"the {what} of {learner.name} returned {found}: it must return its mean loss over the batch, a number or a "

@@ -14,16 +14,7 @@ from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run
 from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
-from paceline.verbs.jobs import (
-    Counts,
-    Place,
-    brings_data,
-    build_settings,
-    choose_worlds,
-    finish,
-    list_counts,
-    open_job,
-)
+from paceline.verbs.jobs import Counts, Place, brings_data, build_settings, choose_worlds, finish, list_counts, open_job
 from paceline.verbs.predict import find_profile, list_carried, list_doubts
 
 if TYPE_CHECKING:

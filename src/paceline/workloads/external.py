@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, PacelineError, refuse, suggest
@@ -202,7 +202,7 @@ class OwnParts(NamedTuple):
     data: Any = None
     step: Callable[..., Any] | None = None
     evaluate: Callable[..., Any] | None = None
-    state: Mapping[str, Any] = MappingProxyType({})
+    state: Mapping[str, Any] | None = None
 
 
 _RETURNS = "a torch.nn.Module, (model, step), (model, data, step), or a dict with model, data, step, evaluate, state"
@@ -213,49 +213,23 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
     from torch import nn
 
     found, taken = call_own(name, "model", form=form, **facts)
-    said = f"model {name} returned"
     if isinstance(found, nn.Module):
         return OwnParts(found), taken
     if isinstance(found, tuple) and len(found) in (2, 3):
         found = dict(zip(("model", "data", "step") if len(found) == 3 else ("model", "step"), found, strict=True))
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{said} a {type(found).__name__}: it must return {_RETURNS}", code="own-type")
-    odd = [str(key) for key in found if key not in OwnParts._fields]
-    lacks = [key for key in ("model", "step") if key not in found]
-    refuse(
-        (odd, f"{said} a dict with {', '.join(odd)}: {suggest(''.join(odd[:1]), OwnParts._fields)}known are "
-         f"{', '.join(OwnParts._fields)}"),
-        (lacks, f"{said} a dict without {', '.join(lacks)}: it must have model and step"),
-        code="own-type",
-    )  # fmt: skip
+    keys, said = (list(map(str, found)) if isinstance(found, Mapping) else []), f"model {name} returned a"
+    what = f"{said} {type(found).__name__}{' with ' * bool(keys)}{', '.join(keys)}: it must return {_RETURNS}"
+    refuse((not {"model", "step"} <= set(keys) <= set(OwnParts._fields), what), code="own-type")
     parts = OwnParts(**found)
-    odd = [key for key, part in parts.state.items() if not hasattr(part, "load_state_dict")]
+    odd = [key for key, part in (parts.state or {}).items() if not hasattr(part, "load_state_dict")]
     refuse(
         (not isinstance(parts.model, nn.Module),
-         f"{said} a {type(parts.model).__name__} as the model: a torch.nn.Module is needed, or an nn.ModuleDict of "
-         "several"),
-        (odd, f"{said} state {', '.join(odd)} without state_dict and load_state_dict: an optimizer has them"),
+         f"{said} {type(parts.model).__name__} as model: a torch.nn.Module is needed, or several in an nn.ModuleDict"),
+        (not callable(parts.step), f"{said} {type(parts.step).__name__} as step: a function (model, batch) is needed"),
+        (odd, f"{said} state without load_state_dict: {', '.join(odd)}; an optimizer has one"),
         code="own-type",
     )  # fmt: skip
-    _check_call(name, "step", parts.step)
-    if parts.evaluate is not None:
-        _check_call(name, "evaluate", parts.evaluate)
     return parts, taken
-
-
-def _check_call(name: str, what: str, function: Any) -> None:
-    """Refuse what cannot be called with a model and a batch."""
-    found = f"is a {type(function).__name__}"
-    if callable(function):
-        try:
-            found = f"takes {inspect.signature(function)}"
-            inspect.signature(function).bind("model", "batch")
-            return
-        except ValueError:  # of C, which does not say
-            return
-        except TypeError:
-            pass
-    raise ConfigError(f"the {what} of {name} {found}: it is called as {what}(model, batch)", code="own-type")
 
 
 def build_own(name: str, form: DataForm) -> nn.Module:
@@ -270,7 +244,13 @@ def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
     """Call the user's function with what it takes. Returns its answer, and the names of what it took."""
     path, function = _split(name, what)
     with own_errors(name, what, always=True):
-        return _call(f"{what} {name}", _load_function(path, function, what), facts)
+        stat = path.stat()
+        module = _load_file(path.resolve(), (stat.st_mtime_ns, stat.st_size))
+        found = getattr(module, function, None)
+        if callable(found):
+            return _call(f"{what} {name}", found, facts)
+    kind = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
+    raise ConfigError(f"{what} file {path} defines {kind}: {suggest(function, vars(module))}{_GIVE}")
 
 
 @contextlib.contextmanager
@@ -318,55 +298,35 @@ def _find_line(error: BaseException, folder: str) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _load_file(path: Path, stamp: tuple[int, int], what: str) -> ModuleType:
+def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
     """The file as a module. Loaded once as long as it does not change, so that it can keep what it has read."""
     spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickles look for their module there.
     sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        where = _find_line(error, str(path.parent))
-        place = f" ({where})" if where else ""
-        raise ConfigError(f"{what} file {path} cannot be imported: {type(error).__name__}: {error}{place}") from error
+    spec.loader.exec_module(module)
     return module
 
 
-def _load_function(path: Path, function: str, what: str) -> Callable[..., Any]:
-    path, stat = path.resolve(), path.stat()
-    module = _load_file(path, (stat.st_mtime_ns, stat.st_size), what)
-    found = getattr(module, function, None)
-    if not callable(found):
-        kind = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
-        raise ConfigError(f"{what} file {path} defines {kind}: {suggest(function, vars(module))}{_GIVE}")
-    return found  # type: ignore[no-any-return]
-
-
 def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Hand over each fact that is a parameter, and the form as the one other argument that must be given, or as the one
-    called `form`."""
-    found, kinds = inspect.signature(function).parameters, inspect.Parameter
-    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    taken = {key: facts[key] for key, p in found.items() if key in facts and key != "form" and p.kind in by_name}
-    needed = [
-        p
-        for p in found.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in taken
-    ]
-    if len(needed) > ("form" in facts):
-        what, first = ", ".join(p.name for p in needed), "the form of the data, and " * ("form" in facts)
-        text = f"it is called with {first}{', '.join(FACTS)} where it takes them by name"
-        raise ConfigError(f"{name} needs {what}: {text}", code="own-type")
-    form = facts.get("form")
-    takes_it = needed or [p for p in found.values() if p.name == "form" and form is not None]
+    """Hand over each fact that is a parameter, and the form as the one other argument that must be given."""
+    found = inspect.signature(function).parameters.values()
+    by_name = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in found if p.default is p.empty}
+    taken = {key: value for key, value in facts.items() if key in by_name and value is not None}
+    taken = {key: value for key, value in taken.items() if key != "form" or key not in required}
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in found if p.default is p.empty and p.kind not in variable and p.name not in taken]
+    form, what = facts.get("form"), ", ".join(p.name for p in needed)
+    first = "the form of the data, and " * ("form" in facts)
     unknown = f"{name} takes the form of the data: name the data, such as --data synthetic:images"
+    text = f"{name} needs {what}: it is called with {first}{', '.join(FACTS)} where it takes them by name"
+    refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")
-    for parameter in takes_it:
-        # By position where it must be given and comes first: a decorator may hide its name.
-        is_first = bool(needed) and parameter.name == next(iter(found)) and parameter.kind != kinds.KEYWORD_ONLY
-        if is_first or parameter.kind == kinds.POSITIONAL_ONLY:
+    for parameter in needed:
+        # By position where it comes first: a decorator may hide its name.
+        if parameter is next(iter(found)) and parameter.kind != parameter.KEYWORD_ONLY:
             return function(form, **taken), frozenset(taken)
         taken[parameter.name] = form
     return function(**taken), frozenset(taken)

@@ -5,7 +5,6 @@ the same on all ranks, and do not depend on what the model draws.
 """
 
 import contextlib
-import functools
 import itertools
 import random
 import zlib
@@ -27,7 +26,6 @@ _OPTIONS = (
     "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
     "prefetch_factor",
 )  # fmt: skip
-_MOST_ELEMENTS = 1024  # of a tensor that are read for a checksum
 UNKNOWN = -1
 OWN_FORM = DataForm("own", (1,))
 
@@ -53,8 +51,8 @@ class OwnData:
     drops_last: bool = False
     is_sharded: bool = False
     form: DataForm = OWN_FORM
-    digest: int = 0  # of what a stream has given in this epoch
-    expected: int | None = None  # the digest at which a run resumes
+    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or the first batch of a stream
+    checksum: int = 0  # of the first sample, in a set also of the middle and the last one: another set has another
 
     def __len__(self) -> int:
         """Samples of an epoch; 0 where they are not known."""
@@ -88,10 +86,10 @@ class OwnData:
         loader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drops_last, **self.options)
         return replace(self, items=loader, batch_size=batch_size)
 
-    def take(self, indices: torch.Tensor) -> OwnBatch:
+    def take(self, indices: torch.Tensor | int) -> OwnBatch:
         """The samples of these indices, in this process."""
         here = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
-        return OwnBatch(next(self.load([indices.tolist()], 0, **here)))
+        return OwnBatch(next(self.load([torch.as_tensor(indices).reshape(-1).tolist()], 0, **here)))
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
         return batch
@@ -105,12 +103,6 @@ class OwnData:
             starts = cut_range(range(0, len(self), size), rank, world_size)
             found = self.load((range(start, min(start + size, len(self))) for start in starts), 0)
         yield from (OwnBatch(content).to(device) for content in found)
-
-    @functools.cached_property
-    def checksum(self) -> int:
-        """Of the first, the middle and the last sample: another set has another. 0 for a stream."""
-        places = () if self.is_stream else (0, len(self) // 2, len(self) - 1)
-        return digest(tuple(self.take(torch.tensor([place])).content for place in places))
 
     def describe(self) -> str:
         """One line for people."""
@@ -200,16 +192,15 @@ class _Seeded(torch.utils.data.Dataset[Any]):
         return self._dataset.__getitems__(indices)
 
 
-def digest(value: Any, found: int = 0) -> int:
-    """A checksum of nested values, of a part of each tensor: equal samples have equal ones. What is neither a tensor,
-    an array, a number nor a text does not count."""
+def digest(value: Any) -> int:
+    """A checksum of nested values: equal samples have equal ones. What is neither a tensor, an array, a number nor a
+    text does not count."""
+    found = 0
     for leaf in list_leaves(value):
-        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
-            leaf = torch.from_numpy(numpy.ascontiguousarray(leaf))
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            flat = leaf.detach().reshape(-1)
-            some = flat[:: max(1, len(flat) // _MOST_ELEMENTS)].cpu().contiguous()
-            found = zlib.crc32(some.view(torch.uint8).numpy().data, zlib.crc32(repr(leaf.shape).encode(), found))
+            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, numpy.ndarray):
+            found = zlib.crc32(leaf.tobytes(), found)
         elif isinstance(leaf, str | bytes | int | float | numpy.generic):
             found = zlib.crc32(repr(leaf).encode(), found)
     return found
@@ -230,38 +221,41 @@ def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, 
         draws |= type(sampler) is DistributedSampler and sampler.shuffle
         is_plain = type(found) is DataLoader and found.batch_size is not None
         if is_plain and (draws or type(sampler) in (SequentialSampler, DistributedSampler)):
-            return OwnData(items=found.dataset, shuffles=draws, **shared)
+            return _look(OwnData(items=found.dataset, shuffles=draws, **shared))
     elif hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, Mapping | str | bytes):
         refuse((len(found) == 0, f"data {name} returned a {kind} without samples"), code="own-type")
-        return OwnData(items=found, shuffles=split == "train", **shared)
+        return _look(OwnData(items=found, shuffles=split == "train", **shared))
     is_iterable = hasattr(found, "__iter__") and not isinstance(found, Mapping | str | bytes)
     refuse(
         (not is_iterable, f"data {name} returned a {kind}: {needed} is needed"),
         (hasattr(found, "__next__"), f"data {name} returned a {kind}, which can be read once: {needed} is needed"),
         code="own-type",
     )
-    data = OwnData(items=found, is_stream=True, is_sharded=is_sharded, **shared)
-    data.batch_size = data.batch_size or len(peek(data))
+    return _look(OwnData(items=found, is_stream=True, is_sharded=is_sharded, **shared))
+
+
+def _look(data: OwnData) -> OwnData:
+    """The data with the first of it, and its checksum."""
+    with contextlib.closing(data.read(0, 1) if data.is_stream else data.load([[0]], 0)) as found:
+        content = next(found, None)
+    refuse((content is None, f"data {data.name} gave nothing: at least one sample is needed"), code="empty")
+    data.head = OwnBatch(content[0] if data.is_stream and content else content)
+    data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
+    places = () if data.is_stream else (len(data) // 2, len(data) - 1)
+    # Batches may have another size when a run is resumed; parts of a stream may begin with equal samples.
+    first = data.head if data.is_sharded else data.head.map(lambda tensor: tensor[:1] if tensor.dim() else tensor)
+    data.checksum = digest([sample.content for sample in (first, *map(data.take, places))])
     return data
 
 
-def peek(data: OwnData) -> OwnBatch:
-    """The first sample, or the first batch of a stream."""
-    if not data.is_stream:
-        return data.take(torch.tensor([0]))
-    with contextlib.closing(data.read(0, 1)) as batches:
-        for (content,) in batches:
-            return OwnBatch(content)
-    raise ConfigError(f"data {data.name} gave nothing: at least one sample is needed", code="empty")
-
-
-def find_form(batch: OwnBatch, items: Any) -> DataForm:
+def find_form(data: OwnData) -> DataForm:
     """What a model must take and give for such batches; `own` where they are of no known kind."""
     try:
-        inputs, targets = batch.split()
+        inputs, targets = data.head.split()
     except ConfigError:
         return OWN_FORM
-    num_targets, count, dataset = max(1, targets.numel() // max(1, len(batch))), 0, getattr(items, "dataset", items)
+    num_targets, count = max(1, targets.numel() // max(1, len(data.head))), 0
+    dataset = getattr(data.items, "dataset", data.items)
     if not targets.is_floating_point():
         classes, labels = getattr(dataset, "classes", None), getattr(dataset, "targets", None)
         known = len(classes) if classes is not None else int(max(labels)) + 1 if labels is not None else UNKNOWN
