@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from paceline.errors import ConfigError
+from paceline.measure.profiles import measure_profile
 from paceline.measure.scaling import measure_scaling
 from paceline.measure.settings import Cell, ScaleSettings, Setup
 from paceline.measure.tuning import tune_job
@@ -167,12 +168,12 @@ def read_seen(folder: Path) -> list[list[list[int]]]:
         ("load", 5, 26),
         pytest.param("load_stream", 4, 24, marks=pytest.mark.slow),
         pytest.param("load_batches", 4, 24, marks=pytest.mark.slow),
-        pytest.param("load_parts", 4, 24, marks=pytest.mark.slow),
-        ("load_uneven", 3, 18),
+        pytest.param("load_parts", 5, 26, marks=pytest.mark.slow),
+        ("load_uneven", 4, 22),
     ],
 )
 def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps, used):
-    """26 samples in global batches of 6; of a stream the last two make no whole one."""
+    """26 samples in global batches of 6; the last two of a stream are one batch, which is not enough for two ranks."""
     runs, seen = tmp_path / "run", tmp_path / "seen"
     runs.mkdir(), seen.mkdir()
     settings = ask(file, "build", data, steps=2 * steps, save_every="3steps", keep=9)
@@ -239,6 +240,9 @@ def test_a_job_of_ones_own_is_scaled_and_tuned(on_ranks, file):
         alone = 3 if cell.mode == "weak" else 6
         assert sizes == {("job", 1, alone), ("local", 1, alone), ("together", 2, 3), ("job", 2, 3)}
         assert {record.data for record in records} == {f"{file}:build_all"}
+    # Replicas that learned without communication drift apart, which is no fault here.
+    (record,) = on_ranks(2, measure_profile, ask(file, "build_all", threads=1), "phases", 40, 1)[0]
+    assert record.model == f"{file}:build_all" and len(record.timing.seconds[0]) == 40
     settings = TuneSettings(effort="quick", confirms=False, iters=2)
     records, gradients, plan, _ = on_ranks(2, tune_job, settings, ask(file, "build_all"))[0]
     assert [gradient.name for gradient in gradients] == ["0.weight", "0.bias", "2.weight", "2.bias"]

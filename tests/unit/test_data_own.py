@@ -222,6 +222,11 @@ def test_a_resumed_stream_is_read_up_to_its_place():
     assert caught.value.code == "empty"
 
 
+def test_workers_that_would_persist_read_another_epoch():
+    data = open_own(DataLoader(Stream(5), batch_size=2, num_workers=1, persistent_workers=True))
+    assert [sorted(read(list_windows(data, epoch=epoch)[0])) for epoch in (0, 1)] == [list(range(5))] * 2
+
+
 def test_an_empty_stream_is_refused():
     with pytest.raises(ConfigError, match="ended before global batch 1 of 8 samples on 2 ranks") as caught:
         list_windows(open_own(Loader(1, 4)), 2, size=4)

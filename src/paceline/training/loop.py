@@ -30,16 +30,7 @@ from paceline.training.journal import Journal, StopRequest, TakenStep, catch_sto
 from paceline.training.loader import load_windows
 from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings
-from paceline.training.step import (
-    Learner,
-    NoPhases,
-    PhaseClock,
-    Phases,
-    find_bad_parameter,
-    list_models,
-    read_loss,
-    take_step,
-)
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, list_models, take_step
 from paceline.units import format_number_of, format_speed
 from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet
@@ -127,9 +118,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
         for batch in data.cut(size, world.rank, world.world_size, learner.device):
             sums[4] += len(batch)
             if learner.own_evaluate is not None:
-                with own_errors(learner.name, always=True):
-                    loss = learner.own_evaluate(learner.module, batch.content)
-                sums[0] += read_loss(learner, "evaluate", loss).double() * len(batch)
+                sums[0] += learner.call_own("evaluate", learner.module, batch).double() * len(batch)
                 continue
             with learner.autocast(), own_errors(learner.name):
                 outcome = compute_outcome(learner.module, batch, learner.form)

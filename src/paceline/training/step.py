@@ -115,6 +115,17 @@ class Learner:
             return loaded.batch
         return loaded.batch.map(lambda tensor: tensor[:0])
 
+    def call_own(self, what: str, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """A step of the user's own, or its evaluation: the mean loss over the batch that it returned."""
+        function: Any = {"step": self.own_step, "evaluate": self.own_evaluate}[what]
+        with own_errors(self.name, always=True):
+            loss = function(model, batch.content)
+        if isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+            return torch.as_tensor(loss, dtype=torch.float32, device=self.device).detach().reshape(())
+        found = f"a {type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
+        needed = "it must return its mean loss over the batch, a number or a tensor with one element"
+        raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
+
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""
         if self.clip is not None:
@@ -147,7 +158,7 @@ def take_step(
     rank, with the same number of micro-batches.
     """
     if learner.own_step is not None:
-        return _take_own_step(learner, learner.own_step, window, phases)
+        return _take_own_step(learner, window, phases)
     # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
     total = StepOutcome(torch.zeros((), device=learner.device), correct)
@@ -173,29 +184,15 @@ def take_step(
     return total
 
 
-def _take_own_step(
-    learner: Learner, step: Callable[..., Any], window: Sequence[LoadedBatch], phases: Phases
-) -> StepOutcome:
-    """A step of the user's own: forward, backward and update with one batch. The loss that it returns is a mean."""
+def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phases) -> StepOutcome:
+    """A step of the user's own: forward, backward and update with one batch."""
     (loaded,) = window
-    with own_errors(learner.name, always=True), mark_phases(learner.model, phases):
-        loss = step(learner.model, loaded.batch.content)
-    outcome = StepOutcome(read_loss(learner, "step", loss) * loaded.num_counted, None)
+    with mark_phases(learner.model, phases):
+        loss = learner.call_own("step", learner.model, loaded.batch)
+    outcome = StepOutcome(loss * loaded.num_counted, None)
     if learner.device.type == "cpu" and not math.isfinite(outcome.loss_sum.item()):
         outcome.bad_parameter = find_bad_parameter(learner.module)
     return outcome
-
-
-def read_loss(learner: Learner, what: str, loss: Any) -> torch.Tensor:
-    """What a function of the user's returned, as one number on the device."""
-    if isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-        return torch.as_tensor(loss, dtype=torch.float32, device=learner.device).detach().reshape(())
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise ConfigError(
-        f"the {what} of {learner.name} returned {found}: it must return its mean loss over the batch, a number or a "
-        "tensor with one element",
-        code="own-type",
-    )
 
 
 def list_models(model: nn.Module) -> list[nn.Module]:

@@ -125,6 +125,8 @@ class OwnData:
         with own_errors(self.name, "data", always=True), apart:
             for part in (self.items, *(getattr(self.items, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
                 getattr(part, "set_epoch", lambda epoch: None)(epoch)
+            if isinstance(self.items, DataLoader):
+                self.items._iterator = None  # of persistent workers, which ended with the last epoch
             batches = iter(self.items)
         yield from self._take(batches, size, apart)
 
@@ -145,25 +147,25 @@ class _OwnRandom:
     the last context ended; outside, they are as if nothing had been drawn inside."""
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._inside: Any = None
+        self._other: Any = seed
 
     def __enter__(self) -> None:
-        self._outside = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        if self._inside is None:
-            _seed_all(self._seed)
-        else:
-            _set_all(self._inside)
+        self._other = _swap_random(self._other)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        _set_all(self._outside)
+        self._other = _swap_random(self._other)
 
 
-def _set_all(state: Any) -> None:
-    torch.set_rng_state(state[0])
-    numpy.random.set_state(state[1])
-    random.setstate(state[2])
+def _swap_random(state: Any) -> Any:
+    """Begin at a state, or at a seed; returns the state before."""
+    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    if isinstance(state, int):
+        _seed_all(state)
+    else:
+        torch.set_rng_state(state[0])
+        numpy.random.set_state(state[1])
+        random.setstate(state[2])
+    return before
 
 
 def _seed_all(seed: int) -> None:
@@ -236,10 +238,11 @@ def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, 
 
 def _look(data: OwnData) -> OwnData:
     """The data with the first of it, and its checksum."""
-    with contextlib.closing(data.read(0, 1) if data.is_stream else data.load([[0]], 0)) as found:
-        content = next(found, None)
-    refuse((content is None, f"data {data.name} gave nothing: at least one sample is needed"), code="empty")
-    data.head = OwnBatch(content[0] if data.is_stream and content else content)
+    if data.is_stream:
+        with contextlib.closing(data.read(0, 1)) as batches:
+            found = next(batches, [])
+        refuse((not found, f"data {data.name} gave nothing: at least one sample is needed"), code="empty")
+    data.head = OwnBatch(found[0]) if data.is_stream else data.take(0)
     data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
     places = () if data.is_stream else (len(data) // 2, len(data) - 1)
     # Batches may have another size when a run is resumed; parts of a stream may begin with equal samples.
