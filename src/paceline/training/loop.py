@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, TrainingError
-from paceline.parallel import DataParallel
+from paceline.parallel import DataParallel, is_torchs
 from paceline.plan import Plan
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -77,10 +76,6 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 begin_s = time.perf_counter()
 
 
-def _is_torchs(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel) and not isinstance(model, DataParallel)
-
-
 def _agree(world: World, num_samples: int) -> int:
     """The samples of the next window of all ranks; 0 where some rank has none. Collective."""
     counts = torch.tensor([num_samples > 0, num_samples])
@@ -105,7 +100,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 
     Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
     """
-    if any(_is_torchs(model) for model in list_models(learner.model)):
+    if any(is_torchs(model) for model in list_models(learner.model)):
         # torch makes buffers equal only in the next training forward.
         for buffer in learner.module.buffers():
             dist.broadcast(buffer, src=0)

@@ -7,10 +7,12 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch._C._dynamo import eval_frame
 
 from paceline.errors import PacelineError
 from paceline.transport import native
@@ -157,6 +159,17 @@ class NativeWork(TensorWork):
     def exception(self) -> Exception | None:
         """The error, if the operations have finished with one."""
         return self.find_error() if self.is_finished() else None
+
+
+def keep_from_compiler(*classes: type) -> None:
+    """torch.compile compiles what is called while a compiled step runs, also by torch's own C++, and fails on an object
+    such as a process group. It runs the methods of these classes as they are."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for method in (value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)):
+        eval_frame.set_code_exec_strategy(method.__code__, skip)
+
+
+keep_from_compiler(TensorWork, FinishedWork, NativeWork)
 
 
 class Futures:
