@@ -40,10 +40,12 @@ def test_the_script_has_the_options_that_were_given_and_no_others():
 
 @pytest.fixture
 def run_script(tmp_path):
-    """`run_script(code, state, restarts)`: run the script where `srun` runs one rank and ends with this code; what was
-    called, with the rank's variables."""
+    """`run_script(code, saved, state, restarts)`: run the script where `srun` runs one rank, which may say that it has
+    saved, and ends with this code; what was called, with the rank's variables."""
 
-    def run(code: int, state: str = "RUNNING", restarts: int = 0, **job) -> tuple[int, list[str], dict]:
+    def run(
+        code: int, saved: bool = False, state: str = "RUNNING", restarts: int = 0, **job
+    ) -> tuple[int, list[str], dict]:
         tools = tmp_path / "tools"
         tools.mkdir()
         environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "5", "SLURM_NTASKS": "8"}
@@ -53,7 +55,8 @@ def run_script(tmp_path):
             "PATH": f"{tools}:{os.environ['PATH']}",
         }
         fakes = {
-            "srun": f'while [ "$1" != bash ]; do shift; done\n"$@" > "{tmp_path}/rank.json"\nexit {code}',
+            "srun": f'while [ "$1" != bash ]; do shift; done\n"$@" > "{tmp_path}/rank.json"\n'
+            f'[ {saved} = False ] || echo yes > "$PACELINE_SAVED"\nexit {code}',
             "scontrol": f'echo "$@" >> "{tmp_path}/called"\n[ "$1" = show ] && echo n1 && echo n2',
             "squeue": f"echo {state}",
         }
@@ -89,18 +92,23 @@ def test_a_rank_gets_torchruns_variables_and_the_words_of_the_command(run_script
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "restarts", "requeued"),
+    ("code", "saved", "state", "restarts", "ended", "requeued"),
     [
-        (138, "RUNNING", 0, True),
-        (143, "RUNNING", 2, True),
-        (143, "COMPLETING", 0, False),  # by scancel
-        (1, "RUNNING", 0, False),
-        (0, "RUNNING", 0, False),
+        (0, True, "RUNNING", 0, 75, True),
+        (0, True, "RUNNING", 99, 75, True),
+        (0, True, "RUNNING", 100, 75, False),  # without end
+        (0, True, "COMPLETING", 0, 75, False),  # by scancel
+        (0, False, "RUNNING", 0, 0, False),
+        (1, False, "RUNNING", 0, 1, False),
+        (143, False, "RUNNING", 0, 143, False),  # what srun returns where one rank fails, and the others are ended
+        (138, False, "RUNNING", 0, 138, False),  # what ends a program that does not handle SIGUSR1
+        (1, True, "RUNNING", 0, 1, False),  # rank 0 has saved, and another failed
     ],
 )
-def test_a_job_that_was_asked_to_stop_is_requeued_and_no_other(run_script, code, state, restarts, requeued):
-    ended, called, _ = run_script(code, state, restarts)
-    assert ended == code and ("requeue 7" in called) == requeued
+def test_a_job_that_has_saved_is_requeued_and_no_other(run_script, code, saved, state, restarts, ended, requeued):
+    found, called, rank = run_script(code, saved, state, restarts)
+    assert found == ended and ("requeue 7" in called) == requeued
+    assert not Path(rank["PACELINE_SAVED"]).exists()
 
 
 def test_a_time_that_slurm_does_not_know_is_refused():

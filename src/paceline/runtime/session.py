@@ -416,7 +416,7 @@ def open_session(
         except BaseException as error:
             what = session._save_unfinished()
             if not is_part:
-                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 138, 143):
+                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (0, 130, 138, 143):
                     if what or not getattr(error, "was_reported", False):  # a run inside of this one may have said it
                         session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]

@@ -14,15 +14,19 @@ from paceline.runtime.hosts import Show
 
 _POLL_S = 1.0
 _COMMAND_S = 60.0
+_RESTARTS = 100
 _WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING",
             "SIGNALING", "STAGE_OUT", "STOPPED")  # fmt: skip
 
-# Ranks become the command itself (exec), so that Slurm's signals reach them; what they print names the rank (--label).
+# Ranks become the command itself (exec): where Slurm tracks by cgroups, its signals reach only the tasks, and not their
+# children. So no shell can translate exit codes, and of those srun returns the highest: "saved" is told by a file. Who
+# has saved ends with 0, as any other code ends the ranks that still save. What they print names the rank (--label).
 # The script waits for them also when it gets the signal. A job that is cancelled is no longer RUNNING.
 _BODY = """\
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((15000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0}) % 17000))
 export PACELINE_LAUNCHER=slurm PACELINE_RUN=job-$SLURM_JOB_ID PYTHONUNBUFFERED=1
+export PACELINE_SAVED=$(mktemp) # written by rank 0, which runs on this node, when it has saved to be started again
 [[ -z $SLURM_CPUS_PER_TASK ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take over
 @exports
 trap : TERM USR1
@@ -34,14 +38,20 @@ srun --label --kill-on-bad-exit=1 bash -c '
   exec "$@"' paceline \\
   @command
 code=$?
+[[ $code != 0 || ! -s $PACELINE_SAVED ]] || saved=yes
+rm -f "$PACELINE_SAVED"
+[[ $saved ]] || exit $code
 
-# 138 (SIGUSR1) and 143 (SIGTERM) mean that the ranks were asked to stop, and saved: train on, in a later job.
-if [[ $code == 138 || $code == 143 ]] &&
-  [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then
-  echo "paceline: job $SLURM_JOB_ID is requeued after code $code"
-  scontrol requeue "$SLURM_JOB_ID"
+# All ranks have ended well, and saved when they were asked to stop: train on, in a later job.
+if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then
+  if ((${SLURM_RESTART_COUNT:-0} < @restarts)); then
+    echo "paceline: job $SLURM_JOB_ID has saved, and is requeued"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "paceline: job $SLURM_JOB_ID was requeued @restarts times, which is the limit: submit it anew"
+  fi
 fi
-exit $code
+exit 75 # not finished
 """
 
 
@@ -62,7 +72,9 @@ def render_script(
     }  # fmt: skip
     lines = [*(f"--{option}={value}" for option, value in options.items() if value), "--requeue", *sbatch]
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in variables.items())
-    texts = {"exports\n": exports, "ranks": str(ranks_per_node), "command": shlex.join(command)}
+    texts = {
+        "exports\n": exports, "ranks": str(ranks_per_node), "restarts": str(_RESTARTS), "command": shlex.join(command),
+    }  # fmt: skip
     body = re.sub(f"@({'|'.join(texts)})", lambda match: texts[match[1]], _BODY)
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "", body])
 

@@ -161,6 +161,11 @@ def _train(
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             raise
+        mark = os.environ.get("PACELINE_SAVED")  # of `run --slurm`, which requeues the job
+        if mark and folder is not None and outcome.signal in (signal.SIGTERM, signal.SIGUSR1):
+            if session.is_leader:
+                Path(mark).write_text("saved\n")
+            raise SystemExit(0)
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             _interrupt(session.signal or outcome.signal)
         if whole is not None:
