@@ -130,8 +130,9 @@ def submit(made: MadeHosts, *words: str, name: str) -> str:
         cwd=made.folder, env=make_environment(made), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --nodes=2" in done.stdout and (made.folder / f"{name}.sbatch").read_text() == done.stdout
-    return re.search(r"submitted job (\d+)", done.stderr)[1]
+    job = re.search(r"submitted job (\d+)", done.stderr)[1]
+    assert "#SBATCH --nodes=2" in done.stdout and (made.folder / f"{name}-{job}.sbatch").read_text() == done.stdout
+    return job
 
 
 def read_state(made: MadeHosts, job: str) -> dict[str, str]:
@@ -183,7 +184,7 @@ def test_a_signal_saves_and_the_requeued_job_resumes_to_the_bit(cluster, whole, 
     ask(cluster, "scancel", f"--signal={number}", job)
     wait_until(lambda: read_state(cluster, job).get("Restarts") == "1", 60)
     (saved,) = (folder / "checkpoints").glob("step-*")
-    assert "is requeued after code" in read_log(cluster, name, job)
+    assert "has saved, and is requeued" in read_log(cluster, name, job)
     wait_for(cluster, job, "COMPLETED", name)
     log = read_log(cluster, name, job)
     assert "attempt 2, on n[1-2]" in log and f"resumes at step {int(saved.name.removeprefix('step-'))}" in log
@@ -200,6 +201,47 @@ def test_a_cancelled_job_is_not_requeued(cluster):
     wait_for(cluster, job, "CANCELLED", "gone")
     assert read_state(cluster, job)["Restarts"] == "0" and "requeued" not in read_log(cluster, "gone", job)
     cluster.expect_nothing_left(30)
+
+
+SLOW_SAVER = """
+import os, pathlib, signal, sys, time
+rank, saved = int(os.environ["RANK"]), pathlib.Path("slow-saver.saved")
+if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+    sys.exit(0 if saved.read_text() == "whole" else 3)
+def save(*_):
+    if rank == 0:
+        saved.write_text("begun")
+        time.sleep(4)
+        saved.write_text("whole")
+        pathlib.Path(os.environ["PACELINE_SAVED"]).write_text("yes")
+    os._exit(0)
+signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_rank_that_saves_slowly_is_waited_for(cluster):
+    (cluster.folder / "slow_saver.py").write_text(SLOW_SAVER)
+    job = submit(cluster, "--", "python", "slow_saver.py", name="slow")
+    wait_until(lambda: read_log(cluster, "slow", job).count(": ready") == 2, 60)
+    ask(cluster, "scancel", "--signal=USR1", job)
+    wait_for(cluster, job, "COMPLETED", "slow")
+    assert read_state(cluster, job)["Restarts"] == "1" and "attempt 2" in read_log(cluster, "slow", job)
+    cluster.expect_nothing_left()
+
+
+@pytest.mark.parametrize("way", ["exit", "signal"])
+def test_a_job_that_fails_is_not_requeued(cluster, way):
+    """By the exit of one rank, or by the signal before the time limit, which the program does not handle."""
+    fail = "[[ $RANK == 1 ]] && exit 1; " if way == "exit" else ""
+    job = submit(cluster, "--", "bash", "-c", f"echo ready; {fail}sleep 300", name=way)
+    if way == "signal":
+        wait_until(lambda: read_log(cluster, way, job).count(": ready") == 2, 60)
+        ask(cluster, "scancel", "--signal=USR1", job)
+    wait_for(cluster, job, "FAILED", way)
+    assert read_state(cluster, job)["Restarts"] == "0" and "requeued" not in read_log(cluster, way, job)
+    cluster.expect_nothing_left()
 
 
 def test_the_answer_of_every_verb_is_printed_once(cluster):

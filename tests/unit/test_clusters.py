@@ -12,6 +12,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.runtime import kubernetes, slurm
+from paceline.verbs.run import run
 from tests.unit.kubernetes_schema import find_mistakes
 
 JOB = {
@@ -114,6 +115,17 @@ def test_a_job_that_has_saved_is_requeued_and_no_other(run_script, code, saved, 
 def test_a_time_that_slurm_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="--time 1h: write minutes"):
         slurm.render_script(**JOB | {"time": "1h"})
+
+
+def test_no_file_of_the_user_is_replaced(monkeypatch, tmp_path):
+    scripts: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "_call", lambda *command, given="": scripts.append(given) or "7;cluster\n")
+    own = tmp_path / "train.sbatch"
+    own.write_text("mine")
+    assert run(["python", "train.py"], slurm=True) == 0
+    assert own.read_text() == "mine" and [(tmp_path / "train-7.sbatch").read_text()] == scripts
+    assert scripts[0].startswith("#!/bin/bash\n")
 
 
 def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeypatch, tmp_path):

@@ -97,6 +97,20 @@ def test_torchs_dataparallel_needs_gpus(monkeypatch, gpus, device, is_refused):
         check_job(settings)
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "is_saved"), [(signal.SIGUSR1, 0, True), (signal.SIGTERM, 0, True), (signal.SIGUSR1, 138, False)]
+)
+def test_a_run_that_saved_tells_the_script_of_slurm(monkeypatch, tmp_path, number, code, is_saved):
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("PACELINE_SAVED", str(mark))
+    monkeypatch.setattr(
+        Session, "ask", lambda *_, **__: SimpleNamespace(signal=number, step=4, facts={}, notes=(), rows=())
+    )
+    with pytest.raises(SystemExit) as caught:
+        train(out=tmp_path if is_saved else None)
+    assert caught.value.code == code and mark.exists() == is_saved
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_the_last_moments_of_a_run_starts_no_other(monkeypatch, tmp_path, capsys, number, code):
     asked = []

@@ -79,10 +79,10 @@ def render_script(
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "", body])
 
 
-def _call(*command: str) -> str:
-    """What a command of Slurm prints."""
+def _call(*command: str, given: str = "") -> str:
+    """What a command of Slurm prints; it reads what is `given`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except FileNotFoundError:
         text = f"there is no {command[0]} here: submit from a host of the cluster, or give --dry-run for the script"
         raise ConfigError(text, code="no-slurm") from None
@@ -94,13 +94,9 @@ def _call(*command: str) -> str:
     return done.stdout
 
 
-def submit(script: str, path: Path) -> str:
-    """Write the script, submit it, and return the number of the job."""
-    try:
-        path.write_text(script)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; change to another folder") from None
-    return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+def submit(script: str) -> str:
+    """Submit the script, and return the number of the job."""
+    return _call("sbatch", "--parsable", given=script).strip().partition(";")[0]
 
 
 def _read_job(job: str) -> dict[str, str]:

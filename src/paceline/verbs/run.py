@@ -78,10 +78,13 @@ def run(
     show("out", script)
     if dry_run:
         return 0
-    path = Path(f"{name}.sbatch")
-    job = scheduler.submit(script, path)
-    log = Path(folder or ".") / f"{name}-{job}.log"
+    job = scheduler.submit(script)
+    path, log = Path(f"{name}-{job}.sbatch"), Path(folder or ".") / f"{name}-{job}.log"
     show("err", f"paceline: submitted job {job} ({path}); its output: {log}; to end it: scancel {job}\n")
+    try:
+        path.write_text(script)  # under a number that no file of the user has
+    except OSError as error:
+        show("err", f"paceline: warning: cannot write {path}: {error.strerror}\n")
     return scheduler.follow(job, log, show) if wait else 0
 
 
