@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,34 @@ def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeyp
     assert [text.split(": ")[2].strip() for text in said if "job 7" in text] == [
         "pending", "running on n[1-2]", "pending", "running on n1", "failed",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        (["down", "RUNNING", "down", "down", "COMPLETED"], 0),
+        (["RUNNING", "no sinfo", "FAILED"], 3),
+        (["RUNNING", "Invalid job id specified"], 1),
+        (["Invalid job id specified"], 1),
+    ],
+)
+def test_following_ends_by_what_slurm_says_and_not_by_its_silence(monkeypatch, tmp_path, answers, code):
+    left, sinfo_fails = list(answers), "no sinfo" in answers
+
+    def call(command: tuple[str, ...], **_) -> SimpleNamespace:
+        if command[0] == "sinfo":
+            is_down = len(left) == 1 and sinfo_fails
+            return SimpleNamespace(returncode=int(is_down), stdout="n1 allocated\n", stderr="timed out")
+        state = left.pop(0).replace("no sinfo", "RUNNING")
+        text = f"JobState={state} NodeList=n1 ExitCode={3 if state == 'FAILED' else 0}:0"
+        return SimpleNamespace(returncode=int(not state.isupper()), stdout=text, stderr=f"error: {state}\n")
+
+    monkeypatch.setattr(slurm.subprocess, "run", call)
+    monkeypatch.setattr(slurm, "_POLL_S", 0)
+    shown: list[str] = []
+    assert slurm.follow("7", tmp_path / "log", lambda stream, text: shown.append(text)) == code
+    assert left == [] and sum("asking again" in text for text in shown) == {5: 2, 3: 1}.get(len(answers), 0)
+    assert any("how it ended is not known" in text for text in shown) == (answers[-1] == "Invalid job id specified")
 
 
 PODS = {

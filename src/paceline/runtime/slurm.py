@@ -90,7 +90,7 @@ def _call(*command: str, given: str = "") -> str:
         raise LaunchError(f"{command[0]} did not end within {_COMMAND_S:g} s: is slurmctld up?") from None
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()[-1:]), f"code {done.returncode}")
-        raise LaunchError(f"{command[0]} failed: {said}", code="slurm")
+        raise LaunchError(f"{command[0]} failed: {said}", code="no-job" if "Invalid job id" in said else "slurm")
     return done.stdout
 
 
@@ -100,11 +100,8 @@ def submit(script: str) -> str:
 
 
 def _read_job(job: str) -> dict[str, str]:
-    """What `scontrol show job` says of a job, by its names; empty once Slurm has forgotten it."""
-    try:
-        return dict(re.findall(r"(\w+)=(\S*)", _call("scontrol", "--oneliner", "show", "job", job)))
-    except LaunchError:
-        return {}
+    """What `scontrol show job` says of a job, by its names."""
+    return dict(re.findall(r"(\w+)=(\S*)", _call("scontrol", "--oneliner", "show", "job", job)))
 
 
 def _find_lost_nodes(nodes: str) -> set[str]:
@@ -117,28 +114,37 @@ def _find_lost_nodes(nodes: str) -> set[str]:
 def follow(job: str, log: Path, show: Show) -> int:
     """Show what a job prints, its states, and nodes that are lost, until it has ended; returns its exit code.
 
-    A job that is requeued is followed on. An interrupt ends the following, and not the job.
+    A job that is requeued is followed on. An interrupt ends the following, and not the job. While Slurm does not answer,
+    it is asked again.
     """
-    state, nodes, named, place = "", "", set[str](), 0
+    state, nodes, named, place, trouble = "", "", set[str](), 0, ""
     try:
         while True:
-            found = _read_job(job)
-            nodes = nodes if found.get("NodeList", "(null)") == "(null)" else found["NodeList"]
+            found, lost, now, before, trouble = dict[str, str](), named, state, trouble, ""
+            try:
+                found = _read_job(job)
+                now = found.get("JobState", "UNKNOWN")
+                nodes = nodes if found.get("NodeList", "(null)") == "(null)" else found["NodeList"]
+                lost = _find_lost_nodes(nodes)
+            except LaunchError as error:
+                trouble, hint = str(error), "asking again"
+                if error.code == "no-job":  # which ended too long ago
+                    now, hint = "UNKNOWN", f"how it ended is not known; `sacct -j {job}` may say it"
+                if trouble != before:
+                    show("err", f"paceline: job {job}: {trouble}: {hint}\n")
             if log.exists():
                 with log.open(errors="replace") as file:
                     file.seek(place)
                     show("out", file.read())
                     place = file.tell()
-            lost = _find_lost_nodes(nodes)
             for node in sorted(lost - named):
                 hint = f"Slurm ends the job and requeues it; see `scontrol show node {node}`"
                 show("err", f"paceline: node {node} does not respond, its slurmd or the host is down: {hint}\n")
             named = lost
-            now = found.get("JobState", "COMPLETED" if state else "UNKNOWN")
             if now != state:
                 state, where = now, f" on {nodes}" if now == "RUNNING" else ""
                 show("err", f"paceline: job {job}: {now.lower()}{where}\n")
-            if state not in _WAITING:
+            if state and state not in _WAITING:
                 code = int(found.get("ExitCode", "0:0").partition(":")[0])
                 return 0 if state == "COMPLETED" else code or 1
             time.sleep(_POLL_S)
