@@ -5,19 +5,21 @@ from __future__ import annotations
 import ast
 import dataclasses
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.measure.hosts import Wanted, check_survey
+from paceline.measure.hosts import Wanted, check_survey, survey_hosts
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, LinkRecord, record_from_json, record_to_json
 from paceline.records.samples import Samples
 from paceline.records.store import Run
 from paceline.report.result import DoctorResult
-from paceline.runtime import agent
-from paceline.runtime.hosts import build_program, build_requests, explain_end, parse_hosts
+from paceline.runtime import agent, hosts
+from paceline.runtime.hosts import build_program, build_requests, explain_end, open_agents, parse_hosts
 from paceline.units import GIB, MIB
 from paceline.verbs.run import parse_variables, run
 
@@ -91,6 +93,23 @@ def test_a_host_runs_torchrun_with_its_own_place_and_interface():
     assert request["variables"]["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
+def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "_LEAVE_S", 0.2)
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nread line\nfor line in 1 2 3 4 5 6; do echo $line; done\n")  # and ends by itself
+    ssh.chmod(0o755)
+    shown = []
+
+    def show(stream: str, text: str) -> None:
+        time.sleep(0.15)
+        shown.append(text)
+
+    with open_agents(["a"], str(ssh)) as (one,):
+        one.show = show
+        one.tell("run")
+    assert shown == [f"[a] {line}\n" for line in range(1, 7)]
+
+
 GOOD = {
     "python": "3.12.1", "torch": "2.13.0+cpu", "paceline": "0.1.0", "folder": "", "program": True, "script": True,
     "free_bytes": {"/data": 50 * GIB, "/tmp": 50 * GIB}, "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
@@ -131,6 +150,28 @@ def test_hosts_that_are_alike_pass():
 def test_what_is_wrong_on_a_host_is_named_with_what_to_do(facts, name, status, advice):
     (found,) = check(facts)
     assert (found.name, found.status) == (name, status) and advice in found.advice
+
+
+@pytest.mark.parametrize("loop", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_the_address_of_a_host_is_one_that_others_reach(loop):
+    """Where the launcher's own host is reached by loopback, the other's route is not that to its own loopback."""
+    asked = {}
+
+    def make(name: str, place: str) -> SimpleNamespace:
+        def ask(what: str, **values) -> dict:
+            if what == "tell_route":
+                asked[name] = values["address"]
+            return {"tell_facts": {"reached_at": place}, "tell_time": {"time_s": 0.0}, "tell_route": {}}[what]
+
+        return SimpleNamespace(name=name, ask=ask)
+
+    survey_hosts([make("a", loop), make("b", "10.0.0.2")], WANTED)
+    assert asked == {"a": "10.0.0.2", "b": "10.0.0.2"}
+    survey_hosts([make("a", "10.0.0.1"), make("b", "10.0.0.2"), make("c", loop)], WANTED)
+    assert asked == {"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.1"}
+    asked.clear()
+    survey_hosts([make("a", loop)], WANTED)
+    assert asked == {"a": loop}
 
 
 def test_a_clock_that_is_only_read_late_is_not_blamed():

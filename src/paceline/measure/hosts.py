@@ -62,9 +62,10 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
         if wanted.interface:
             address = own["addresses"].get(wanted.interface, [""])[0]
             return own | {"address": address, "interface": wanted.interface}
-        places = [one["reached_at"] for one in found.values() if isinstance(one, dict) and one is not own]
-        places.sort(key=lambda address: address.startswith("127."))
-        return own | agent.ask("tell_route", address=(places or [own["reached_at"]])[0])
+        others = [one["reached_at"] for one in found.values() if isinstance(one, dict) and one is not own]
+        places = [*others, own["reached_at"]]
+        places.sort(key=lambda address: address.startswith("127.") or address == "::1")  # of no use to another host
+        return own | agent.ask("tell_route", address=places[0])
 
     return dict(zip(found, ask_all(agents, choose), strict=True))
 
