@@ -82,6 +82,7 @@ class Agent:
         self.show: Show | None = None  # who gets the output, once the ranks were started
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._said: list[str] = []
+        self._showing: set[str] = set()
         source = Path(agent.__file__).read_bytes()
         begin = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
         there = shlex.join(["env", *(f"{key}={value}" for key, value in variables.items()), python, "-c", begin])
@@ -105,10 +106,14 @@ class Agent:
                 text = line.decode(errors="replace")
                 is_frame = text.startswith("Traceback") or (is_frame and text.startswith(" "))
                 if self.show is not None:
-                    if text.startswith(f"[{self.name}:"):
-                        self.show(stream, text)
-                    elif not is_frame:  # those of torchrun itself say nothing about the ranks
-                        self.show(stream, f"[{self.name}] {text}")
+                    self._showing.add(stream)
+                    try:
+                        if text.startswith(f"[{self.name}:"):
+                            self.show(stream, text)
+                        elif not is_frame:  # those of torchrun itself say nothing about the ranks
+                            self.show(stream, f"[{self.name}] {text}")
+                    finally:
+                        self._showing.discard(stream)
                 elif stream == "err":
                     self._said.append(text)
                 elif text.startswith(agent.MARK):  # else it is from a login script
@@ -147,20 +152,28 @@ class Agent:
         """The exit code of what runs there; None while it does, 255 where the connection is lost."""
         return self._process.poll()
 
-    def _join(self) -> None:
-        for reader in self._readers:
-            reader.join(_LEAVE_S)
+    def _join(self, all_of_it: bool = True) -> None:
+        """Wait until the output was read, `all_of_it` however slowly it is shown. It need not end with ssh: a connection
+        that ssh keeps for later (ControlPersist) may hold it open."""
+        until_s = time.monotonic() + _LEAVE_S
+        while any(reader.is_alive() for reader in self._readers) and time.monotonic() < until_s:
+            if all_of_it and self._showing:
+                until_s = time.monotonic() + _LEAVE_S
+            time.sleep(_LOOK_S / 10)
 
     def close(self) -> None:
         """End the connection, and with it the agent and its ranks; does nothing the second time."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        has_ended = True
+        try:
             self._process.wait(_LEAVE_S)
-        self._process.kill()
-        self._process.wait()
-        self._join()
+        except subprocess.TimeoutExpired:
+            has_ended = False
+            self._process.kill()
+            self._process.wait()
+        self._join(all_of_it=has_ended)
 
 
 @contextlib.contextmanager
