@@ -153,8 +153,8 @@ class Agent:
         return self._process.poll()
 
     def _join(self, all_of_it: bool = True) -> None:
-        """Wait until the output was read, `all_of_it` however slowly it is shown. It need not end with ssh: a connection
-        that ssh keeps for later (ControlPersist) may hold it open."""
+        """Wait until the output was read, `all_of_it` however slowly it is shown. It need not end with ssh, which may
+        keep a connection for later (ControlPersist)."""
         until_s = time.monotonic() + _LEAVE_S
         while any(reader.is_alive() for reader in self._readers) and time.monotonic() < until_s:
             if all_of_it and self._showing:

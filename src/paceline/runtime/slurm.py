@@ -114,8 +114,8 @@ def _find_lost_nodes(nodes: str) -> set[str]:
 def follow(job: str, log: Path, show: Show) -> int:
     """Show what a job prints, its states, and nodes that are lost, until it has ended; returns its exit code.
 
-    A job that is requeued is followed on. An interrupt ends the following, and not the job. While Slurm does not answer,
-    it is asked again.
+    A job that is requeued is followed on, and Slurm is asked again when it does not answer. An interrupt ends the
+    following, and not the job.
     """
     state, nodes, named, place, trouble = "", "", set[str](), 0, ""
     try:
