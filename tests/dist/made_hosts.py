@@ -168,4 +168,6 @@ def find_commands(way: str) -> list[str]:
     """The commands of docs/several-hosts.md with this word in them."""
     text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "several-hosts.md").read_text())
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    return [line.strip() for block in blocks for line in block.splitlines() if way in line]
+    found = [line.strip() for block in blocks for line in block.splitlines() if way in line]
+    assert found, f"docs/several-hosts.md has no command with {way}"
+    return found

@@ -88,6 +88,7 @@ def cluster(tmp_path_factory) -> Iterator[MadeHosts]:
             start_service(made, "slurmd", name)
         wait_until(lambda: ask(made, "sinfo", "-h", "-o", "%t %D") == "idle 2", 60)
         yield made
+        made.expect_nothing_left(60)
 
 
 def make_environment(made: MadeHosts) -> dict[str, str]:
@@ -245,11 +246,13 @@ def test_a_job_that_fails_is_not_requeued(cluster, way):
 
 
 def test_the_answer_of_every_verb_is_printed_once(cluster):
-    job = submit(
-        cluster, "--", *shlex.split("paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo"), name="bench"
-    )
-    wait_for(cluster, job, "COMPLETED", "bench")
-    assert read_log(cluster, "bench", job).count("busbw") >= 1
+    (cluster.folder / "my runs").mkdir()
+    words = ["--folder", f"{cluster.folder}/my runs", "--sbatch", '--comment="a b" --exclusive']
+    bench = shlex.split("paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo")
+    job = submit(cluster, *words, "--", *bench, name="bench")
+    wait_for(cluster, job, "COMPLETED", "my runs/bench")
+    assert read_log(cluster, "my runs/bench", job).count("busbw") >= 1
+    assert "Comment=a b" in ask(cluster, "scontrol", "-o", "show", "job", job)
 
 
 @pytest.mark.parametrize("line", find_commands("--slurm"))

@@ -18,7 +18,7 @@ from tests.unit.kubernetes_schema import find_mistakes
 
 JOB = {
     "command": ["python", "train.py", "--text", "it's $HOME"], "name": "train", "nodes": 2, "ranks_per_node": 4,
-    "time": "1:00:00", "gpus_per_node": 0, "partition": "", "sbatch": (), "variables": {}, "folder": "",
+    "time": "1:00:00", "gpus_per_node": 0, "partition": "", "sbatch": "", "variables": {}, "folder": "",
     "grace_s": 90.0,
 }  # fmt: skip
 
@@ -30,11 +30,11 @@ def test_the_script_has_the_options_that_were_given_and_no_others():
         "job-name=train", "nodes=2", "ntasks-per-node=4", "time=1:00:00", "output=train-%j.log", "open-mode=append",
         "signal=USR1@90", "requeue",
     ]  # fmt: skip
-    given = {"partition": "gpu", "gpus_per_node": 8, "sbatch": ("--qos=high",)}
-    given |= {"variables": {"A": "x y"}, "folder": "/data"}
+    given = {"partition": "gpu", "gpus_per_node": 8, "sbatch": '--qos=high --comment="a b"'}
+    given |= {"variables": {"A": "x y"}, "folder": "/my data"}
     script = slurm.render_script(**JOB | given)
     options = re.findall(r"#SBATCH (.*)", script)
-    for option in ("--partition=gpu", "--gpus-per-node=8", "--qos=high", "--chdir=/data"):
+    for option in ("--partition=gpu", "--gpus-per-node=8", '--qos=high --comment="a b"', "--chdir='/my data'"):
         assert option in options
     assert "export A='x y'" in script.splitlines()
     assert "@" not in re.sub(r"USR1@\d+|\"\$@\"", "", script)
@@ -113,9 +113,20 @@ def test_a_job_that_has_saved_is_requeued_and_no_other(run_script, code, saved, 
     assert not Path(rank["PACELINE_SAVED"]).exists()
 
 
-def test_a_time_that_slurm_does_not_know_is_refused():
-    with pytest.raises(ConfigError, match="--time 1h: write minutes"):
-        slurm.render_script(**JOB | {"time": "1h"})
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"time": "1h"}, "--time 1h: write minutes"),
+        ({"name": "a b"}, "--name a b"),
+        ({"name": "../a"}, "--name ../a"),
+        ({"sbatch": "--comment='a"}, "no closing quotation"),
+        ({"sbatch": "qos=high"}, "begin with -"),
+        ({"folder": "a\nb"}, "one line each"),
+    ],
+)
+def test_what_slurm_does_not_know_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        slurm.render_script(**JOB | given)
 
 
 def test_no_file_of_the_user_is_replaced(monkeypatch, tmp_path):
@@ -226,7 +237,9 @@ def test_pods_meet_at_the_first_and_end_by_signals():
     assert start.startswith("exec torchrun ") and "--node-rank $JOB_COMPLETION_INDEX" in start
     assert "--nnodes 2 " in start and "--nproc-per-node 8 " in start and "--master-addr train-0.train " in start
     assert container["command"][3:] == ["paceline", "python", "train.py"]
-    assert pod["subdomain"] == service["metadata"]["name"] and pod["terminationGracePeriodSeconds"] == 60
+    assert pod["subdomain"] == service["metadata"]["name"] and pod["terminationGracePeriodSeconds"] == 65
+    assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "60"} in container["env"]
+    assert container["resources"]["requests"] == container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert {"name": "data", "persistentVolumeClaim": {"claimName": "claim"}} in pod["volumes"]
     (train,) = kubernetes.build_manifest(**PODS, kind="trainjob")
@@ -239,11 +252,24 @@ def test_pods_meet_at_the_first_and_end_by_signals():
         ({"image": ""}, "needs --image"),
         ({"name": "Train_1"}, "--name Train_1"),
         ({"volume": "data"}, "--volume data: write CLAIM:/PATH"),
+        ({"volume": "data-:/x"}, "--volume data-:/x"),
+        ({"volume": "data:/x:ro"}, "--volume data:/x:ro"),
+        ({"variables": {"PET_NNODES": "1"}}, "--env PET_"),
+        ({"kind": "trainjob", "grace_s": 90.0}, "--grace with --kind trainjob"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        kubernetes.build_manifest(**PODS | changes, kind="job")
+        kubernetes.build_manifest(**{"kind": "job"} | PODS | changes)
+
+
+@pytest.mark.parametrize("kind", kubernetes.KINDS)
+def test_words_and_values_arrive_as_they_were_given(kind):
+    """Kubernetes replaces $(NAME), and $$ by $; YAML has no pairs of surrogates."""
+    given = {"command": ["sh", "-c", "echo $(A) 😀"], "variables": {"A": "$(B)"}}
+    text = kubernetes.render_manifest(**PODS | given, kind=kind)
+    assert "echo $$(A) 😀" in text and '"$$(B)"' in text
+    assert kind == "trainjob" or "$JOB_COMPLETION_INDEX" in text
 
 
 @pytest.mark.parametrize("kind", kubernetes.KINDS)

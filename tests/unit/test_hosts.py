@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,28 @@ def test_a_host_runs_torchrun_with_its_own_place_and_interface():
     given = {"GLOO_SOCKET_IFNAME": "ib0"}
     (request,) = build_requests(program, "PY", {"a": 1}, interfaces, "10.0.0.1", 2000, given, 30)
     assert request["variables"]["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec cat > /dev/null\n")  # it never answers, and ends with its input
+    ssh.chmod(0o755)
+    ended, is_waiting = [], threading.Event()
+
+    def ask(one: hosts.Agent) -> None:
+        if one.name == "a":
+            is_waiting.wait(5)
+            raise KeyboardInterrupt
+        is_waiting.set()
+        try:
+            one.ask("tell_time")
+        except LaunchError as error:
+            ended.append(error.code)
+            raise
+
+    with open_agents(["a", "b"], str(ssh)) as agents, pytest.raises(KeyboardInterrupt):
+        hosts.ask_all(agents, ask)
+    assert ended == ["ssh"]  # and not "timeout"
 
 
 def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
@@ -238,6 +261,10 @@ def test_variables_are_given_or_taken_from_here(monkeypatch):
         ({"slurm": True, "nodes": 0}, "at least 1 of each"),
         ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),
         ({"hosts": "a", "dry_run": True}, "--dry-run with --hosts"),
+        ({"hosts": "a", "ssh": ""}, "--ssh is empty"),
+        ({"hosts": "a", "ssh": "ssh 'a"}, "no closing quotation"),
+        ({"hosts": "a", "port": 70000}, "--port 70000"),
+        ({"slurm": True, "gpus_per_node": -1}, "--gpus-per-node -1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, words):

@@ -202,7 +202,7 @@ def serve(logs: str) -> NoReturn:
             answer = known[request.pop("ask")](**request)
         except (OSError, ValueError) as error:
             answer = {"error": getattr(error, "strerror", None) or str(error)}
-        os.write(1, (MARK + json.dumps(answer) + "\n").encode())
+        os.write(1, ("\n" + MARK + json.dumps(answer) + "\n").encode())  # after what a login script printed
     code = 0
     if request.pop("ask") == "run":
         request["arguments"] = [logs if argument == LOGS else argument for argument in request["arguments"]]

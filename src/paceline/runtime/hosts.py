@@ -62,6 +62,14 @@ def parse_hosts(text: str) -> dict[str, int | None]:
     return hosts
 
 
+def split_words(option: str, text: str) -> list[str]:
+    """The words of an option, as a shell reads them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {str(error).lower()}; quote it as for a shell") from None
+
+
 def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
     """Why a connection ended before the agent answered, from ssh's exit code and what it printed."""
     if code in (126, 127):
@@ -181,10 +189,12 @@ def open_agents(
     names: Iterable[str], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None
 ) -> Iterator[list[Agent]]:
     """An agent on every host, being connected; who asks one finds out whether it could be reached."""
+    words = split_words("--ssh", ssh)
+    refuse((not words, "--ssh is empty: write how to call ssh, as in --ssh 'ssh -p 2222'"))
     with contextlib.ExitStack() as stack:
         agents = []
         for name in names:
-            agents.append(Agent(name, shlex.split(ssh), python or sys.executable, variables or {}))
+            agents.append(Agent(name, words, python or sys.executable, variables or {}))
             stack.callback(agents[-1].close)
         yield agents
 
@@ -199,7 +209,12 @@ def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | Pace
             return error
 
     with concurrent.futures.ThreadPoolExecutor(max(1, len(agents))) as workers:
-        return list(workers.map(call, agents))
+        try:
+            return list(workers.map(call, agents))
+        except BaseException:  # an interrupt: nobody waits for the answers
+            for one in agents:
+                one.close()
+            raise
 
 
 def build_program(command: Sequence[str], python: str) -> list[str]:

@@ -12,6 +12,7 @@ from paceline.errors import refuse
 KINDS = ("job", "trainjob")
 _PORT = 29400  # inside the pods, where nobody else is
 _RETRIES = 10
+GRACE_S, _LEAVE_S = 60.0, 5  # for the ranks to save, and for torchrun to end after them
 # By `exec`, torchrun gets the signal that ends a pod, and passes it on to the ranks. Pods find each other by the
 # Service; a pod of an indexed Job is called after its index.
 _START = (
@@ -22,7 +23,7 @@ _START = (
 
 def build_manifest(
     command: Sequence[str], *, name: str, image: str, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0,
-    variables: Mapping[str, str] | None = None, volume: str = "", folder: str = "", grace_s: float = 60.0,
+    variables: Mapping[str, str] | None = None, volume: str = "", folder: str = "", grace_s: float = GRACE_S,
     kind: str = "job",
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The objects of the manifest, as `kubectl` takes them.
@@ -34,14 +35,19 @@ def build_manifest(
         (not image, "--kubernetes needs --image: the container image with torch, Paceline and your program"),
         (not re.fullmatch(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?", name),
          f"--name {name}: pods need a name of lower-case letters, digits and -, that begins with a letter"),
-        (volume and not re.fullmatch(r"[a-z0-9.-]+:/.*", volume),
+        (any(key.startswith("PET_") for key in variables or {}), "--env PET_...: torchrun reads these; leave them out"),
+        (volume and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*", volume),
          f"--volume {volume}: write CLAIM:/PATH, a PersistentVolumeClaim and where to mount it"),
-        (kind == "trainjob" and (volume or folder),
-         "--volume and --folder with --kind trainjob: they belong to its training runtime; leave them out"),
+        (kind == "trainjob" and (volume or folder or grace_s != GRACE_S),
+         "--volume, --folder and --grace with --kind trainjob: they belong to its training runtime; leave them out"),
     )  # fmt: skip
-    own = {"PACELINE_RUN": name, "PYTHONUNBUFFERED": "1", **(variables or {})}
-    env = [{"name": key, "value": value} for key, value in own.items()]
-    resources = {"limits": {"nvidia.com/gpu": gpus_per_node}} if gpus_per_node else {}
+    own = {"PACELINE_RUN": name, "PYTHONUNBUFFERED": "1"}
+    if kind == "job":
+        own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(grace_s))
+    command = [word.replace("$", "$$") for word in command]  # Kubernetes replaces $(NAME)
+    env = [{"name": key, "value": value.replace("$", "$$")} for key, value in {**own, **(variables or {})}.items()]
+    gpus = {"nvidia.com/gpu": gpus_per_node}
+    resources = {"limits": gpus, "requests": gpus} if gpus_per_node else {}
     if kind == "trainjob":
         trainer = {
             "image": image, "command": ["torchrun", "--no-python", *command], "env": env, "numNodes": nodes,
@@ -62,7 +68,7 @@ def build_manifest(
     }  # fmt: skip
     container |= ({"workingDir": folder} if folder else {}) | ({"resources": resources} if resources else {})
     pod = {
-        "subdomain": name, "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": round(grace_s),
+        "subdomain": name, "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": round(grace_s) + _LEAVE_S,
         "containers": [container], "volumes": volumes,
     }  # fmt: skip
     spec = {
@@ -91,7 +97,7 @@ def _render(value: Any, indent: str) -> list[str]:
             else:
                 lines += [head, *inner]
         else:
-            lines.append(f"{head} {json.dumps(item)}")
+            lines.append(f"{head} {json.dumps(item, ensure_ascii=False)}")
     return lines
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.errors import ConfigError, LaunchError
-from paceline.runtime.hosts import Show
+from paceline.errors import ConfigError, LaunchError, refuse
+from paceline.runtime.hosts import Show, split_words
 
 _POLL_S = 1.0
 _COMMAND_S = 60.0
@@ -57,20 +57,32 @@ exit 75 # not finished
 
 def render_script(
     command: Sequence[str], name: str, nodes: int, ranks_per_node: int, gpus_per_node: int, time: str, partition: str,
-    sbatch: Sequence[str], variables: Mapping[str, str], folder: str, grace_s: float,
+    sbatch: str, variables: Mapping[str, str], folder: str, grace_s: float,
 ) -> str:  # fmt: skip
-    """The script for `sbatch`, with further options `sbatch`; empty and 0 are what the cluster chooses.
+    """The script for `sbatch`, with further options `sbatch` as typed; empty and 0 are what the cluster chooses.
 
     `grace_s` before its time limit the job is asked to save.
     """
     if time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         raise ConfigError(f"--time {time}: write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, as in 1:00:00")
+    refuse(
+        (
+            not re.fullmatch(r"[\w.-]+", name),
+            f"--name {name}: letters, digits, -, _ and . alone; files are named by it",
+        ),
+        (
+            split_words("--sbatch", sbatch)[:1] and not sbatch.startswith("-"),
+            f"--sbatch {sbatch}: options begin with -",
+        ),
+        ("\n" in sbatch + folder, "--sbatch and --folder: one line each"),
+    )
     options = {
         "job-name": name, "nodes": nodes, "ntasks-per-node": ranks_per_node, "gpus-per-node": gpus_per_node,
         "time": time, "partition": partition, "chdir": folder, "output": f"{name}-%j.log", "open-mode": "append",
         "signal": f"USR1@{round(grace_s)}",
     }  # fmt: skip
-    lines = [*(f"--{option}={value}" for option, value in options.items() if value), "--requeue", *sbatch]
+    lines = [f"--{option}={shlex.quote(str(value))}" for option, value in options.items() if value]
+    lines += ["--requeue", sbatch] if sbatch else ["--requeue"]
     exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in variables.items())
     texts = {
         "exports\n": exports, "ranks": str(ranks_per_node), "restarts": str(_RESTARTS), "command": shlex.join(command),

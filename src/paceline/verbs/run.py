@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,6 +52,8 @@ def run(
         (not command, "no command: write it behind --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
         (len(chosen) != 1, "give one of --hosts, --slurm and --kubernetes: where is the command to run?"),
         (grace < 1, f"--grace {grace:g}: at least 1 s"),
+        (gpus_per_node < 0, f"--gpus-per-node {gpus_per_node}: at least 0"),
+        (not 0 <= port < 65536, f"--port {port}: 1 to 65535, or 0 for one that is free"),
         (nodes < 1 or ranks_per_node < 1, f"--nodes {nodes}, --ranks-per-node {ranks_per_node}: at least 1 of each"),
     )
     (way,) = chosen
@@ -73,7 +74,7 @@ def run(
         return 0
     script = scheduler.render_script(
         build_program(command, sys.executable), name, nodes, ranks_per_node, gpus_per_node, time, partition,
-        shlex.split(sbatch), variables, folder, grace,
+        sbatch, variables, folder, grace,
     )  # fmt: skip
     show("out", script)
     if dry_run:

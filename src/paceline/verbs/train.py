@@ -162,10 +162,11 @@ def _train(
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             raise
         mark = os.environ.get("PACELINE_SAVED")  # of `run --slurm`, which requeues the job
-        if mark and folder is not None and outcome.signal in (signal.SIGTERM, signal.SIGUSR1):
-            if session.is_leader:
+        if mark and outcome.signal in (signal.SIGTERM, signal.SIGUSR1):
+            if folder is not None:  # on rank 0
                 Path(mark).write_text("saved\n")
-            raise SystemExit(0)
+            if folder is not None or not session.is_leader:
+                raise SystemExit(0)
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             _interrupt(session.signal or outcome.signal)
         if whole is not None:
