@@ -141,13 +141,13 @@ def test_no_file_of_the_user_is_replaced(monkeypatch, tmp_path):
 
 
 def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeypatch, tmp_path):
-    log, polls = tmp_path / "log", []
+    log, polls = tmp_path / "my log", []
     states = [
         ("JobState=PENDING NodeList=(null)", "", ""),
-        ("JobState=RUNNING NodeList=n[1-2]", "n1 allocated\nn2 allocated\n", "one\n"),
+        (f"JobState=RUNNING NodeList=n[1-2] StdOut={log} Power=\n", "n1 allocated\nn2 allocated\n", "one\n"),
         ("JobState=RUNNING NodeList=n[1-2]", "n1 allocated\nn2 allocated*\n", "two\n"),
         ("JobState=PENDING NodeList=(null)", "n1 idle\nn2 down*\n", ""),
-        ("JobState=RUNNING NodeList=n1", "n1 allocated\n", "three\n"),
+        (f"JobState=RUNNING NodeList=n1 StdOut={log} Power= Socks/Node=*\n", "n1 allocated\n", "three\n"),
         ("JobState=FAILED NodeList=n1 ExitCode=3:0", "n1 idle\n", ""),
     ]
 
@@ -162,7 +162,7 @@ def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeyp
     monkeypatch.setattr(slurm, "_call", call)
     monkeypatch.setattr(slurm, "_POLL_S", 0)
     shown: list[tuple[str, str]] = []
-    assert slurm.follow("7", log, lambda *item: shown.append(item)) == 3
+    assert slurm.follow("7", tmp_path / "given", lambda *item: shown.append(item)) == 3
     assert "".join(text for stream, text in shown if stream == "out") == "one\ntwo\nthree\n"
     said = [text for stream, text in shown if stream == "err"]
     assert sum("node n2 does not respond" in text for text in said) == 1

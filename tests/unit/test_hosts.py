@@ -116,6 +116,16 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
     assert ended == ["ssh"]  # and not "timeout"
 
 
+def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\ncat > /dev/null\n')
+    ssh.chmod(0o755)
+    with open_agents(["a"], str(ssh), variables={"TOKEN": "secret", "PYTHONPATH": "/mine"}):
+        pass
+    words = (tmp_path / "words").read_text()
+    assert "PYTHONPATH=/mine" in words and "secret" not in words
+
+
 def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "_LEAVE_S", 0.2)
     ssh = tmp_path / "ssh"

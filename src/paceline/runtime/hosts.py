@@ -31,6 +31,7 @@ _OPTIONS = (
     "ServerAliveCountMax=3",  # a lost host is noticed after 15 s
 )  # fmt: skip
 _ANSWER_S = 20.0
+_FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # variables that decide what the agent finds
 _BEAT_S = 5.0
 _LOOK_S = 0.05
 _AFTERMATH_S = 1.0  # after the first failure, for the others to say what they know: one of them may be the cause
@@ -93,7 +94,9 @@ class Agent:
         self._showing: set[str] = set()
         source = Path(agent.__file__).read_bytes()
         begin = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
-        there = shlex.join(["env", *(f"{key}={value}" for key, value in variables.items()), python, "-c", begin])
+        # The others, which may be secret, come with the request to run: a command line is seen by all users of a host.
+        own = [f"{key}={value}" for key, value in variables.items() if key.startswith(_FOR_PYTHON)]
+        there = shlex.join(["env", *own, python, "-c", begin])
         try:
             self._process = subprocess.Popen(
                 [*ssh, *_OPTIONS, name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -113,7 +113,8 @@ def submit(script: str) -> str:
 
 def _read_job(job: str) -> dict[str, str]:
     """What `scontrol show job` says of a job, by its names."""
-    return dict(re.findall(r"(\w+)=(\S*)", _call("scontrol", "--oneliner", "show", "job", job)))
+    said = _call("scontrol", "--oneliner", "show", "job", job)
+    return dict(re.findall(r"(\w+)=(.*?)(?=\s+[\w:/]+=|\s*$)", said))
 
 
 def _find_lost_nodes(nodes: str) -> set[str]:
@@ -135,6 +136,7 @@ def follow(job: str, log: Path, show: Show) -> int:
             found, lost, now, before, trouble = dict[str, str](), named, state, trouble, ""
             try:
                 found = _read_job(job)
+                log = Path(found.get("StdOut", log))  # which --sbatch may have named
                 now = found.get("JobState", "UNKNOWN")
                 nodes = nodes if found.get("NodeList", "(null)") == "(null)" else found["NodeList"]
                 lost = _find_lost_nodes(nodes)
