@@ -24,7 +24,10 @@ from .reading import expect_none
 FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
-PREPARED = {"_allreduce": "bench:allreduce", "_predict": "predict:predict", "_train": "train:train"}
+PREPARED = {
+    "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_train": "train:train", "_tune": "tune:tune",
+    "_attach": "attach:attach", "_watch": "attach:attach",
+}  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")
 
 

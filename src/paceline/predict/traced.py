@@ -29,6 +29,8 @@ _LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_
 # Between two of these there is at most one backward. The second of each is ours.
 _FORWARDS, _MARKS = ("DistributedDataParallel.forward", "forward"), re.compile(r"ProfilerStep#\d+|step \d+")
 _OPTIMIZER = "Optimizer.step#"
+# Where a step of a program ends that was attached to: `measure.attach` writes it, inside of the optimizer's range.
+_STEP_END = "paceline: step"
 # As torch's profiler names element types, in lower case and without their namespace.
 _ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2}
 _INTEGERS = ("int", "long", "byte", "char", "bool", "unsigned", "signed")
@@ -85,6 +87,22 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
         (not steps, "it has no whole step: trace two or more, up to the end of an optimizer step"), error=RecordError
     )
     return steps
+
+
+def mark_steps(trace: RankTrace) -> RankTrace:
+    """The trace of a program that was attached to, with a range `step N` for each whole step."""
+    timed = [e for e in trace.events if e["ph"] == "X" and e.get("cat") == "user_annotation"]
+    optimizers = [e for e in timed if e["name"].startswith(_OPTIMIZER)]
+    ends = []
+    for mark in sorted((e for e in timed if e["name"] == _STEP_END), key=_begin):
+        around = [_end(e) for e in optimizers if e["ts"] <= mark["ts"] <= _end(e)]
+        ends.append(max(_end(mark), *around, 0.0) + 1e-3)  # so that the optimizer's range is inside
+    places = {key: value for e in timed[:1] for key, value in e.items() if key in ("pid", "tid")}
+    steps = [
+        {"ph": "X", "cat": "user_annotation", "name": f"step {number}", "ts": begin, "dur": end - begin, **places}
+        for number, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]
+    return replace(trace, events=[*trace.events, *steps])
 
 
 def _find_backwards(timed: Sequence[Event], ranges: Sequence[Event]) -> list[_Backward]:
