@@ -50,8 +50,7 @@ _HOMES = {
     "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
-    "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",),
-    "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.predict": ("predict_trace",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
@@ -63,8 +62,8 @@ __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach", "bench",
-    "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict", "predict_trace", "profile",
-    "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "trace", "train", "tune",
+    "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict",
+    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "trace", "train", "tune",
 ]  # fmt: skip
 
 

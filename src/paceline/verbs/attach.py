@@ -43,7 +43,9 @@ _ROUNDS, _TURN_STEPS = 7, 7
 # The least steps with which there is something to record, and how many are recorded after how many others.
 _LEAST_STEPS, _RECORDED, _BEFORE = 8, 8, 10
 # How long a program may take to end once all of its ranks were asked to.
-_END_S, _POLL_S = 60.0, 0.2
+_END_S, _POLL_S = 60.0, 0.3
+# Of a program that is watched for long, the last ones.
+_MOST_STEPS = 5000
 
 
 def attach(
@@ -69,7 +71,7 @@ def attach(
            code="launched")  # fmt: skip
     verb = "tune attach" if race else "watch" if every else "profile attach"
     config: dict[str, Any] = {"command": words, "steps": steps, "stop": stop or race, "every": every, "plans": {}}
-    with open_session(verb, config, out=out, progress=progress) as session, _make_folder() as folder:
+    with open_session(verb, config, out=out, progress=progress) as session, _make_folder(session.folder) as folder:
         program = _Program(words, session)
         warmup, record = _share_out(steps)
         variables = {"STEPS": steps, "WARMUP": warmup, "RECORD": record, "EVERY": every, "STOP": int(stop or race)}
@@ -94,8 +96,9 @@ def _share_out(steps: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _make_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="paceline-attach-", ignore_cleanup_errors=True) as folder:
+def _make_folder(place: Path | None) -> Iterator[Path]:
+    """For the files of the ranks: where the run is saved, which other hosts may see, too."""
+    with tempfile.TemporaryDirectory(dir=place, prefix=".paceline-attach-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
@@ -108,29 +111,47 @@ class _Rank:
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, float, float, float]] = field(default_factory=list)
 
-    @classmethod
-    def read(cls, path: Path) -> _Rank:
-        rank = cls(path.parent)
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that is being written
-                found = json.loads(line)
-                rank.steps += [(int(number), *times) for number, *times in found.pop("steps", ())]
-                rank.about |= found
-        return rank
+    def add(self, line: bytes) -> None:
+        found = json.loads(line)
+        self.steps += [(int(number), *times) for number, *times in found.pop("steps", ())]
+        del self.steps[:-_MOST_STEPS]
+        self.about |= found
 
     @property
     def number(self) -> int:
         return int(self.about["rank"])
 
+    @property
+    def is_over(self) -> bool:
+        return "num_steps" in self.about
 
-def _read_ranks(folder: Path) -> list[_Rank]:
-    """By rank; of two processes that say to be the same one, that with more steps."""
-    found: dict[int, _Rank] = {}
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        rank = _Rank.read(path)
-        if "rank" in rank.about and len(rank.steps) >= len(found[rank.number].steps if rank.number in found else ()):
-            found[rank.number] = rank
-    return [found[number] for number in sorted(found)]
+
+class _Folder:
+    """The files of a program that is being observed, read as they grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[Path, tuple[int, _Rank]] = {}
+
+    def read(self) -> list[_Rank]:
+        """What the ranks have written until now, by rank; of two processes that say to be one, that with more steps."""
+        for path in self.path.glob("rank-*.jsonl"):
+            place, rank = self._known.get(path, (0, _Rank(self.path)))
+            with path.open("rb") as file:
+                file.seek(place)
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
+            for line in whole.splitlines():
+                rank.add(line)
+            self._known[path] = place + len(whole), rank
+        found = [rank for _, rank in self._known.values() if "rank" in rank.about]
+        chosen = {rank.number: rank for rank in sorted(found, key=lambda rank: len(rank.steps))}
+        return [chosen[number] for number in sorted(chosen)]
+
+    def is_over(self) -> bool:
+        """Whether all ranks have written all of it."""
+        ranks = self.read()
+        return bool(ranks) and all(r.is_over for r in ranks) and len(ranks) >= int(ranks[0].about["world_size"])
 
 
 class _Program:
@@ -147,24 +168,26 @@ class _Program:
         given["PACELINE_BUCKET_CAP_MB"] = ",".join(f"{cap!r}" for cap in caps)
         quiet = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # torch 2.13 writes lines when a profile starts and stops
         process = subprocess.Popen(self._command, env=quiet | given, stdout=2)
-        is_interrupted, lines = False, _Lines(folder, variables.get("EVERY", 0), self._session)
+        is_interrupted, files = False, _Folder(folder)
+        lines = _Lines(files, variables["EVERY"] if self._session.progress is not False else 0)
         try:
-            is_interrupted = self._wait(process, folder, bool(variables["STOP"]), lines.show)
+            is_interrupted = self._wait(process, files, bool(variables["STOP"]), lines.show)
         finally:
+            code = process.poll()
             _end(process)
-        ranks = _read_ranks(folder)
-        least = 0 if not ranks else min(len(rank.steps) for rank in ranks)
+        ranks = files.read()
+        least, stops = min((len(rank.steps) for rank in ranks), default=0), bool(variables["STOP"])
+        if is_interrupted and (stops or least <= _RACE_WARMUP):
+            raise KeyboardInterrupt
         if least <= _RACE_WARMUP:
-            if is_interrupted:
-                raise KeyboardInterrupt
-            raise LaunchError(self._explain(process.returncode, folder, least), code="not-attached")
+            raise LaunchError(self._explain(code, folder, least), code="not-attached")
         if is_interrupted:
             self._session.warnings.append("interrupted: fewer steps were observed than asked for")
-        elif process.returncode:
-            self._session.config["failure"] = f"{shlex.join(self._command)} ended with exit code {process.returncode}"
+        elif code and not (stops and files.is_over()):  # how ranks end that were stopped says nothing
+            self._session.config["failure"] = f"{shlex.join(self._command)} ended with exit code {code}"
         return ranks
 
-    def _wait(self, process: subprocess.Popen[bytes], folder: Path, stops: bool, show: Callable[[], None]) -> bool:
+    def _wait(self, process: subprocess.Popen[bytes], files: _Folder, stops: bool, show: Callable[[], None]) -> bool:
         """Until it ends; whether it was interrupted. Ctrl-C reaches the program, too, which may save first."""
         asked_s = 0.0
         while process.poll() is None:
@@ -172,7 +195,7 @@ class _Program:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
                 show()
-                if stops and not asked_s and _are_over(folder):
+                if stops and not asked_s and files.is_over():
                     asked_s = time.monotonic()
                 if asked_s and time.monotonic() - asked_s > _END_S:
                     self._session.warnings.append(f"its ranks stopped, and it did not end within {_END_S:.0f} s")
@@ -197,12 +220,6 @@ class _Program:
         return f"{ended} after {steps + 1} steps: that is too few to observe; let it train longer"
 
 
-def _are_over(folder: Path) -> bool:
-    ranks = _read_ranks(folder)
-    is_over = all("num_steps" in rank.about for rank in ranks)
-    return bool(ranks) and is_over and len(ranks) >= int(ranks[0].about["world_size"])
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the program where it still runs: launchers end their ranks."""
     for number, wait_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
@@ -215,14 +232,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 class _Lines:
     """A line on stderr for each part of a run that is watched."""
 
-    def __init__(self, folder: Path, every: int, session: Session) -> None:
-        self._folder, self._every, self._shown = folder, every, 0
-        self._is_on = bool(every) and session.progress is not False
+    def __init__(self, files: _Folder, every: int) -> None:
+        self._files, self._every, self._shown = files, every, 0
 
     def show(self) -> None:
-        if not self._is_on:
-            return
-        ranks = _read_ranks(self._folder)
+        ranks = self._files.read() if self._every else []
         count = min((max((step[0] for step in rank.steps), default=0) for rank in ranks), default=0)
         while ranks and self._shown + self._every <= count:
             first, self._shown = self._shown, self._shown + self._every
