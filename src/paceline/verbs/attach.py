@@ -165,7 +165,7 @@ class _Program:
         folder.mkdir(parents=True)
         given = {f"PACELINE_ATTACH_{name}": str(value) for name, value in variables.items()}
         given |= {"PACELINE_ATTACH": str(folder.resolve()), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-        given["PACELINE_BUCKET_CAP_MB"] = ",".join(f"{cap!r}" for cap in caps)
+        given |= {"PACELINE_BUCKET_CAP_MB": ",".join(map(repr, caps))} if caps else {}
         quiet = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # torch 2.13 writes lines when a profile starts and stops
         process = subprocess.Popen(self._command, env=quiet | given, stdout=2)
         is_interrupted, files = False, _Folder(folder)

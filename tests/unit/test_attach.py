@@ -1,0 +1,197 @@
+"""What runs inside of a user's program: it observes, stops when asked, changes nothing, and never breaks torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from paceline import autoload
+from paceline.measure import attach
+from paceline.measure.attach import Observer, Settings, read_settings
+from paceline.predict import traced
+
+VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER", "PACELINE_BUCKET_CAP_MB")
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was(monkeypatch) -> Iterator[None]:
+    """Hooks of an observer stay in its process, which is this one."""
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))
+    monkeypatch.setattr(attach, "_observer", None)
+    monkeypatch.setattr(attach.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(attach.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    init, fetch = DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__
+    yield
+    DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__ = init, fetch
+
+
+class Program:
+    """A plain loop in this process."""
+
+    def __init__(self, count: int = 1) -> None:
+        torch.manual_seed(0)
+        self.models = [torch.nn.Linear(4, 4) for _ in range(count)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
+        self.loader = DataLoader(torch.randn(64, 4), batch_size=2)
+
+    def train(self, steps: int) -> None:
+        for _, inputs in zip(range(steps), iter(self.loader), strict=False):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+
+def observe(folder: Path, **settings: object) -> Observer:
+    observer = Observer(Settings(folder, **settings))
+    observer.install()
+    return observer
+
+
+def read(folder: Path) -> dict:
+    (path,) = folder.glob("rank-0-*.jsonl")
+    found: dict = {"steps": []}
+    for line in path.read_text().splitlines():
+        part = json.loads(line)
+        found |= part | {"steps": [*found["steps"], *part.get("steps", [])]}
+    return found
+
+
+def test_without_variables_nothing_is_loaded_and_torch_stays_as_it_is(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    loaded, init = set(sys.modules), DistributedDataParallel.__init__
+    autoload.start()
+    assert set(sys.modules) == loaded and DistributedDataParallel.__init__ is init
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_an_error_never_leaves_the_entry_point(monkeypatch, capsys, tmp_path, variable):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "below"))  # neither a folder that can be made, nor a number
+    monkeypatch.setattr(autoload, "_CALLS", [*autoload._CALLS[1:], ("PACELINE_WRAPPER", "paceline.none", "none")])
+    autoload.start()
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and variable in captured.err
+
+
+def test_the_settings_are_those_of_the_variables():
+    assert read_settings({"PACELINE_ATTACH": "folder"}) == Settings(Path("folder"))
+    given = {"PACELINE_ATTACH": "f", "PACELINE_ATTACH_STEPS": "0", "PACELINE_ATTACH_STOP": "1"}
+    found = read_settings(given | {"PACELINE_BUCKET_CAP_MB": "1,25", "PACELINE_ATTACH_EVERY": "5"})
+    assert found == Settings(Path("f"), steps=0, every=5, stops=True, caps=(1.0, 25.0))
+
+
+def test_the_name_of_the_mark_is_the_one_that_is_looked_for():
+    assert attach.STEP_END == traced._STEP_END
+
+
+def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
+    observe(tmp_path, steps=16, warmup=6, record=4)
+    Program().train(20)
+    found = read(tmp_path)
+    assert [step[0] for step in found["steps"]] == list(range(2, 17))
+    for _, step_s, data_s, optimizer_s in found["steps"]:
+        assert 0 < data_s < step_s and 0 < optimizer_s < step_s and data_s + optimizer_s < step_s
+    assert found["recorded"] == [7, 11] and found["num_steps"] == 16 and found["is_whole"]
+    assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
+    events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
+    named = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert named.count(attach.STEP_END) == 5 and named.count("Optimizer.step#SGD.step") >= 4
+    steps = traced.mark_steps(traced.RankTrace(0, 1, "cpu", "box", 0, events))
+    assert [e["name"] for e in steps.events[len(events) :]] == [f"step {n}" for n in range(4)]
+
+
+def test_the_weights_are_the_same_bits(tmp_path):
+    plain, seen = Program(2), Program(2)
+    plain.train(20)
+    observe(tmp_path, steps=12, warmup=4, record=3)
+    seen.train(20)
+    for one, other in zip(plain.models, seen.models, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_optimizers_that_take_turns_are_one_step(tmp_path):
+    observe(tmp_path, steps=8, record=0)
+    Program(2).train(12)
+    assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 9))
+
+
+def test_an_optimizer_that_runs_a_closure_has_no_time_of_its_own(tmp_path):
+    observe(tmp_path, steps=6, record=0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        optimizer.step(closure)
+    assert {step[3] for step in read(tmp_path)["steps"]} == {0.0}
+
+
+def test_times_are_written_on_the_way(tmp_path):
+    observe(tmp_path, steps=0, record=0, every=4)
+    Program().train(10)
+    found = read(tmp_path)
+    assert [step[0] for step in found["steps"]] == list(range(2, 9)) and "num_steps" not in found
+
+
+def test_a_program_that_profiles_itself_is_not_recorded(tmp_path):
+    observe(tmp_path, steps=12, warmup=4, record=3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        Program().train(14)
+    found = read(tmp_path)
+    assert "trace" not in found and found["not_recorded"] and len(found["steps"]) == 11
+
+
+def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatch):
+    observe(tmp_path, steps=8, record=0, stops=True)
+    program, ended = Program(), []
+    with pytest.raises(SystemExit) as exit_:
+        program.train(20)
+    assert exit_.value.code == 0 and read(tmp_path)["num_steps"] == 8
+    # One that catches everything is ended at last.
+    monkeypatch.setattr(attach.os, "_exit", lambda code: ended.append(code) or sys.exit(code))
+    for _ in range(attach._MOST_EXITS):
+        with pytest.raises(SystemExit):
+            program.train(1)
+    assert ended == [0]
+
+
+def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch):
+    observer = observe(tmp_path, steps=8, record=0, stops=True)
+
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(observer, "_advance", fail)
+    Program().train(12)
+    assert read(tmp_path)["error"] == "RuntimeError: no more"
+
+
+@pytest.mark.parametrize(("caps", "found"), [((4.0,), (4.0, None)), ((1.0, 2.0), (1.0, [1.0, 2.0])), ((), (9, None))])
+def test_the_wrapper_gets_the_caps_that_were_asked_for(monkeypatch, caps, found):
+    seen = []
+
+    def init(self, module, device_ids=None, bucket_cap_mb=None, bucket_cap_mb_list=None) -> None:
+        torch.nn.Module.__init__(self)
+        seen.append((module, device_ids, bucket_cap_mb, bucket_cap_mb_list))
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", init)
+    Observer(Settings(None, caps=caps)).install()
+    DistributedDataParallel("net", None, 9)
+    assert seen == [("net", None, *found)]
