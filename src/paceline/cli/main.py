@@ -136,7 +136,7 @@ add_command(
     "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
 add_command(
-    profile, "attach", _attach, "command steps:attach stop",
+    profile, "attach", _attach, "command folder steps:attach stop",
     "Your own program, without an edit of it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Where the time of a step goes, what bounds it, and the bucket size to paste, with its predicted gain.",
 )  # fmt: skip
@@ -193,6 +193,7 @@ def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
 
 
 def _watch(*, command: list[str] | None = None, every: int = 50, **given: Any) -> Any:
+    refuse((every < 1, f"--every {every}: at least 1 is needed"))
     return _attach(command=command, steps=0, every=every, **given)
 
 

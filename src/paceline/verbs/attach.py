@@ -49,8 +49,9 @@ _MOST_STEPS = 5000
 
 
 def attach(
-    command: Sequence[str], *, steps: int = 48, stop: bool = False, every: int = 0, race: bool = False,
-    caps: Sizes = (), budget: float | None = None, out: Place = None, progress: bool | None = None,
+    command: Sequence[str] = (), *, folder: Place = None, steps: int = 48, stop: bool = False, every: int = 0,
+    race: bool = False, caps: Sizes = (), budget: float | None = None, out: Place = None,
+    progress: bool | None = None,
 ) -> AttachedResult:  # fmt: skip
     """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
 
@@ -58,11 +59,14 @@ def attach(
     then the program goes on, or with `stop` ends on all ranks after the same step. `every` so many steps a line says
     how long they take. With `race` it is run again and again for a few steps, in turns with its own buckets and with
     the best ones or those of `caps`, for at most `budget` seconds. With `out` the run is saved in a folder there.
+    `folder`, instead of a command: what a program wrote that ran with PACELINE_ATTACH set to it.
     """
     check_counts(steps=steps or None, every=every or None)
     words = list(command)
     refuse(
-        (not words, "no command is given: write it behind --, as in `paceline profile -- python train.py`"),
+        (not words and folder is None,
+         "no command is given: write it behind --, as in `paceline profile -- python train.py`"),
+        (words and folder is not None, f"--folder {folder} and a command: give one of them"),
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
         (0 < steps < _LEAST_STEPS, f"--steps {steps}: at least {_LEAST_STEPS} are needed, of which some are warm-up"),
         (stop and not steps, "--stop with --steps 0: say after how many steps the program is to stop"),
@@ -71,11 +75,11 @@ def attach(
            code="launched")  # fmt: skip
     verb = "tune attach" if race else "watch" if every else "profile attach"
     config: dict[str, Any] = {"command": words, "steps": steps, "stop": stop or race, "every": every, "plans": {}}
-    with open_session(verb, config, out=out, progress=progress) as session, _make_folder(session.folder) as folder:
+    with open_session(verb, config, out=out, progress=progress) as session, _make_folder(session.folder) as place:
         program = _Program(words, session)
         warmup, record = _share_out(steps)
         variables = {"STEPS": steps, "WARMUP": warmup, "RECORD": record, "EVERY": every, "STOP": int(stop or race)}
-        ranks = program.run(folder / "observed", variables)
+        ranks = program.run(place / "observed", variables) if folder is None else _load_folder(Path(folder))
         traces, traced, why = _read_traces(ranks)
         session.warnings += why
         records = [_build_record(ranks, traced, ""), *traced]
@@ -84,8 +88,15 @@ def attach(
 
             write_new(session.folder / "trace.json.gz", render_trace(merge_traces(traces)))
         if race:
-            records += _race(program, folder, session, records, list_sizes(caps), budget)
+            records += _race(program, place, session, records, list_sizes(caps), budget)
         return cast("AttachedResult", finish(session, records))
+
+
+def _load_folder(path: Path) -> list[_Rank]:
+    ranks = _Folder(path).read() if path.is_dir() else []
+    found = [rank for rank in ranks if len(rank.steps) > _RACE_WARMUP]
+    refuse((not found, f"--folder {path}: no rank wrote steps there: run the program with PACELINE_ATTACH={path}"))
+    return found
 
 
 def _share_out(steps: int) -> tuple[int, int]:

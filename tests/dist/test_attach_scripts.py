@@ -1,0 +1,131 @@
+"""Programs as users write them, none of which mentions us: attached, they do the same, and the answer is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+
+TESTS = Path(__file__).parents[1]
+SCRIPTS, ROOT = TESTS / "scripts", TESTS.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+# The launcher of each, more arguments, and the package that it needs.
+PROGRAMS = {
+    "plain_loop": (TORCHRUN, [], ""),
+    "mixed_precision": ([sys.executable], [], ""),
+    "accumulate": (TORCHRUN, [], ""),
+    "gan": (TORCHRUN, [], ""),
+    "compiled": (TORCHRUN, ["--compiler", "aot_eager"], ""),
+    "uneven": (TORCHRUN, [], ""),
+    "char_gpt": (TORCHRUN, [], ""),
+    "cnn": (TORCHRUN, [], ""),
+    "accelerate_loop": ([*ACCELERATE, "--mixed_precision", "no", "--dynamo_backend", "no"], [], "accelerate"),
+    "hf_trainer": (TORCHRUN, [], "transformers"),
+    "lightning_module": ([sys.executable], [], "lightning"),
+    "fabric_loop": ([sys.executable], [], "lightning"),
+}
+
+
+def build_command(name: str, *more: str) -> list[str]:
+    launcher, arguments, needed = PROGRAMS[name]
+    if needed and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    return [*launcher, str(SCRIPTS / f"{name}.py"), *arguments, *more]
+
+
+def flatten(values: dict) -> dict[str, torch.Tensor]:
+    found = {}
+    for key, value in values.items():
+        found |= {f"{key}.{k}": v for k, v in flatten(value).items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def test_there_are_twelve_and_none_mentions_us():
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == set(PROGRAMS) and len(PROGRAMS) == 12
+    assert not [path.name for path in SCRIPTS.glob("*.py") if "paceline" in path.read_text().lower()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_attached_program_has_the_same_weights_to_the_bit_and_an_answer(name, tmp_path):
+    files = [tmp_path / "plain.pt", tmp_path / "attached.pt"]
+    plain, attached = (build_command(name, "--steps", "40", "--save", str(file)) for file in files)
+    done = subprocess.run(plain, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = paceline.attach(attached, steps=32, progress=False)
+    assert result.failure == "" and result.steps.world_size == 2 and result.steps.timing.num_ranks == 2
+    assert result.steps.backend == "gloo" and result.buckets is not None, result.warnings
+    assert result.step_s > 0 and result.verdict in ("use", "keep") and result.bottleneck.text in result.text(None)
+    assert sum(result.buckets.traced.layout) == result.buckets.job.num_bytes
+    one, other = (flatten(torch.load(file)) for file in files)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("data", ["--decode-ms", "2", "--batch-size", "16"]),
+        ("late rank", ["--slow-rank-ms", "40"]),
+        ("buckets", ["--bucket-cap-mb", "0.001", "--depth", "24", "--width", "128", "--batch-size", "128"]),
+        ("batch", ["--batch-size", "1", "--width", "1024", "--depth", "8"]),
+    ],
+)
+def test_a_planted_bottleneck_is_named(kind, arguments):
+    command = build_command("plain_loop", "--steps", "200", *arguments)
+    result = paceline.attach(command, steps=48, stop=True, progress=False)
+    assert result.bottleneck.kind == kind, result.text(None)
+    if kind == "late rank":
+        assert "rank 1" in result.bottleneck.text
+
+
+@pytest.mark.slow
+def test_tuning_runs_the_program_again_under_other_caps():
+    command = build_command("plain_loop", "--steps", "200", "--width", "512", "--bucket-cap-mb", "0.001")
+    result = paceline.attach(command, race=True, steps=24, progress=False)
+    assert result.race is not None and result.race.num_rounds == 7
+    labels = [record.label for record in result.records if getattr(record, "note", "") == "confirmed"]
+    assert labels[0] == "as it is" and labels[1].startswith("bucket_cap_mb=")
+    layouts = {record.label: record.bucket_bytes for record in result.records if record.kind == "step"}
+    assert len(layouts[labels[1]]) < len(layouts["as it is"]) == 10
+    assert result.verdict in ("use", "default", "flat", "undecided")
+
+
+@pytest.mark.slow
+def test_a_program_that_is_watched_prints_lines_and_runs_to_its_end(capfd, tmp_path):
+    file = tmp_path / "weights.pt"
+    command = build_command("plain_loop", "--steps", "61", "--save", str(file))
+    result = paceline.attach(command, steps=0, every=20, progress=True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("paceline: step ")]
+    assert [line.split(":")[1].strip() for line in lines] == ["step 20", "step 40", "step 60"]
+    assert file.exists() and result.run.verb == "watch" and result.steps.timing.count >= 40
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    """As they stand there, in a folder with a program of that name, by programs of those names."""
+    text = (ROOT / "docs" / "your-own-script.md").read_text()
+    lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    commands = [line.partition(" #")[0].strip() for line in lines if line.startswith("paceline ")]
+    assert len(commands) >= 4
+    (tmp_path / "train.py").write_text((SCRIPTS / "plain_loop.py").read_text())
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run"), ("paceline", "-m paceline")):
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    for command in commands:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=230, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+        assert "A step of Sequential on 2 ranks (gloo, cpu) takes" in done.stdout, command
