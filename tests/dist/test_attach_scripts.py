@@ -129,3 +129,39 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
         done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=230, check=False)
         assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
         assert "A step of Sequential on 2 ranks (gloo, cpu) takes" in done.stdout, command
+
+
+def train_rebucketed(gradient_as_bucket_view: bool, static_graph: bool) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Buckets after each change of the caps, and the weights at the end; of one that was never changed with caps None."""
+    from paceline.measure.attach import rebucket
+
+    with paceline.init("gloo", announce=None) as world:
+        layouts, weights = [], []
+        for plans in ([], [[0.01], [0.05], [], [0.02, 0.2]]):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+            model = torch.nn.parallel.DistributedDataParallel(
+                net, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for number in range(20):
+                if plans and number % 5 == 0:
+                    rebucket(model, plans[number // 5])
+                optimizer.zero_grad()
+                model(torch.full((4, 64), 0.1 * (world.rank + 1))).square().mean().backward()
+                optimizer.step()
+                if number % 5 == 4:
+                    sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+                    layouts.append([int(size) for size in sizes.split(",")])
+            weights.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+        return layouts, weights
+
+
+@pytest.mark.parametrize("options", [(False, False), (True, True)])
+def test_a_wrapper_with_another_reducer_is_as_if_it_had_been_made_with_those_caps(on_ranks, options):
+    (layouts, weights), (others, _) = on_ranks(2, train_rebucketed, *options)
+    assert layouts == others
+    own, changed = layouts[:4], layouts[4:]
+    assert all(sizes == own[0] for sizes in own) and len(own[0]) == 1
+    assert [len(sizes) for sizes in changed] == [6, 2, 1, 2] and all(sum(sizes) == sum(own[0]) for sizes in changed)
+    assert torch.equal(*weights)  # sums of two ranks do not depend on buckets

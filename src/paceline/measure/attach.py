@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ _MOST_EXITS = 3
 
 class Settings(NamedTuple):
     """Of `steps` (0: all), `record` are recorded, after `warmup` others. `every` so many steps their times are written,
-    not only at the end. `caps` are MiB, instead of the program's own."""
+    not only at the end. `caps` are MiB, instead of the program's own. `race`: from step `first` on, `turns` of `length`
+    steps, each the number of one of `plans`, which are caps; no caps are the program's own."""
 
     folder: Path | None
     steps: int = 48
@@ -47,6 +48,7 @@ class Settings(NamedTuple):
     every: int = 0
     stops: bool = False
     caps: tuple[float, ...] = ()
+    race: dict[str, Any] | None = None
 
 
 def read_settings(variables: Mapping[str, str]) -> Settings:
@@ -56,7 +58,8 @@ def read_settings(variables: Mapping[str, str]) -> Settings:
     counts: dict[str, Any] = {name: int(text) for name, text in given.items() if text}
     caps = tuple(float(part) for part in variables.get("PACELINE_BUCKET_CAP_MB", "").split(",") if part.strip())
     stops = variables.get("PACELINE_ATTACH_STOP", "0") not in ("", "0")
-    return Settings(None if not folder else Path(folder), stops=stops, caps=caps, **counts)
+    race = json.loads(variables.get("PACELINE_ATTACH_RACE") or "null")
+    return Settings(None if not folder else Path(folder), stops=stops, caps=caps, race=race, **counts)
 
 
 _observer: Observer | None = None
@@ -210,10 +213,24 @@ class Observer:
             self._mark()
         elif is_due:
             self._start_recording()
+        if settings.race is not None:
+            self._take_turn(settings.race, number)
         if settings.every and number % settings.every == 0:
             self._write({})
         if settings.steps and number >= settings.steps:
             self._finish()
+
+    def _take_turn(self, race: dict[str, Any], number: int) -> None:
+        """Between two turns: note the buckets of the one, and give the wrappers those of the other."""
+        turn, place = divmod(number - race["first"], race["length"])
+        if number < race["first"] or place or turn > len(race["turns"]):
+            return
+        for wrapper in [found for one in self._wrapped if (found := one()) is not None]:
+            if turn:
+                sizes = _describe(wrapper).get("rebuilt_bucket_sizes", "")
+                self._head.setdefault("layouts", {})[str(race["turns"][turn - 1])] = sizes
+            if turn < len(race["turns"]):
+                rebucket(wrapper, race["plans"][race["turns"][turn]])
 
     def _start_recording(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -278,6 +295,34 @@ class Observer:
             sys.stderr.flush()
             os._exit(0)
         raise SystemExit(0)
+
+
+def rebucket(wrapper: Any, caps: Sequence[float]) -> None:
+    """Give torch's wrapper other buckets between two steps, as if it had been made with these caps (MiB); without any,
+    those it was made with. As after its making, the buckets are final from the second step on."""
+    if wrapper.mixed_precision is not None:
+        raise NotImplementedError("a wrapper with mixed_precision keeps its buckets")
+    names = ("_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default")
+    own = vars(wrapper).setdefault("_own_buckets", {name: getattr(wrapper, name, None) for name in names})
+    for name, value in own.items():
+        setattr(wrapper, name, value)
+    if caps and own["_bucket_config"] is not None:
+        one, several = (None, list(caps)) if len(caps) > 1 else (caps[0], None)
+        wrapper._bucket_config = type(own["_bucket_config"]).create(one, several, False)
+        wrapper.bucket_bytes_cap = wrapper._bucket_config.bucket_bytes_cap
+    elif caps:  # torch before 2.13
+        wrapper.bucket_bytes_cap, wrapper.bucket_bytes_cap_default = int(caps[0] * 2**20), False
+    is_static, wrapper.static_graph = wrapper.static_graph, False
+    wrapper._remove_autograd_hooks()
+    wrapper.logger = wrapper.reducer = None
+    parameters, expect_sparse = wrapper._build_params_for_reducer()
+    named = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse, named, is_static)
+    wrapper._has_rebuilt_buckets = False
+    if is_static:
+        wrapper._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        dist._register_comm_hook(wrapper.reducer, state, hook)
 
 
 def _describe(wrapper: Any) -> dict[str, Any]:

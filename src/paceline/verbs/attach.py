@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
 # Steps of a program that are not timed: torch's wrapper makes its buckets in the second.
 _WARMUP, _RACE_WARMUP = 4, 3
-# A race: the least rounds that give an interval for two plans, and the steps of a turn.
-_ROUNDS, _TURN_STEPS = 7, 7
+# A race inside of one run: its steps, and those of a turn, of which the first are not timed. And one of short runs: the
+# least rounds that give an interval for two plans, and the timed steps of a turn.
+_RACE_STEPS, _SWITCH_STEPS, _TURN_STEPS = 145, 2, 3
+_RUNS, _RUN_STEPS = 7, 7
 # The least steps with which there is something to record, and how many are recorded after how many others.
 _LEAST_STEPS, _RECORDED, _BEFORE = 8, 8, 10
 # How long a program may take to end once all of its ranks were asked to.
@@ -171,12 +173,15 @@ class _Program:
     def __init__(self, command: Sequence[str], session: Session) -> None:
         self._command, self._session = command, session
 
-    def run(self, folder: Path, variables: Mapping[str, int], caps: Sequence[float] = ()) -> list[_Rank]:
+    def run(
+        self, folder: Path, variables: Mapping[str, int], caps: Sequence[float] = (), race: Mapping[str, Any] | None = None
+    ) -> list[_Rank]:
         """Run it, attached; what its ranks wrote. LaunchError where it failed before there was anything."""
         folder.mkdir(parents=True)
         given = {f"PACELINE_ATTACH_{name}": str(value) for name, value in variables.items()}
         given |= {"PACELINE_ATTACH": str(folder.resolve()), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
         given |= {"PACELINE_BUCKET_CAP_MB": ",".join(map(repr, caps))} if caps else {}
+        given |= {"PACELINE_ATTACH_RACE": json.dumps(race)} if race else {}
         quiet = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # torch 2.13 writes lines when a profile starts and stops
         process = subprocess.Popen(self._command, env=quiet | given, stdout=2)
         is_interrupted, files = False, _Folder(folder)
@@ -286,37 +291,43 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
     return traces, steps, list(why)
 
 
-def _build_record(ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord], label: str, **more: Any) -> StepRecord:
-    """The steps that all ranks have and none recorded, as one record."""
+def _build_record(
+    ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord], label: str, only: Sequence[int] = (), **more: Any
+) -> StepRecord:
+    """The steps that all ranks have and none recorded, or `only` these, as one record."""
     about = ranks[0].about
     first, last = about.get("recorded", (0, -1))
     common = set.intersection(*(({step[0] for step in rank.steps}) for rank in ranks))
     settled = _RACE_WARMUP if label else _WARMUP
     used = sorted(number for number in common if number > settled and not first <= number <= last)
-    used = used or sorted(common)
+    used = list(only) or used or sorted(common)
     by_rank = [{step[0]: step for step in rank.steps} for rank in ranks]
 
     def build(place: int, numbers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(float(steps[number][place]) for steps in by_rank) for number in numbers)
 
     wrapper = next(iter(about.get("wrappers") or ()), {})
-    buckets = wrapper.get("rebuilt_bucket_sizes") or wrapper.get("bucket_sizes") or ""
+    buckets = _read_sizes(wrapper.get("rebuilt_bucket_sizes") or wrapper.get("bucket_sizes"))
     backend = next((step.backend for step in traced if step.backend), "") or wrapper.get("backend_name")
     return StepRecord(
         model=str(wrapper.get("module_name") or "the program"), wrapper="torch" if wrapper else "none",
         backend=str(backend or about["backend"]), device=about["device"], world_size=int(about["world_size"]),
         batch_size=1, timing=Samples(build(1, used), build(1, [n for n in sorted(common) if n <= settled])),
         data_wait=Samples(build(2, used)), optimizer=Samples(build(3, used)), threads=int(about["threads"]),
-        cap_bytes=max(0, int(wrapper.get("bucket_cap_bytes", 0))), label=label,
-        bucket_bytes=tuple(int(size) for size in str(buckets).split(",") if size.strip().isdigit()), **more,
+        cap_bytes=max(0, int(wrapper.get("bucket_cap_bytes", 0))), label=label, **{"bucket_bytes": buckets, **more},
     )  # fmt: skip
+
+
+def _read_sizes(text: str | None) -> tuple[int, ...]:
+    """Of torch's wrapper: bytes with commas between."""
+    return tuple(int(size) for size in (text or "").split(",") if size.strip().isdigit())
 
 
 def _race(
     program: _Program, folder: Path, session: Session, records: Sequence[Record], caps: Sequence[int],
     budget: float | None,
 ) -> list[StepRecord]:  # fmt: skip
-    """Short runs in turns: as the program is, and with other buckets."""
+    """The program as it is, and with other buckets, in turns."""
     from paceline.records.store import Run
     from paceline.report.attached import NOW, AttachedResult
 
@@ -327,28 +338,77 @@ def _race(
     plans: dict[str, dict[str, Any]] = {NOW: {}}
     for cap in caps:
         plans[format_bytes(cap)] = {"bucket_cap_mb": cap / MIB}
-    if not caps:
-        best = seen.buckets.candidate
+    best = seen.buckets.candidate
+    if not caps and best.estimate.cuts != seen.buckets.now.estimate.cuts:
         plans[f"bucket_cap_mb={best.cap_mib:g}"] = {"bucket_cap_mb": best.cap_mib}
         if seen.cap_list and takes_cap_lists():
             plans["bucket_cap_mb_list"] = seen.cap_list
+    if len(plans) < 2:
+        session.warnings.append("there is no race: the buckets that it has are those that are predicted best")
+        return []
     session.config["plans"] = plans
-    variables = {"STEPS": _RACE_WARMUP + _TURN_STEPS, "WARMUP": 0, "RECORD": 0, "EVERY": 0, "STOP": 1}
-    turns: dict[str, list[StepRecord]] = {label: [] for label in plans}
-    rounds, begin_s = _ROUNDS + len(plans) - 2, time.monotonic()
+    found = _race_inside(program, folder, session, plans, seen.step_s, budget)
+    return found or _race_runs(program, folder, session, plans, budget)
+
+
+def _list_caps(plan: Mapping[str, Any]) -> list[float]:
+    return [cap for value in plan.values() for cap in (value if isinstance(value, list) else [value])]
+
+
+def _order(count: int, rounds: int) -> list[int]:
+    """Turns of plans, by number: each is first in as many rounds as last."""
+    return [turn for number in range(rounds) for turn in range(count)[:: 1 if number % 2 == 0 else -1]]
+
+
+def _race_inside(
+    program: _Program, folder: Path, session: Session, plans: Mapping[str, Mapping[str, Any]], step_s: float,
+    budget: float | None,
+) -> list[StepRecord]:  # fmt: skip
+    """One run, in which torch's wrapper gets other buckets between steps; nothing where that cannot be done."""
+    length = _SWITCH_STEPS + _TURN_STEPS
+    rounds = _RACE_STEPS // (length * len(plans))
+    if budget is not None:
+        rounds = max(2, min(rounds, int(budget / (step_s * length * len(plans)))))
+    turns = _order(len(plans), rounds)
+    race = {"plans": [*map(_list_caps, plans.values())], "turns": turns, "first": _RACE_WARMUP, "length": length}
+    variables = {"STEPS": _RACE_WARMUP + length * len(turns), "WARMUP": 0, "RECORD": 0, "EVERY": 0, "STOP": 1}
+    try:
+        ranks = program.run(folder / "race", variables, race=race)
+    except LaunchError:
+        ranks = []
+    why = next((rank.about["error"] for rank in ranks if "error" in rank.about), "the program ended early")
+    if not ranks or not all(rank.is_over and rank.about["num_steps"] == variables["STEPS"] for rank in ranks):
+        session.config.pop("failure", None)
+        session.warnings.append(f"torch's wrapper could not change its buckets in one run, so that each turn is one: {why}")
+        return []
+    records = []
+    for number, label in enumerate(plans):
+        begins = [_RACE_WARMUP + length * place for place, turn in enumerate(turns) if turn == number]
+        used = [begin + step for begin in begins for step in range(_SWITCH_STEPS + 1, length + 1)]
+        sizes = _read_sizes(ranks[0].about.get("layouts", {}).get(str(number)))
+        records.append(_build_record(ranks, (), label, used, note=RACED, steps_per_turn=_TURN_STEPS, bucket_bytes=sizes))
+    return records
+
+
+def _race_runs(
+    program: _Program, folder: Path, session: Session, plans: Mapping[str, Mapping[str, Any]], budget: float | None
+) -> list[StepRecord]:
+    """Short runs in turns, each with the buckets that its wrapper is made with."""
+    variables = {"STEPS": _RACE_WARMUP + _RUN_STEPS, "WARMUP": 0, "RECORD": 0, "EVERY": 0, "STOP": 1}
+    runs: dict[str, list[StepRecord]] = {label: [] for label in plans}
+    rounds, begin_s = _RUNS + len(plans) - 2, time.monotonic()
     for number in range(rounds):
         elapsed_s = time.monotonic() - begin_s
         if budget is not None and number and elapsed_s * (number + 1) / number > budget:
             session.warnings.append(f"the race ended after {format_number_of(number, 'round')}: raise --budget")
             break
-        # Each plan is first in as many rounds as last.
-        for label in list(plans)[:: 1 if number % 2 == 0 else -1]:
-            given = [cap for value in plans[label].values() for cap in (value if isinstance(value, list) else [value])]
-            ranks = program.run(folder / f"round-{number}-{list(plans).index(label)}", variables, given)
-            turns[label].append(_build_record(ranks, (), label, note=RACED))
+        for turn in _order(len(plans), 2)[(number % 2) * len(plans) :][: len(plans)]:
+            label = list(plans)[turn]
+            ranks = program.run(folder / f"round-{number}-{turn}", variables, _list_caps(plans[label]))
+            runs[label].append(_build_record(ranks, (), label, note=RACED))
         if session.progress:
             print(f"paceline: tune: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return [_join(records) for records in turns.values()]
+    return [_join(records) for records in runs.values()]
 
 
 def _join(turns: Sequence[StepRecord]) -> StepRecord:
