@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -95,7 +96,10 @@ class Observer:
         self._path = Path()
 
     def install(self) -> None:
-        self._watch_wrapper()
+        ours = sys.modules.get("paceline.parallel.ddp")  # there where it takes the place of torch's
+        for kind in (torch.nn.parallel.DistributedDataParallel, getattr(ours, "DDP", None)):
+            if kind is not None:
+                self._watch_wrapper(kind)
         if self._settings.folder is None:
             return
         self._settings.folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +108,8 @@ class Observer:
         register_optimizer_step_post_hook(self._after_optimizer)
         self._watch_loaders()
 
-    def _watch_wrapper(self) -> None:
+    def _watch_wrapper(self, kind: Any) -> None:
         """Note every wrapper that is made, and give it the caps that were asked for."""
-        kind: Any = torch.nn.parallel.DistributedDataParallel
         original, caps = kind.__init__, self._settings.caps
         signature = inspect.signature(original)
 
@@ -298,8 +301,17 @@ class Observer:
 
 
 def rebucket(wrapper: Any, caps: Sequence[float]) -> None:
-    """Give torch's wrapper other buckets between two steps, as if it had been made with these caps (MiB); without any,
-    those it was made with. As after its making, the buckets are final from the second step on."""
+    """Give a wrapper other buckets between two steps, as if it had been made with these caps (MiB); without any, those
+    it was made with. As after its making, the buckets are final from the second step on."""
+    one, several = (None, caps) if len(caps) > 1 else (next(iter(caps), None), None)
+    if hasattr(wrapper, "_options"):  # ours
+        options = vars(wrapper).setdefault("_own_options", wrapper._options)
+        if caps:
+            several = None if several is None else tuple(several)
+            options = dataclasses.replace(options, plan=None, bucket_cap_mb=one, bucket_cap_mb_list=several)
+        wrapper._options = options
+        wrapper._set_up()
+        return
     if wrapper.mixed_precision is not None:
         raise NotImplementedError("a wrapper with mixed_precision keeps its buckets")
     names = ("_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default")
@@ -307,7 +319,6 @@ def rebucket(wrapper: Any, caps: Sequence[float]) -> None:
     for name, value in own.items():
         setattr(wrapper, name, value)
     if caps and own["_bucket_config"] is not None:
-        one, several = (None, list(caps)) if len(caps) > 1 else (caps[0], None)
         wrapper._bucket_config = type(own["_bucket_config"]).create(one, several, False)
         wrapper.bucket_bytes_cap = wrapper._bucket_config.bucket_bytes_cap
     elif caps:  # torch before 2.13
@@ -328,4 +339,4 @@ def rebucket(wrapper: Any, caps: Sequence[float]) -> None:
 def _describe(wrapper: Any) -> dict[str, Any]:
     """What torch's wrapper says of itself: its buckets, its options."""
     data = {key: value for key, value in wrapper._get_ddp_logging_data().items() if isinstance(value, int | str)}
-    return data | {"class": type(wrapper).__qualname__, "num_parameters": sum(1 for _ in wrapper.parameters())}
+    return data | {"is_ours": hasattr(wrapper, "_options")}

@@ -175,6 +175,8 @@ class AttachedResult(Result):
         """What to paste, by where."""
         if not self.caps:
             return {}
+        if self.steps.wrapper == "paceline":
+            return {"paceline": f"paceline.DDP(model, {_write_arguments(self.caps)})"}
         lines = {"torch": _write_call(self.caps)}
         if self.cap_list:
             lines["torch 2.13"] = _write_call(self.cap_list)
@@ -261,7 +263,7 @@ class AttachedResult(Result):
             "step_s": self.step_s, "exposed_s": self.exposed_s, "world_size": self.steps.world_size,
             "backend": self.steps.backend, "device": self.steps.device, "num_steps": self.steps.timing.count,
             "bottleneck": self.bottleneck.kind, "bottlenecks": [one._asdict() for one in self.bottlenecks],
-            "verdict": self.verdict, "caps": self.caps, "cap_list": self.cap_list, "lines": self.lines,
+            "verdict": self.verdict, "arguments": self.caps, "plan": self.cap_list or self.caps, "lines": self.lines,
             "gain": gain[0], "gain_low": gain[1], "gain_high": gain[2],
             "measured_gain": None if measured is None else 1 - measured.value,
         }  # fmt: skip

@@ -310,7 +310,7 @@ def _build_record(
     buckets = _read_sizes(wrapper.get("rebuilt_bucket_sizes") or wrapper.get("bucket_sizes"))
     backend = next((step.backend for step in traced if step.backend), "") or wrapper.get("backend_name")
     return StepRecord(
-        model=str(wrapper.get("module_name") or "the program"), wrapper="torch" if wrapper else "none",
+        model=str(wrapper.get("module_name") or "the program"), wrapper="none" if not wrapper else "paceline" if wrapper["is_ours"] else "torch",
         backend=str(backend or about["backend"]), device=about["device"], world_size=int(about["world_size"]),
         batch_size=1, timing=Samples(build(1, used), build(1, [n for n in sorted(common) if n <= settled])),
         data_wait=Samples(build(2, used)), optimizer=Samples(build(3, used)), threads=int(about["threads"]),
