@@ -18,7 +18,7 @@ import paceline
 TESTS = Path(__file__).parents[1]
 SCRIPTS, ROOT = TESTS / "scripts", TESTS.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
 # The launcher of each, more arguments, and the package that it needs.
 PROGRAMS = {
     "plain_loop": (TORCHRUN, [], ""),
@@ -29,7 +29,7 @@ PROGRAMS = {
     "uneven": (TORCHRUN, [], ""),
     "char_gpt": (TORCHRUN, [], ""),
     "cnn": (TORCHRUN, [], ""),
-    "accelerate_loop": ([*ACCELERATE, "--mixed_precision", "no", "--dynamo_backend", "no"], [], "accelerate"),
+    "accelerate_loop": ([*ACCELERATE, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"], [], "accelerate"),
     "hf_trainer": (TORCHRUN, [], "transformers"),
     "lightning_module": ([sys.executable], [], "lightning"),
     "fabric_loop": ([sys.executable], [], "lightning"),
@@ -126,13 +126,14 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     for command in commands:
-        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=230, check=False)
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 230}
+        done = subprocess.run(command, shell=True, check=False, **options)
         assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
         assert "A step of Sequential on 2 ranks (gloo, cpu) takes" in done.stdout, command
 
 
 def train_rebucketed(gradient_as_bucket_view: bool, static_graph: bool) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Buckets after each change of the caps, and the weights at the end; of one that was never changed with caps None."""
+    """Buckets every five steps and the weights at the end, of a wrapper that stays and of one that changes."""
     from paceline.measure.attach import rebucket
 
     with paceline.init("gloo", announce=None) as world:

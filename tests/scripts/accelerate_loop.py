@@ -18,7 +18,8 @@ torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
 dtype = torch.float64 if args.double else torch.float32
 generator = torch.Generator().manual_seed(3)
-inputs = torch.randn(args.steps * args.accumulate * 16 * accelerator.num_processes, 64, generator=generator, dtype=dtype)
+count = args.steps * args.accumulate * 16 * accelerator.num_processes
+inputs = torch.randn(count, 64, generator=generator, dtype=dtype)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)).to(dtype)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -74,7 +74,7 @@ def list_bottlenecks(
         # A rank that waits for its data is late because of that.
         own_s = waits[lateness.rank] - min(waits) if lateness.rank < len(waits) else 0.0
         text = f"the others wait {format_duration(lateness.mean_s)} of each step for rank {lateness.rank}, last in "
-        text += f"{lateness.share:.0%} of them: look at its cores, its GPU's clock, its data, and the size of its batches"
+        text += f"{lateness.share:.0%} of them: look at its cores, its GPU's clock, its data and its batches"
         found.append(Bottleneck("late rank", max(0.0, lateness.mean_s - own_s), text))
     if buckets is not None:
         write, gain_s = buckets

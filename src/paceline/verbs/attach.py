@@ -174,8 +174,9 @@ class _Program:
         self._command, self._session = command, session
 
     def run(
-        self, folder: Path, variables: Mapping[str, int], caps: Sequence[float] = (), race: Mapping[str, Any] | None = None
-    ) -> list[_Rank]:
+        self, folder: Path, variables: Mapping[str, int], caps: Sequence[float] = (),
+        race: Mapping[str, Any] | None = None,
+    ) -> list[_Rank]:  # fmt: skip
         """Run it, attached; what its ranks wrote. LaunchError where it failed before there was anything."""
         folder.mkdir(parents=True)
         given = {f"PACELINE_ATTACH_{name}": str(value) for name, value in variables.items()}
@@ -309,8 +310,9 @@ def _build_record(
     wrapper = next(iter(about.get("wrappers") or ()), {})
     buckets = _read_sizes(wrapper.get("rebuilt_bucket_sizes") or wrapper.get("bucket_sizes"))
     backend = next((step.backend for step in traced if step.backend), "") or wrapper.get("backend_name")
+    name = "none" if not wrapper else "paceline" if wrapper["is_ours"] else "torch"
     return StepRecord(
-        model=str(wrapper.get("module_name") or "the program"), wrapper="none" if not wrapper else "paceline" if wrapper["is_ours"] else "torch",
+        model=str(wrapper.get("module_name") or "the program"), wrapper=name,
         backend=str(backend or about["backend"]), device=about["device"], world_size=int(about["world_size"]),
         batch_size=1, timing=Samples(build(1, used), build(1, [n for n in sorted(common) if n <= settled])),
         data_wait=Samples(build(2, used)), optimizer=Samples(build(3, used)), threads=int(about["threads"]),
@@ -379,14 +381,15 @@ def _race_inside(
     why = next((rank.about["error"] for rank in ranks if "error" in rank.about), "the program ended early")
     if not ranks or not all(rank.is_over and rank.about["num_steps"] == variables["STEPS"] for rank in ranks):
         session.config.pop("failure", None)
-        session.warnings.append(f"torch's wrapper could not change its buckets in one run, so that each turn is one: {why}")
+        session.warnings.append(f"each turn was a run: the wrapper could not change its buckets in one ({why})")
         return []
     records = []
     for number, label in enumerate(plans):
         begins = [_RACE_WARMUP + length * place for place, turn in enumerate(turns) if turn == number]
         used = [begin + step for begin in begins for step in range(_SWITCH_STEPS + 1, length + 1)]
         sizes = _read_sizes(ranks[0].about.get("layouts", {}).get(str(number)))
-        records.append(_build_record(ranks, (), label, used, note=RACED, steps_per_turn=_TURN_STEPS, bucket_bytes=sizes))
+        more = {"note": RACED, "steps_per_turn": _TURN_STEPS, "bucket_bytes": sizes}
+        records.append(_build_record(ranks, (), label, used, **more))
     return records
 
 
