@@ -63,8 +63,8 @@ __all__ = [
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach", "bench",
     "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict",
-    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "trace", "train",
-    "tune",
+    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown",
+    "split_parameters", "trace", "train", "tune",
 ]  # fmt: skip
 
 

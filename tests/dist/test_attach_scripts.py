@@ -18,7 +18,10 @@ import paceline
 TESTS = Path(__file__).parents[1]
 SCRIPTS, ROOT = TESTS / "scripts", TESTS.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+ACCELERATE = [
+    sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+    "--mixed_precision", "no", "--dynamo_backend", "no",
+]  # fmt: skip
 # The launcher of each, more arguments, and the package that it needs.
 PROGRAMS = {
     "plain_loop": (TORCHRUN, [], ""),
@@ -29,7 +32,7 @@ PROGRAMS = {
     "uneven": (TORCHRUN, [], ""),
     "char_gpt": (TORCHRUN, [], ""),
     "cnn": (TORCHRUN, [], ""),
-    "accelerate_loop": ([*ACCELERATE, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"], [], "accelerate"),
+    "accelerate_loop": (ACCELERATE, [], "accelerate"),
     "hf_trainer": (TORCHRUN, [], "transformers"),
     "lightning_module": ([sys.executable], [], "lightning"),
     "fabric_loop": ([sys.executable], [], "lightning"),
