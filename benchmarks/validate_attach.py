@@ -28,7 +28,7 @@ from limited_link import PORT, linked_hosts
 
 import paceline
 from paceline.records.samples import compare_times
-from paceline.units import MIB, format_ms
+from paceline.units import format_ms, parse_size
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "plain_loop.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -97,7 +97,7 @@ def judge_link(rate: str, steps: int) -> None:
             now_s = raced[0].timing.median_s
             errors, measured = [], {}
             for record, size in zip(raced[1:], CAPS.split(","), strict=True):
-                cuts = tuned.buckets.job.cut(paceline_size(size))
+                cuts = tuned.buckets.job.cut(parse_size(size))
                 gain = tuned.buckets.model.estimate_gain(cuts, tuned.buckets.now.estimate.cuts)[0]
                 measured[size] = record.timing.median_s
                 errors.append(abs(tuned.step_s * (1 - gain) / measured[size] - 1))
@@ -110,10 +110,6 @@ def judge_link(rate: str, steps: int) -> None:
                 print(f"  chosen: {tuned.race.winner}, {format_ms(race[tuned.race.winner].timing.median_s)} ms")
             regret = chosen_s / min(chosen_s, *measured.values()) - 1
             print(f"  verdict {tuned.verdict}; error {statistics.fmean(errors):.1%}, regret {regret:.1%}")
-
-
-def paceline_size(text: str) -> int:
-    return int(text.removesuffix("KiB")) * 1024 if text.endswith("KiB") else int(text.removesuffix("MiB")) * MIB
 
 
 def main() -> None:

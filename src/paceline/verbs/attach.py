@@ -44,8 +44,8 @@ _RACE_STEPS, _SWITCH_STEPS, _TURN_STEPS = 145, 2, 3
 _RUNS, _RUN_STEPS = 7, 7
 # The least steps with which there is something to record, and how many are recorded after how many others.
 _LEAST_STEPS, _RECORDED, _BEFORE = 8, 8, 10
-# How long a program may take to end once all of its ranks were asked to.
-_END_S, _POLL_S = 60.0, 0.3
+# How long a program may take to end once all of its ranks were asked to, and ranks once the first has.
+_END_S, _LAST_S, _POLL_S = 60.0, 5.0, 0.3
 # Of a program that is watched for long, the last ones.
 _MOST_STEPS = 5000
 
@@ -192,6 +192,9 @@ class _Program:
         finally:
             code = process.poll()
             _end(process)
+        until_s = time.monotonic() + _LAST_S
+        while files.read() and not files.is_over() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)  # a rank that is not a child of the command may end after it
         ranks = files.read()
         least, stops = min((len(rank.steps) for rank in ranks), default=0), bool(variables["STOP"])
         if is_interrupted and (stops or least <= _RACE_WARMUP):
