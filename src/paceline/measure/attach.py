@@ -161,9 +161,12 @@ class Observer:
         try:
             if not self._tail:
                 self._note_optimizer(optimizer, has_closure=len(args) > 1 or kwargs.get("closure") is not None)
+            elif "error" in self._tail and id(optimizer) == self._last:
+                self._num_steps += 1
         except Exception as error:
             self._give_up(error)
-        if self._settings.stops and "num_steps" in self._tail:
+        # What failed here must not keep a program running that is to be stopped.
+        if self._settings.stops and self._tail and self._num_steps >= self._settings.steps:
             self._exit()
 
     def _note_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:

@@ -136,7 +136,7 @@ class _Rank:
 
     @property
     def is_over(self) -> bool:
-        return "num_steps" in self.about
+        return "num_steps" in self.about or "error" in self.about
 
 
 class _Folder:
@@ -382,7 +382,7 @@ def _race_inside(
     except LaunchError:
         ranks = []
     why = next((rank.about["error"] for rank in ranks if "error" in rank.about), "the program ended early")
-    if not ranks or not all(rank.is_over and rank.about["num_steps"] == variables["STEPS"] for rank in ranks):
+    if not ranks or not all(rank.about.get("num_steps") == variables["STEPS"] for rank in ranks):
         session.config.pop("failure", None)
         session.warnings.append(f"each turn was a run: the wrapper could not change its buckets in one ({why})")
         return []
