@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,3 +199,9 @@ def test_the_wrapper_gets_the_caps_that_were_asked_for(monkeypatch, caps, found)
     Observer(Settings(None, caps=caps)).install()
     DistributedDataParallel("net", None, 9)
     assert seen == [("net", None, *found)]
+
+
+def test_torch_is_told_of_the_entry_point():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    found = tomllib.loads(text)["project"]["entry-points"]["torch.backends"]["paceline_autoload"]
+    assert found == f"{autoload.__name__}:{autoload.start.__name__}"

@@ -117,7 +117,8 @@ class AttachedResult(Result):
             return None
         best, curve = self.buckets.best.estimate, self.buckets.costs.curve
         took_s = sum(curve.estimate_s(bucket.num_bytes) for bucket in best.step.buckets)
-        computes_s = self.buckets.job.local_s - min(self.buckets.job.local_s, self.waits.median_s)
+        job = self.buckets.job  # what grows with a batch: not the optimizer
+        computes_s = max(0.0, job.before_s + job.backward_s - self.waits.median_s)
         return took_s, max(0.0, best.exposed_s), computes_s
 
     def _list_rows(self, recorded: Sequence[TracedStepRecord]) -> list[RankRow]:
