@@ -230,6 +230,10 @@ class AttachedResult(Result):
     @property
     def findings(self) -> Sequence[str]:
         lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
+        if self.race is not None and self.buckets is not None:
+            gain, low, high = self.buckets.candidate.gain
+            cap = self.buckets.candidate.cap_mib
+            lines.append(f"predicted before the race: bucket_cap_mb={cap:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%})")
         if self.buckets is not None:
             lines += self.buckets.findings
         if self.doubt:
@@ -266,6 +270,7 @@ class AttachedResult(Result):
             "bottleneck": self.bottleneck.kind, "bottlenecks": [one._asdict() for one in self.bottlenecks],
             "verdict": self.verdict, "arguments": self.caps, "plan": self.cap_list or self.caps, "lines": self.lines,
             "gain": gain[0], "gain_low": gain[1], "gain_high": gain[2],
+            "predicted_step_s": None if gain[0] is None else self.step_s * (1 - gain[0]),
             "measured_gain": None if measured is None else 1 - measured.value,
         }  # fmt: skip
 
