@@ -233,7 +233,8 @@ class AttachedResult(Result):
         if self.race is not None and self.buckets is not None:
             gain, low, high = self.buckets.candidate.gain
             cap = self.buckets.candidate.cap_mib
-            lines.append(f"predicted before the race: bucket_cap_mb={cap:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%})")
+            said = f"{gain:.1%} (90 %: {low:.1%} to {high:.1%})"
+            lines.append(f"predicted before the race: bucket_cap_mb={cap:g} saves {said}")
         if self.buckets is not None:
             lines += self.buckets.findings
         if self.doubt:
