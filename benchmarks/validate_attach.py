@@ -99,9 +99,11 @@ def judge_link(rate: str, steps: int) -> None:
             for record, size in zip(raced[1:], CAPS.split(","), strict=True):
                 cuts = tuned.buckets.job.cut(parse_size(size))
                 gain = tuned.buckets.model.estimate_gain(cuts, tuned.buckets.now.estimate.cuts)[0]
-                measured[size] = record.timing.median_s
-                errors.append(abs(tuned.step_s * (1 - gain) / measured[size] - 1))
-                print(f"  {size}: measured {format_ms(measured[size])} ms, predicted {format_ms(tuned.step_s * (1 - gain))}")
+                measured[size], predicted_s = record.timing.median_s, tuned.step_s * (1 - gain)
+                errors.append(abs(predicted_s / measured[size] - 1))
+                print(f"  {size}: measured {format_ms(measured[size])} ms, predicted {format_ms(predicted_s)}")
+                    f"  {size}: measured {format_ms(measured[size])} ms, predicted {format_ms(tuned.step_s * (1 - gain))}"
+                )
             chosen_s = now_s
             if tuned.caps:
                 race = {record.label: record for record in tuned.records if getattr(record, "note", "") == "confirmed"}

@@ -26,6 +26,8 @@ VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER", "PACELINE_BUCKET_CAP_MB")
 @pytest.fixture(autouse=True)
 def torch_as_it_was(monkeypatch) -> Iterator[None]:
     """Hooks of an observer stay in its process, which is this one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it when a profile starts
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))
     monkeypatch.setattr(attach, "_observer", None)

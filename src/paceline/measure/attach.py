@@ -214,7 +214,7 @@ class Observer:
     def _advance(self) -> None:
         """After a step: what is due now."""
         settings, number = self._settings, self._num_steps
-        is_due = 0 < settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED
+        is_due = settings.record > 0 and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED
         if self._profiler is not None:
             self._mark()
         elif is_due:
