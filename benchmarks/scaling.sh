@@ -38,7 +38,7 @@ if [ -n "$cifar" ]; then
   scale scale-ranks-resnet18 ranks "${ranks[@]}" --device cpu --ranks 1,2,4,8 --batch-size 4,16,64 \
     --global-batch-size 64 --iters 8
   scale scale-ranks-resnet18-gloo-cuda ranks "${ranks[@]}" --device cuda --backend gloo --ranks 1,2,4 \
-    --batch-size 32,128,512 --global-batch-size 512 --iters 40
+    --batch-size 32,128,512,1024 --global-batch-size 512 --iters 30
   resnet=(--model resnet18 --data "cifar10:$cifar" --device cuda --precision bf16)
   scale scale-batch batch "${resnet[@]}" --batch-size 32,128,512,2048,8192,32768,50000
   # Several at a time: one alone at batch 128 waits for its CPU. nvidia-cuda-mps-control -d makes them share the GPU well.

@@ -224,6 +224,17 @@ def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Judged], 
     return sweep, race
 
 
+def repeat(first: TuneResult, again: TuneResult) -> list[Judged]:
+    """Bucket sizes of a run as if their steps were the prediction for another run: how much the machine itself changed,
+    which no prediction can know."""
+    steps = {point.cap_bytes: point.best_s for point in first.tuning.points if point.measured is not None}
+    return [
+        Judged(known_s, known_s, known_s, point.best_s, point.measured.turns_s)
+        for point in again.tuning.points
+        if point.measured is not None and (known_s := steps.get(point.cap_bytes)) is not None
+    ]
+
+
 def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
     """The run that predicts and the one that is measured, both ways, of cases that were measured in both passes."""
     by_case = {(run.place, run.case.name): run for run in runs}
@@ -267,7 +278,7 @@ def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
         if race is not None and race.gain.is_known and verdict == "use":
             gain = f"{1 - race.gain.value:.1%} [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
         regret = "" if race is None else percent(race.regret[0])
-        most = "" if race is None or race.regret[1] == math.inf else percent(race.regret[1])
+        most = "" if race is None or race.regret[2] == math.inf else percent(race.regret[2])
         busy, spread = "yes" if is_busy(run.result.doubts) else "", percent(run.spread)
         rows.append([run.name, verdict, gain, regret, most, spread, *list_scores(run.result.tuning.judged), busy])
     head = ["run", "verdict", "gain", "regret", "at most", "spread", *SCORES, "says it was busy"]
@@ -318,6 +329,10 @@ def find_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> dict[
             found = [judge(here.result, there.result) for here, there in chosen]
             for what, points in zip(("bucket sizes", "plans of the race"), zip(*found, strict=True), strict=False):
                 held[f"{kind}: {what}, {when}"] = list(itertools.chain(*points))
+        again = [repeat(here.result, there.result) for here, there in crossed]
+        held[f"{kind}: bucket sizes, the measured steps of the other pass as prediction"] = list(
+            itertools.chain(*again)
+        )
     busy = [(run, run) for run in loaded], [(quiet[run.case.name], run) for run in loaded if run.case.name in quiet]
     for who, chosen in zip(("", ", predicted on the quiet one"), busy, strict=True):
         points = [point for here, there in chosen for part in judge(here.result, there.result) for point in part]

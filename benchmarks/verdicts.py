@@ -4,7 +4,7 @@
     benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
 
 Two ranks on gloo take steps of a small MLP. In an A/A trial both plans are the same, so that every winner is a false
-one. In a trial with a known effect the default waits for 5 % of its step after it, so that the other plan should win.
+one. In a trial with a known effect each step of the default waits for 5 % of its own time: the other plan should win.
 A whole tuning (`tune --model mlp --quick --backend gloo`) is right if a long race of all plans of all tunings, in a
 process of its own that drops none and does not stop early, agrees by its medians: a plan to use is faster than the
 default and within 1 % of the best of its own race; a default is within 1 % of that; flat is all of its race within 1 %.
@@ -40,12 +40,13 @@ class Trials(_Variants):
 
     def _add(self, role: str, label: str, *rest: Any, **more: Any) -> Variant:
         variant = super()._add(role, label, *rest, **more)
-        run, wait_s = variant.replica.run, self.effect * self._step_s
-        if label == DEFAULT and wait_s:
+        run, effect = variant.replica.run, self.effect
+        if label == DEFAULT and effect:
 
             def run_and_wait(given: Any, phases: Any) -> None:
+                begin_s = time.perf_counter()
                 run(given, phases)
-                until_s = time.perf_counter() + wait_s
+                until_s = time.perf_counter() + effect * (time.perf_counter() - begin_s)
                 while time.perf_counter() < until_s:
                     pass
 

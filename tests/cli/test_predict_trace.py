@@ -60,7 +60,7 @@ def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, sketched
 def test_the_best_buckets_stay(tmp_path):
     cuts = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, (8,)))).best.estimate.cuts
     result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, cuts), "again.json"))
-    assert result.verdict == "keep" and result.best is result.now
+    assert result.verdict == "flat" and result.best is result.now
     assert result.candidate.gain[0] == pytest.approx(0, abs=0.01)
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
     assert result.next_steps and not paceline.predict_trace(tmp_path / "again.json", network="hdr").next_steps
@@ -69,7 +69,7 @@ def test_the_best_buckets_stay(tmp_path):
 def test_the_plan_is_that_of_the_verdict(one_bucket):
     used, kept = (paceline.predict_trace(one_bucket) for _ in range(2))
     assert used.verdict == "use" and len(used.plan.buckets) > 1
-    kept.verdict, kept.best = "keep", kept.now  # as where a gain is not sure
+    kept.verdict, kept.best = "undecided", kept.now  # as where a gain is not sure
     assert kept.plan.bucket_bytes == kept.traced.layout == (sum(SIZES),)
 
 

@@ -77,7 +77,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert own["label"] == "traced" and own["num_buckets"] == len(buckets)
     assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)  # its own buckets are reproduced
     assert own["low_s"] < own["step_s"] < own["high_s"] and own["gain"] == 0
-    assert document["verdict"] in ("use", "keep") and document["caps"][-1]["num_buckets"] == 1
+    assert document["verdict"] in ("use", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
     loaded = paceline.load_result(document["run"])
     assert loaded.to_json()["caps"] == document["caps"] and loaded.answer == document["answer"]
     assert (Path(document["run"]) / "caps.png").stat().st_size > 0
@@ -103,7 +103,7 @@ def test_steps_that_are_marked_have_their_micro_batch_and_its_backward(traced):
     assert all(step.before_s > step.alone_s[0] and step.after_s > 0 for step in steps)
     result = paceline.predict_trace(folder / "board")  # both ranks
     assert result.traced.ranks == (0, 1) and len(result.traced.alone_s) == 3
-    assert "bucket_cap_mb" in str(result.next_steps) or result.verdict == "keep"
+    assert "bucket_cap_mb" in str(result.next_steps) or result.verdict != "use"
 
 
 def test_gloo_without_shapes_is_refused_in_one_line(command, traced, tmp_path):

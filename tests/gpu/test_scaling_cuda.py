@@ -87,9 +87,14 @@ def measure_turns(settings, cell):
 def test_two_ranks_that_share_the_gpu_take_turns_with_one(on_ranks):
     setups = (Setup("torch", "gloo"), Setup("paceline", "gloo"))
     settings = ScaleSettings(job=JOB, ranks=(1, 2), setups=setups, batch_sizes=(16,), iters=2)
-    alone, *others = on_ranks(2, measure_turns, settings, Cell("weak", 16))[0]
+    alone, *rest = on_ranks(2, measure_turns, settings, Cell("weak", 16))[0]
     assert (alone.device, alone.wrapper, alone.world_size, alone.num_bytes) == ("cuda", "none", 1, 0)
-    assert [(r.device, r.wrapper, r.world_size) for r in others] == [("cuda", "torch", 2), ("cuda", "paceline", 2)]
+    assert {record.device for record in rest} == {"cuda"}
+    assert [(record.role, record.wrapper, record.world_size) for record in rest] == [
+        ("local", "torch", 1), ("local", "paceline", 1), ("together", "none", 2), ("job", "torch", 2),
+        ("job", "paceline", 2),
+    ]  # fmt: skip
+    others = rest[3:]
     for record in others:
         assert (record.timing.count, record.timing.num_ranks, record.no_comm.count) == (2, 2, 2)
         assert record.num_bytes == sum(record.bucket_bytes) > 0

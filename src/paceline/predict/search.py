@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
 # Within this share of the best, sizes are one plateau: no measurement distinguishes them.
 PLATEAU = 0.01
+_MOST_SWEEPS = 30
 
 
 def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -171,31 +172,31 @@ def find_best_cuts(
 
 
 def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], SimulatedStep]:
-    """Move, drop and add one cut at a time while that helps."""
-    best, tried = simulate(job, cuts, costs), {cuts}
-    for _ in range(200):
-        for neighbour in _list_neighbours(cuts, len(job.sizes)):
-            if neighbour in tried:
-                continue
-            tried.add(neighbour)
-            step = simulate(job, neighbour, costs)
-            if step.step_s < best.step_s * (1 - 1e-9):
-                best, cuts = step, neighbour
-                break
-        else:
+    """Move, drop and add one cut at a time while that helps. A sweep goes on where it found something: the cuts before
+    that place are tried again only in the next one."""
+    count, best, tried = len(job.sizes), simulate(job, cuts, costs), {cuts}
+
+    def accept(neighbour: tuple[int, ...]) -> bool:
+        nonlocal best, cuts
+        if neighbour in tried:
+            return False
+        tried.add(neighbour)
+        step = simulate(job, neighbour, costs)
+        if is_better := step.step_s < best.step_s * (1 - 1e-9):
+            best, cuts = step, neighbour
+        return is_better
+
+    for _ in range(_MOST_SWEEPS):
+        before = cuts
+        for cut in before[:-1]:
+            rest = [other for other in cuts if other != cut]
+            if not accept(tuple(rest)):
+                places = {cut + shift for shift in (-8, -4, -2, -1, 1, 2, 4, 8)} & set(range(1, count)) - set(rest)
+                any(accept(tuple(sorted([*rest, place]))) for place in sorted(places))
+        for start, end in itertools.pairwise([0, *cuts]):
+            middle = (start + end) // 2
+            if start < middle < end:
+                accept(tuple(sorted([*cuts, middle])))
+        if cuts == before:
             break
     return cuts, best
-
-
-def _list_neighbours(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    inner = [cut for cut in cuts if cut < count]
-    for index, cut in enumerate(inner):
-        rest = inner[:index] + inner[index + 1 :]
-        yield (*rest, count)
-        for moved in (cut + shift for shift in (-8, -4, -2, -1, 1, 2, 4, 8)):
-            if 0 < moved < count and moved not in rest:
-                yield (*sorted([*rest, moved]), count)
-    for start, end in itertools.pairwise([0, *inner, count]):
-        middle = (start + end) // 2
-        if start < middle < end:
-            yield (*sorted([*inner, middle]), count)

@@ -77,7 +77,8 @@ MESSAGES = (
 
 class TracedResult(Result):
     """`predict --trace`: `best` is the bucket size to use and `now` the traced buckets, with their predicted steps;
-    `verdict` is "use" or "keep". `rows` are bucket sizes, `elsewhere` networks and numbers of ranks."""
+    `verdict` is "use", "flat" (no bucket size saves more than 1 %) or "undecided" (one may, not surely). `rows`
+    are bucket sizes, `elsewhere` networks and numbers of ranks."""
 
     def _derive(self) -> None:
         self.traced = TracedJob(self.only(TracedStepRecord))
@@ -90,7 +91,9 @@ class TracedResult(Result):
         self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self._build_row("best", choice.estimate.cuts)
-        self.verdict = "use" if _is_sure(self.candidate.gain) else "keep"
+        self.verdict = "flat" if self.candidate.gain[0] <= PLATEAU else "undecided"
+        if _is_sure(self.candidate.gain):
+            self.verdict = "use"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
@@ -141,11 +144,11 @@ class TracedResult(Result):
             )
         other, (gain, low, high) = self.candidate.cap_mib, self.candidate.gain
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
-        plateau = "no bucket size is predicted to save more than 1 %"
-        if gain > PLATEAU:
-            plateau = f"bucket_cap_mb={other:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%}), which is not sure"
+        reason = "no bucket size is predicted to save more than 1 %"
+        if self.verdict == "undecided":
+            reason = f"bucket_cap_mb={other:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%}), which is not sure"
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
-        return f"{where}: {kept}: {plateau}; {added}. Simulated."
+        return f"{where}: {self.verdict}: {kept}: {reason}; {added}. Simulated."
 
     @cached_property
     def rows(self) -> list[CapRow]:
