@@ -207,3 +207,14 @@ def test_torch_is_told_of_the_entry_point():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     found = tomllib.loads(text)["project"]["entry-points"]["torch.backends"]["paceline_autoload"]
     assert found == f"{autoload.__name__}:{autoload.start.__name__}"
+
+
+def test_a_program_that_begins_to_profile_itself_ends_the_recording(tmp_path):
+    observe(tmp_path, steps=14, warmup=4, record=6)
+    program = Program()
+    program.train(6)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+        program.train(3)
+    program.train(6)
+    assert any("SGD" in event.key for event in own.key_averages())
+    assert read(tmp_path)["recorded"] == [5, 7]

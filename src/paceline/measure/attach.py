@@ -242,14 +242,24 @@ class Observer:
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
-        profiler = profile(activities=activities, record_shapes=True, acc_events=True)
-        try:
-            profiler.start()
-        except RuntimeError as error:  # the program profiles itself
-            self._head["not_recorded"] = str(error).partition("\n")[0]
+        if torch.autograd._profiler_enabled():  # a second profile would end the first one
+            self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
+        profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        profiler.start()
         self._profiler, self._first = profiler, self._num_steps
         self._mark()
+        kind: Any = profile
+        original = kind.start
+
+        @functools.wraps(original)
+        def start(other: Any) -> Any:
+            if self._profiler is not None:  # the program's own comes first
+                self._stop_recording()
+            return original(other)
+
+        kind.start = start
+        self._undo.append(lambda: setattr(kind, "start", original))
 
     def _mark(self) -> None:
         with torch.profiler.record_function(STEP_END):

@@ -310,7 +310,7 @@ def _build_record(
     def build(place: int, numbers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(float(steps[number][place]) for steps in by_rank) for number in numbers)
 
-    wrapper = next(iter(about.get("wrappers") or ()), {})
+    wrapper: dict[str, Any] = next(iter(about.get("wrappers") or ()), {})
     buckets = _read_sizes(wrapper.get("rebuilt_bucket_sizes") or wrapper.get("bucket_sizes"))
     backend = next((step.backend for step in traced if step.backend), "") or wrapper.get("backend_name")
     name = "none" if not wrapper else "paceline" if wrapper["is_ours"] else "torch"
