@@ -77,7 +77,7 @@ class AttachedResult(Result):
     where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`).
 
     `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
-    the plans that the program ran with. `verdict` is "use" (`caps`), "keep", or that of the race; empty without
+    the plans that the program ran with. `verdict` is "use" (`caps`), "flat" or "undecided", or that of the race; empty without
     either. `caps` are the arguments of torch's wrapper, and `lines` what to paste for it and for frameworks.
     """
 
@@ -214,7 +214,10 @@ class AttachedResult(Result):
                 f"With {_write_arguments(self.caps)} a step is predicted to take {format_ms(step_s)} ms, "
                 f"{gain:.1%} less (90 %: {low:.1%} to {high:.1%})."
             )
-        return f"Keep its buckets: the best bucket_cap_mb is predicted to save {gain:.1%} ({low:.1%} to {high:.1%})."
+        if self.verdict == "flat":
+            return "Flat: no bucket_cap_mb is predicted to save more than 1 %."
+        cap, said = self.buckets.candidate.cap_mib, f"{gain:.1%} (90 %: {low:.1%} to {high:.1%})"
+        return f"Undecided: bucket_cap_mb={cap:g} is predicted to save {said}; `paceline tune --` measures it."
 
     def _describe_race(self, race: Race) -> str:
         saved, rounds = 1 - race.gain.value, format_number_of(race.num_rounds, "round")
