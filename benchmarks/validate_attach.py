@@ -102,8 +102,6 @@ def judge_link(rate: str, steps: int) -> None:
                 measured[size], predicted_s = record.timing.median_s, tuned.step_s * (1 - gain)
                 errors.append(abs(predicted_s / measured[size] - 1))
                 print(f"  {size}: measured {format_ms(measured[size])} ms, predicted {format_ms(predicted_s)}")
-                    f"  {size}: measured {format_ms(measured[size])} ms, predicted {format_ms(tuned.step_s * (1 - gain))}"
-                )
             chosen_s = now_s
             if tuned.caps:
                 race = {record.label: record for record in tuned.records if getattr(record, "note", "") == "confirmed"}
