@@ -78,7 +78,8 @@ class AttachedResult(Result):
 
     `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
     the plans that the program ran with. `verdict` is "use" (`caps`), "flat" or "undecided", or that of the
-    race; empty without either. `caps` are the arguments of torch's wrapper, and `lines` what to paste for it and for frameworks.
+    race; empty without either. `caps` are the arguments of torch's wrapper, and `lines` what to paste for it and for
+    frameworks.
     """
 
     def _derive(self) -> None:
