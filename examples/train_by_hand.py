@@ -12,11 +12,11 @@ import paceline
 
 def main() -> float:
     with paceline.init() as world:
+        paceline.set_seed(1, per_rank=True)  # other data on each rank; the wrapper makes the models equal
         net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
         model = paceline.DDP(net, average="samples")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         rule = torch.arange(10.0, device=world.device) / 10
-        paceline.set_seed(1, per_rank=True)  # the same model everywhere, other data on each rank
         # Rank 0 has one batch more than the others, and every last batch is smaller.
         with model.join():
             for size in [32] * (50 + (world.rank == 0)) + [7]:
