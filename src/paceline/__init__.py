@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         RecordError,
         TrainingError,
     )
-    from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
+    from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm, swap_wrapper
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.report.result import Result, load_result
@@ -43,7 +43,7 @@ _HOMES = {
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
         "TrainingError",
     ),
-    "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
+    "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm", "swap_wrapper"),
     "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
@@ -63,8 +63,8 @@ __all__ = [
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach", "bench",
     "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict",
-    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown",
-    "split_parameters", "trace", "train", "tune",
+    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters",
+    "swap_wrapper", "trace", "train", "tune",
 ]  # fmt: skip
 
 

@@ -71,6 +71,51 @@ def ddp_with_hooks() -> Any:
     return found
 
 
+def ddp_with_built_in_hooks() -> Any:
+    found = []
+    for name in ("ALLREDUCE", "FP16_COMPRESS"):
+        model = DistributedDataParallel(build_model())
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+        found += train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return found
+
+
+def compiled_ddp() -> Any:
+    torch._dynamo.reset()
+    model = DistributedDataParallel(build_model())
+    compiled = torch.compile(model, backend="aot_eager")
+    return train(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def compiled_step() -> Any:
+    """A step that reduces itself, compiled as a whole: forward, backward, all-reduce, update."""
+    torch._dynamo.reset()
+    torch.manual_seed(4)
+    model, size = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = DistributedDataParallel(nn.Linear(8, 4))
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(size)
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapped(batch).sum().backward()  # torch's own C++ calls the group from inside
+        mean = loss.detach().clone()
+        dist.broadcast(mean, 0)
+        return mean
+
+    compiled = torch.compile(step, backend="aot_eager")
+    found = []
+    for number in range(3):
+        torch.manual_seed(100 * number + dist.get_rank())
+        found.append(compiled(torch.randn(6, 8)))
+    return [*found, *(param.detach().clone() for param in model.parameters()), wrapped.module.weight.grad]
+
+
 def ddp_with_uneven_inputs() -> Any:
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(nn.Linear(4, 4))

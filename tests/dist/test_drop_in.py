@@ -24,9 +24,6 @@ from paceline.parallel import DDP
 from paceline.parallel.ddp import _move_inputs
 from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
-TORCHS_OWN = nn.parallel.DistributedDataParallel
-CLASSES = (TORCHS_OWN, DDP)
-
 
 @pytest.fixture
 def job(on_ranks):
@@ -34,23 +31,23 @@ def job(on_ranks):
 
 
 @contextlib.contextmanager
-def in_place_of_torchs(kind: type) -> Iterator[None]:
-    """What a program finds under torch's name in this process; a warm rank is used again, so it is put back."""
-    nn.parallel.DistributedDataParallel = kind
+def swapped(is_ours: bool = True) -> Iterator[None]:
+    """What torch's class makes in this process; a warm rank is used again, so it is put back."""
+    paceline.swap_wrapper(is_ours)
     try:
         yield
     finally:
-        nn.parallel.DistributedDataParallel = TORCHS_OWN
+        paceline.swap_wrapper(False)
 
 
 def parameters_after(program: Any, *args: Any) -> list[list[torch.Tensor]]:
     """The parameters that a program ends with, with torch's wrapper and with ours."""
     ends = []
-    for kind in CLASSES:
+    for is_ours in (False, True):
         torch.manual_seed(3)
-        with in_place_of_torchs(kind):
+        with swapped(is_ours):
             models = program(*args)
-        assert all(isinstance(model, kind) for model in models)
+        assert all(isinstance(model, DDP) is is_ours for model in models)
         ends.append([param.detach().clone() for model in models for param in model.parameters()])
     return ends
 
@@ -264,7 +261,7 @@ def test_post_local_sgd_keeps_gradients_apart_after_its_start(job):
 def accelerate_program() -> None:
     from accelerate import Accelerator
 
-    with paceline.init(announce=None) as world, in_place_of_torchs(DDP):
+    with paceline.init(announce=None) as world, swapped():
         torch.manual_seed(world.rank)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         net = Net()

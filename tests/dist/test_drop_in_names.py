@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import paceline
 from paceline.parallel import DDP
-from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, error_of, loss
+from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
 TORCHS_OWN = nn.parallel.DistributedDataParallel
 
@@ -31,7 +32,11 @@ def job(on_ranks):
 ATTRIBUTES = (
     "device", "device_ids", "device_type", "dim", "output_device", "bucket_bytes_cap", "require_forward_param_sync",
     "require_backward_grad_sync", "is_multi_device_module", "mixed_precision", "parameters_to_ignore", "process_group",
+    "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "modules_buffers",
+    "bucket_bytes_cap_default", "skip_all_reduce_unused_params", "named_module_buffers",
 )  # fmt: skip
+# Those that torch 2.13 added.
+NEW = ("forward_sync_buffers", "batched_grad_copy", "bucket_bytes_cap_list")
 
 
 def compare_names() -> None:
@@ -40,7 +45,17 @@ def compare_names() -> None:
         theirs, ours = (kind(Net(), bucket_cap_mb=1e-4) for kind in (TORCHS_OWN, DDP))
         for name in ATTRIBUTES:
             assert getattr(ours, name) == getattr(theirs, name), name
+        for name in NEW:
+            if hasattr(theirs, name):
+                assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.logger is None
+        mesh = dist.init_device_mesh("cpu", (2,))
+        on_mesh = DDP(Net(), device_mesh=mesh, bucket_cap_mb_list=[1, 2])
+        assert on_mesh.device_mesh is mesh and on_mesh.process_group is mesh.get_group()
+        assert copy.deepcopy(on_mesh).device_mesh is mesh
+        assert not hasattr(ours, "device_mesh") and not hasattr(theirs, "device_mesh")
+        assert on_mesh.bucket_bytes_cap_list == [1 << 20, 2 << 20] and not on_mesh.bucket_bytes_cap_default
+        assert isinstance(ours, TORCHS_OWN)
         for number in range(2):
             theirs_say, we_say = theirs._get_ddp_logging_data(), ours._get_ddp_logging_data()
             different = {name: (value, theirs_say[name]) for name, value in we_say.items() if theirs_say[name] != value}
@@ -122,6 +137,136 @@ def test_built_in_hooks_reduce_in_the_wrappers_group(job, name):
     job(3, use_built_in, name)
 
 
+# -- around a backward of a framework's own ----------------------------------------------------------------------------
+
+
+class Stepping(nn.Module):
+    """As Lightning's manual optimization: its forward runs a backward, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets, self.prepare = nn.ModuleList(Net() for _ in range(3)), None
+
+    def forward(self, x: torch.Tensor, number: int) -> None:
+        value = self.nets[number](x).square().mean()
+        self.prepare()
+        value.backward()
+
+
+def prepare_as_frameworks_do() -> None:
+    with paceline.init(announce=None) as world:
+        model = DDP(Stepping(), find_unused_parameters=True)
+        model.module.prepare = lambda: model.reducer.prepare_for_backward([])
+        assert model.reducer._rebuild_buckets() is False
+        for step in range(6):
+            number = (step + 1) % 3  # first the one that has neither the first nor the last parameter
+            net = model.module.nets[number]
+            model.zero_grad()
+            wanted = average_alone(net, functools.partial(loss, step=step), 2)
+            model(draw(world.rank, step), number)
+            check(world, net, wanted)
+        model.reducer._delay_all_reduce()
+        model._check_reducer_finalized()
+        with pytest.raises(AttributeError, match="no_such"):
+            model.reducer.no_such()
+        model._remove_autograd_hooks()
+        assert model._sync._is_stopped
+
+
+def test_a_backward_inside_forward_is_synchronised_from_the_first_step_on(job):
+    job(2, prepare_as_frameworks_do)
+
+
+class Counting(Net):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.full((2,), float(rank)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def sum_buffers(waits: bool, before: bool) -> list[list[float]]:
+    found = []
+    with paceline.init(announce=None) as world:
+        for kind in (TORCHS_OWN, DDP):
+            model = kind(Counting(world.rank))
+
+            def add_up(state: Any, buffers: dict[str, torch.Tensor]) -> Any:
+                assert state == "state" and list(buffers) == ["count"]
+                work = dist.all_reduce(buffers["count"], async_op=True)
+                return work.wait() and None if waits else [work.get_future()]
+
+            place = _BufferCommHookLocation.PRE_FORWARD if before else _BufferCommHookLocation.POST_FORWARD
+            model._register_buffer_comm_hook("state", add_up, place)
+            for step in range(3):
+                loss(model, world.rank, step).backward()
+            with model.no_sync():
+                for step in range(2):
+                    loss(model, world.rank, step).backward()
+            found.append(model.module.count.tolist())
+    return found
+
+
+@pytest.mark.parametrize(("waits", "before"), [(True, True), (True, False), (False, False)])
+def test_a_buffer_hook_synchronises_the_buffers(job, waits, before):
+    for theirs, ours in job(2, sum_buffers, waits, before):
+        assert ours == theirs
+
+
+def start_with_own_buffers() -> list[tuple[float, float]]:
+    found = []
+    with paceline.init(announce=None) as world:
+        for options in ({"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}):
+            for kind in (TORCHS_OWN, DDP):
+                if kind is DDP or hasattr(TORCHS_OWN, "broadcast_buffers"):  # torch 2.13, with both arguments
+                    model = kind(Counting(world.rank), **options)
+                    first = model.module.count[0].item()
+                    for step in range(2):
+                        loss(model, world.rank, step).backward()
+                    found.append((first, model.module.count[0].item()))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_which_buffers_are_made_equal_when_is_as_in_torch(job):
+    for rank, found in enumerate(job(2, start_with_own_buffers)):
+        ours = found[1::2] if len(found) == 6 else found
+        assert ours == [(rank, rank + 2.0), (0, 2.0), (0, 2.0)]
+        assert len(found) == 3 or found[::2] == ours
+
+
+def profile_forward() -> list[str]:
+    with paceline.init(announce=None) as world:
+        model = DDP(Net())
+        with torch.profiler.profile() as seen:
+            loss(model, world.rank).backward()
+        return [event.key for event in seen.key_averages()]
+
+
+def test_a_trace_has_the_range_of_torchs_wrapper(job):
+    assert all("DistributedDataParallel.forward" in names for names in job(2, profile_forward))
+
+
+def change_group() -> None:
+    with paceline.init(announce=None) as world:
+        pair, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in range(2)][world.rank]
+        model = DDP(Net(), process_group=pair)
+        loss(model, world.rank).backward()
+        model._update_process_group(alone)
+        for step in range(2):
+            model.zero_grad()
+            loss(model, world.rank, step).backward()
+        mine = average_alone(model.module, lambda net, _: loss(net, world.rank, 1), 1)
+        for name, param in model.module.named_parameters():
+            torch.testing.assert_close(param.grad, mine[name])
+
+
+def test_another_process_group_can_be_set(job):
+    job(2, change_group)
+
+
 # -- what is not there ------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +278,26 @@ class Guarded(Net):
     @property
     def broken(self) -> int:
         return self.not_made_yet
+
+
+def refuse() -> list[tuple[str, str]]:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.tensor import Replicate, distribute_module
+
+    with paceline.init(announce=None):
+        early, spread = Net(), Net()
+        _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})
+        distribute_module(spread, dist.init_device_mesh("cpu", (1,)))
+        assert isinstance(next(spread.parameters()).placements[0], Replicate)
+        fused = DDP(Net())
+        calls = (lambda: DDP(early), lambda: DDP(spread), lambda: fused._register_fused_optim(torch.optim.SGD, lr=0.1))
+        return [error_of(call) for call in calls]
+
+
+def test_what_is_not_supported_is_refused(job):
+    (found,) = job(1, refuse)
+    for (kind, text), word in zip(found, ("in backward", "DTensor", "_register_fused_optim"), strict=True):
+        assert kind == "ConfigError" and word in text
 
 
 def ask_for_names() -> None:

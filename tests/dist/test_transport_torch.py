@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory betwe
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [
-    "ddp", "ddp_with_hooks", "ddp_with_uneven_inputs", "zero_redundancy", "fully_shard", "checkpoint", "objects",
+    "ddp", "ddp_with_hooks", "ddp_with_built_in_hooks", "compiled_ddp", "compiled_step", "ddp_with_uneven_inputs",
+    "zero_redundancy", "fully_shard", "checkpoint", "objects",
     "reductions", "rooted", "all_to_all", "point_to_point", "gathering", "asynchronous", "coalesced", "functional",
     "kinds", "empty", "scattered_in_memory", "groups", "meshes", "reopened",
 ]  # fmt: skip
@@ -58,7 +59,10 @@ def run_on_both(name: str, debug: str) -> tuple[Any, Any]:
     return run_program("paceline", name, debug), run_program("gloo", name)
 
 
-LONG = ("meshes", "ddp_with_uneven_inputs", "ddp_with_hooks", "scattered_in_memory", "zero_redundancy", "fully_shard")
+LONG = (
+    "meshes", "ddp_with_uneven_inputs", "ddp_with_hooks", "scattered_in_memory", "zero_redundancy", "fully_shard",
+    "compiled_ddp", "compiled_step",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,33 @@ def test_compiled_gradients_are_averaged(on_ranks, kind):
     on_ranks(2, compile_parts, kind, timeout_s=60)
 
 
+def compile_in_buckets() -> list[int]:
+    counts = []
+    with paceline.init(announce=None) as world:
+        for cap_mb in (25, 1, 1e-4):
+            torch._dynamo.reset()
+            graphs = []
+
+            def count(graph: torch.fx.GraphModule, inputs: object, graphs: list = graphs) -> object:
+                graphs.append(graph)
+                return graph.forward
+
+            # Layers of 1 MiB, and torch splits at no less.
+            net = torch.nn.Sequential(torch.nn.Linear(4, 512), *(torch.nn.Linear(512, 512) for _ in range(3)))
+            model = DDP(torch.compile(net, backend=count), bucket_cap_mb=cap_mb)
+            for step in range(2):
+                model.zero_grad()
+                loss(model, world.rank, step).backward()
+            counts.append(len(graphs))
+    return counts
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_split_at_the_buckets(on_ranks):
+    for few, several, unsplit in on_ranks(2, compile_in_buckets, timeout_s=60):
+        assert unsplit == 1 < few < several
+
+
 def compile_and_break() -> tuple[str, str]:
     with paceline.init(announce=None) as world:
         model = DDP(torch.compile(Net(), backend="eager"))

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure.engine import Pace, Report, build_control, build_samples, run_rounds, synchronize
-from paceline.parallel import DDP
+from paceline.parallel import DDP, is_torchs
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
 from paceline.plan import Gradient, Plan
@@ -155,7 +155,7 @@ class OwnJob:
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
         self.module, self._step = self._spare
-        trained, is_wrapped = [p for p in self.module.parameters() if p.requires_grad], (DDP, DistributedDataParallel)
+        trained, is_wrapped = [p for p in self.module.parameters() if p.requires_grad], DistributedDataParallel
         refuse(
             (isinstance(self.module, is_wrapped), f"{type(self.module).__name__} is a wrapper: pass the bare module"),
             (not trained, "the module has no parameter that requires a gradient: nothing to measure"),
@@ -217,9 +217,9 @@ class OwnJob:
                 return
             if self._active is not None:
                 self._active.close()
-                is_torchs = isinstance(self._active.model, DistributedDataParallel)
+                was_torchs = is_torchs(self._active.model)
                 self._active.model = module
-                if is_torchs:  # it removes its hooks when it is freed
+                if was_torchs:  # it removes its hooks when it is freed
                     gc.collect()
             self._active = replica
             replica.model = module if wrap is None else wrap(module)
@@ -270,7 +270,7 @@ class TimedMessages:
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
         self.replica, self._sent = replica, Sent(0, 0)  # since `begin` in a hook, before it in Paceline's wrapper
         self._group, self._spans = group, list[tuple[float, float]]()
-        self._has_hook = isinstance(replica.model, DistributedDataParallel) and replica.device.type == "cpu"
+        self._has_hook = is_torchs(replica.model) and replica.device.type == "cpu"
         if self._has_hook:
             self.replica = build()
             assert isinstance(self.replica.model, DistributedDataParallel)

@@ -26,7 +26,6 @@ from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Timed, Timing, agree_on_max, build_samples, follow, time_once
 from paceline.measure.profiles import Given, Layers, open_job
 from paceline.measure.steps import MeasuredJob, StepBench, Variant, list_gradients, wrap
-from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
@@ -280,7 +279,7 @@ class EmulatedNetwork:
             sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._work, name="paceline-emulated-network", daemon=True)
             self._thread.start()
-        assert isinstance(model, DDP | DistributedDataParallel)
+        assert isinstance(model, DistributedDataParallel)
         # torch compares annotations with types, and a lambda has none.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
 

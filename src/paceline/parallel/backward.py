@@ -76,6 +76,7 @@ class GradientSync:
         self.num_steps, self.do_sync = 0, True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
         self.join: Joining | None = None
+        self.futures: list[torch.futures.Future[Any]] = []  # of a buffer hook: backward waits for them
         self._is_announced, self._all_finished = False, False
         self._last_active = 0  # the first of the ranks that had data last
         self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
@@ -139,9 +140,12 @@ class GradientSync:
             node.register_prehook(begin)
         if not nodes:
             self._samples = (self._samples or 0) + samples
-            # The output hides its tensors: any parameter may be the first to show that a backward has begun.
-            if len(self._handles) < len(self.replica.params):
-                self._hook([param for param in self.replica.params if param.requires_grad])
+            self.expect_backward()
+
+    def expect_backward(self) -> None:
+        """No output shows the backward that comes: any parameter may be the first that it reaches."""
+        if len(self._handles) < len(self.replica.params):
+            self._hook([param for param in self.replica.params if param.requires_grad])
 
     def fail(self, error: Exception) -> None:
         """This rank's forward raised: take part in the step that the others are in, so that none waits for it. Raises
@@ -192,6 +196,8 @@ class GradientSync:
         if self._task != task:
             return
         self._task, syncing, self._syncing = None, self._syncing, False
+        while self.futures:
+            self.futures.pop().wait()
         if syncing:
             self._run_step(Status.OK, take_part=True)
         else:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import operator
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 from torch.utils.checkpoint import _StopRecomputationError
 
 from paceline.errors import ConfigError, LaunchError
@@ -32,18 +35,23 @@ from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.replicas import Options, StructureWatch, check_same_model, read_replica, verify_values
 from paceline.parallel.timeline import Report
-from paceline.plan import TORCH_CAP_BYTES, Plan, plan_torch_start
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group")
+# A group, and what may hold one, cannot be copied: a copy uses the same.
+_SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
 
-class DDP(Joinable, nn.Module):
+class DDP(DistributedDataParallel):
     """Wraps a module. After each backward its gradients are the average over all ranks.
+
+    A subclass of torch's wrapper, because frameworks ask for that class. It has torch's names and none of its
+    machinery: the constructor does not call torch's.
 
     The arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel, and mean the same unless
     `docs/ddp.md` says otherwise. These are added:
@@ -81,7 +89,12 @@ class DDP(Joinable, nn.Module):
         samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
         statistics_every: int | None = None, ignore: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        super().__init__()
+        if module is self:  # torch's class was given a model that is wrapped already: see `_new`
+            return
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
             "delay_all_reduce_named_params": delay_all_reduce_named_params,
             "param_to_hook_all_reduce": param_to_hook_all_reduce, "mixed_precision": mixed_precision,
@@ -91,21 +104,29 @@ class DDP(Joinable, nn.Module):
             raise ConfigError(f"{names}: not supported, leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
             raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
-        sync_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
+        sync_buffers = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
         if statistics_every and not sync_buffers:
-            raise ConfigError(f"broadcast_buffers=False contradicts statistics_every={statistics_every}")
+            name = "broadcast" if forward_sync_buffers is None else "forward_sync"
+            raise ConfigError(f"{name}_buffers=False contradicts statistics_every={statistics_every}")
         self.module, self.dim, self.device_ids = module, dim, _check_devices(module, device_ids)
         self.output_device = None if self.device_ids is None else self.device_ids[0]
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, sync_buffers
+        self.broadcast_buffers = self.forward_sync_buffers = sync_buffers
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
         ignored = set(ignore)
         if unknown := ignored - known:
             raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer of this name")
         # As in torch, its attribute may hold names that the module does not have.
         self.parameters_to_ignore = ignored | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        if not sync_buffers and forward_sync_buffers is None:  # as in torch, not even when the model is wrapped
+            self.parameters_to_ignore |= {name for name, _ in module.named_buffers()}
+        self._assign_modules_buffers()
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
+        self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
+        self._has_own_keys = True
         self._options = Options(
             reducer=reducer, average=average, plan=plan, manual=manual, bucket_cap_mb=bucket_cap_mb,
             init=init or ("broadcast" if init_sync else "none"), check_every=check_replicas_every,
@@ -115,6 +136,10 @@ class DDP(Joinable, nn.Module):
         )  # fmt: skip
         # The cap that was given; `plan` shows the buckets in use.
         self.bucket_bytes_cap = int(max(self._options.caps, default=TORCH_CAP_BYTES / MIB) * MIB)
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_default = not self._options.caps
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._group = _find_group(process_group, device_mesh)
         self._gradient_group: dist.ProcessGroup | None = None
         self._sync: GradientSync | None = None
@@ -179,6 +204,10 @@ class DDP(Joinable, nn.Module):
             self._finalizer()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function("DistributedDataParallel.forward"):
+            return self._run_forward(args, kwargs)
+
+    def _run_forward(self, args: Any, kwargs: Any) -> Any:
         if self.device_ids is not None:
             args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
@@ -190,7 +219,13 @@ class DDP(Joinable, nn.Module):
         sync.before_forward(self._watch.find_change(self.module))
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
-            output = self.module(*args, **kwargs)
+            self._call_buffer_hook(sync, is_before=True)
+            # Where torch.compile looks for the size of the buckets: it takes none below the first one's. Where nothing is
+            # compiled, do not load it.
+            is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
+            with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
+                output = self.module(*args, **kwargs)
+            self._call_buffer_hook(sync, is_before=False)
         except _StopRecomputationError:  # how checkpointing ends a forward that it has repeated far enough
             raise
         except Exception as error:
@@ -311,6 +346,29 @@ class DDP(Joinable, nn.Module):
         self._comm_hook = (state, hook)
         self._set_up()
 
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[[Any, dict[str, torch.Tensor]], Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:  # fmt: skip
+        """Let `hook(state, buffers)` synchronise the buffers in each synchronised forward, instead of the wrapper. It
+        may return Futures: backward waits for them. All ranks call it, before the first step."""
+        if not callable(hook):
+            raise TypeError(f"a buffer hook must be callable, not {hook!r}")
+        self._buffer_hook = (state, hook, comm_hook_location is _BufferCommHookLocation.PRE_FORWARD)
+        self._options = replace(self._options, statistics_every=0)
+        self._set_up()
+
+    def _call_buffer_hook(self, sync: GradientSync, is_before: bool) -> None:
+        if self._buffer_hook is None:
+            return
+        state, hook, wanted = self._buffer_hook
+        self._assign_modules_buffers()
+        if wanted is is_before and self.will_sync_module_buffers():
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                sync.futures += hook(state, self.named_module_buffers) or ()
+        if not is_before:
+            self.require_forward_param_sync = sync.do_sync  # as in torch: of the forward before
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -328,9 +386,14 @@ class DDP(Joinable, nn.Module):
             raise AttributeError(f"{text}, but its module has: write .module.{name}", name=name, obj=self)
         return value
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """With the prefix `module.`, as in torch. Without it where a framework wrapped this model again (`_new`): to it
+        this is the bare model."""
+        return super().state_dict(*args, **kwargs) if self._has_own_keys else self.module.state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper as well as those of the module."""
-        if not self.state_dict().keys().isdisjoint(state_dict) or not state_dict:
+        if not super().state_dict().keys().isdisjoint(state_dict) or not state_dict:
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)
 
@@ -341,32 +404,40 @@ class DDP(Joinable, nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._group, self._gradient_group, self._sync = None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
-        state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, "_comm_hook")}
+        state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, *_SHARED)}
         twin.__dict__.update(copy.deepcopy(state, memo))
-        # A group, and a hook that may hold one, are shared: a process cannot copy them.
-        twin._group, twin._gradient_group = self._group, None
-        twin._comm_hook, twin._sync = self._comm_hook, None
+        twin.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
+        twin._group, twin._gradient_group, twin._sync = self._group, None, None
         return twin
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        first: torch.Tensor = next(self.module.parameters())
+        return first.device
 
     @property
     def device_type(self) -> str:
         return self.device.type
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:
+    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
         """The group that was given. Where others send in it, too, gradients travel in another one."""
         return dist.group.WORLD if self._group is None else self._group
+
+    @property
+    def reducer(self) -> _TorchReducer:  # type: ignore[override]
+        return _TorchReducer(self)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        return self._planned is not None
 
     @property
     def join_device(self) -> torch.device:
@@ -388,11 +459,19 @@ class DDP(Joinable, nn.Module):
         self.static_graph, self._options = True, replace(self._options, allow_missing=True)
         self._set_up()
 
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Use another group from the next step on, as after a change of the world. Call it on all ranks of it."""
+        self._group, self._gradient_group = new_process_group, None
+        self._set_up()
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         name, known = getattr(comm_hook_type, "name", str(comm_hook_type)), dist.BuiltinCommHookType.__members__
         if name not in known:
             raise ConfigError(f"{comm_hook_type} is not a built-in hook: use {', '.join(known)}")
         self.register_comm_hook(self.process_group, getattr(default_hooks, f"{name.lower()}_hook"))
+
+    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError("_register_fused_optim: not supported, use an optimizer that steps after backward")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """The fields of torch's logger that exist here. `report` has the times."""
@@ -421,6 +500,79 @@ class DDP(Joinable, nn.Module):
 
 
 DataParallel = DDP
+
+
+def is_torchs(model: object) -> TypeGuard[DistributedDataParallel]:
+    """Whether this is torch's own wrapper, of which ours is a subclass."""
+    return isinstance(model, DistributedDataParallel) and not isinstance(model, DDP)
+
+
+class _TorchReducer:
+    """The calls of torch's reducer that frameworks make around a backward of their own."""
+
+    def __init__(self, model: DDP) -> None:
+        self._model = model
+
+    def prepare_for_backward(self, outputs: object) -> None:
+        """A backward comes next, perhaps one that no output of a forward shows."""
+        self._model._ready.expect_backward()
+
+    def _rebuild_buckets(self) -> bool:
+        return False  # they are made at the end of the first step
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing is left to send: also in the first step the gradients are averaged when backward returns."""
+
+    _check_reducer_finalized = _delay_all_reduce
+
+    def _remove_autograd_hooks(self) -> None:
+        self._model.stop()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"reducer.{name}: this is paceline.DDP, which has no torch reducer", name=name, obj=self)
+
+
+_in_place: dict[str, Any] | None = None  # the options of `swap_wrapper`
+
+
+def swap_wrapper(enable: bool = True, **options: Any) -> None:
+    """From now on torch's DistributedDataParallel makes a `paceline.DDP`, and these `options` win over the program's.
+
+    By whichever name a program or a framework has imported the class, before or after this. Subclasses of it, models
+    that exist, and torch's `replicate` stay as they are. `enable=False` ends it.
+    """
+    global _in_place
+    if unknown := options.keys() - inspect.signature(DDP.__init__).parameters.keys():
+        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): paceline.DDP has no such argument")
+    _in_place = options if enable else None
+
+
+class _InPlace(DDP):
+    """What torch's class makes after `swap_wrapper`; a plain `DDP` when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.__class__ = DDP  # type: ignore[assignment]
+        DDP.__init__(self, *args, **{**kwargs, **(_in_place or {})})
+
+
+def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`DistributedDataParallel.__new__`. Whoever wraps a model that is wrapped by us gets it back: frameworks wrap each
+    model that they are given, and two wrappers around one model would both average its gradients."""
+    module = args[0] if args else kwargs.get("module")
+    if cls is not DistributedDataParallel or module is None:  # None: a copy that is being made
+        return object.__new__(cls)
+    if isinstance(module, DDP):
+        if unused := sorted(kwargs.keys() - {"module", "device_ids", "output_device"}):
+            text = f"the model is already wrapped in paceline.DDP: {_join(unused)} of the second wrapper is not used"
+            warnings.warn(text, stacklevel=2)
+        module._has_own_keys = False
+        return module
+    # torch's `replicate` wraps the parameters alone and calls private methods.
+    return object.__new__(_InPlace if _in_place is not None and not isinstance(module, nn.ParameterList) else cls)
+
+
+_new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
+DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
 
 
 class _TorchJoinHook(JoinHook):

@@ -208,6 +208,11 @@ def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet (a lazy module): run one batch through it before wrapping")
+        if hasattr(param, "placements"):
+            raise ConfigError(f"{name} is a DTensor, which is not supported: use torch's wrapper for such a model")
+        if hasattr(param, "_in_backward_optimizers"):
+            text = "is updated in backward, before its gradient is averaged: use an optimizer that steps after backward"
+            raise ConfigError(f"{name} {text}")
         names_of.setdefault(param, []).append(name)
     kept = {param: tuple(names) for param, names in names_of.items() if not set(names) & set(ignored)}
     trained = {param: names for param, names in kept.items() if param.requires_grad}

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, TrainingError
-from paceline.parallel import DataParallel
+from paceline.parallel import DataParallel, is_torchs
 from paceline.plan import Plan
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -89,7 +88,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
 
     Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
     """
-    if isinstance(learner.model, DistributedDataParallel):
+    if is_torchs(learner.model):
         # torch makes buffers equal only in the next training forward.
         for buffer in learner.module.buffers():
             dist.broadcast(buffer, src=0)

@@ -354,3 +354,4 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
 for _name in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",
               "allgather_coalesced"):  # fmt: skip
     setattr(PacelineGroup, _name, _delegate(_name))
+works.untraced(PacelineGroup)

@@ -7,7 +7,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -16,6 +17,7 @@ from paceline.errors import PacelineError
 from paceline.transport import native
 
 Tensors = Sequence[torch.Tensor]
+_Class = TypeVar("_Class", bound=type)
 # What is left to do when an operation has finished.
 After = Callable[[], Any] | None
 Actions = Sequence[Callable[[], Any]]
@@ -57,6 +59,19 @@ def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
+def untraced(kind: _Class) -> _Class:
+    """A class whose methods torch.compile runs as they are. It would compile what is called while a compiled step runs,
+    by torch's own C++, too, and refuses an object such as a process group."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for value in vars(kind).values():
+        if isinstance(value, FunctionType):
+            eval_frame.set_code_exec_strategy(value.__code__, skip)
+    return kind
+
+
+@untraced
 class TensorWork(Work):
     """A Work whose result is tensors; subclasses have `wait`, `is_completed` and `exception`."""
 
@@ -88,6 +103,7 @@ class TensorWork(Work):
         return None
 
 
+@untraced
 class FinishedWork(TensorWork):
     """An operation that had finished when the call returned."""
 
@@ -106,6 +122,7 @@ class FinishedWork(TensorWork):
         return future
 
 
+@untraced
 class NativeWork(TensorWork):
     """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller that looks does what comes `after`.
 

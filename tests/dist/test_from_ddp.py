@@ -1,0 +1,99 @@
+"""The migration page: every argument of torch's wrapper has a row, each row is true, and its code and commands run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+from paceline.parallel import DDP
+from tests.dist.wrapped import Net, error_of, loss
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "from-ddp.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = [line for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.split("## Arguments")[1].split("\n## ")[0], re.MULTILINE))
+# For what is not refused: something that a program would give.
+GIVEN: dict[str, Any] = {
+    "device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": False, "init_sync": False,
+    "process_group": None, "bucket_cap_mb": 1, "find_unused_parameters": True, "check_reduction": True,
+    "gradient_as_bucket_view": True, "static_graph": True, "device_mesh": None, "skip_all_reduce_unused_params": True,
+    "bucket_cap_mb_list": [1, 2], "batched_grad_copy": True, "forward_sync_buffers": False,
+}  # fmt: skip
+
+
+def test_every_argument_of_torchs_wrapper_has_a_row_and_no_other():
+    torchs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"}
+    ours = set(inspect.signature(DDP.__init__).parameters)
+    assert torchs <= set(ROWS) <= ours
+
+
+def give_arguments(refused: list[str]) -> None:
+    with paceline.init(announce=None) as world:
+        for name in refused:
+            kind, text = error_of(lambda name=name: DDP(Net(), **{name: object()}))
+            assert kind == "ConfigError" and name in text
+        for name, value in GIVEN.items():
+            model = DDP(Net(), **{name: value})
+            for step in range(2):
+                loss(model, world.rank, step).backward()
+
+
+def test_what_is_said_to_be_refused_is_refused_and_nothing_else(on_ranks):
+    refused = [name for name, text in ROWS.items() if text.startswith("refused")]
+    assert set(refused) == set(ROWS) - {"module", *GIVEN}
+    on_ranks(2, give_arguments, refused)
+
+
+def run_block(source: str, folder: Path) -> None:
+    with contextlib.chdir(folder):
+        try:
+            exec(compile(source, "docs/from-ddp.md", "exec"), {"__name__": "__main__"})
+        finally:
+            paceline.swap_wrapper(False)
+            if dist.is_initialized():
+                dist.barrier()
+            paceline.shutdown()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def find_missing(source: str) -> list[str]:
+    """The packages that a program imports and that are not installed."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes]
+    return [name for name in names if name and importlib.util.find_spec(name.split(".")[0]) is None]
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_code_runs(on_ranks, tmp_path, number):
+    if missing := find_missing(BLOCKS[number]):
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    on_ranks(2, run_block, BLOCKS[number], tmp_path)
+    if number == 0:
+        assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == {"weight", "bias"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_run(start, tmp_path, command):
+    (tmp_path / "train.py").write_text(BLOCKS[0])
+    program, *arguments = shlex.split(command)
+    assert program == "torchrun"
+    process = start("-m", "torch.distributed.run", *arguments, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert (tmp_path / "model.pt").exists(), out

@@ -1,0 +1,239 @@
+"""Programs that do not name Paceline, with our wrapper in the place of torch's: the same losses and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+from paceline.parallel import DDP, is_torchs
+from tests.dist import user_programs
+from tests.dist.user_programs import FRAMEWORKS, PROGRAMS, Net, draw, in_float64
+from tests.dist.wrapped import error_of
+
+TOLERANCE = 1e-6  # relative, in float64
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=120)
+
+
+def need(name: str) -> None:
+    """Skip where a package is missing. It is not imported here, where it would leave variables behind."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"not installed: {name}")
+
+
+def call(program: Callable[..., tuple[list[float], str]], is_ours: bool, *args: Any, **options: Any) -> list[float]:
+    """The losses of a program with our wrapper, or with torch's; the program must really have had that one."""
+    paceline.swap_wrapper(is_ours)
+    try:
+        with in_float64():
+            losses, kind = program(*args, **options)
+    finally:
+        paceline.swap_wrapper(False)
+    assert kind == ("DDP" if is_ours else "DistributedDataParallel")
+    assert losses
+    return losses
+
+
+def compare_program(name: str, folder: Path) -> None:
+    with paceline.init(announce=None):
+        theirs, ours = (call(PROGRAMS[name], is_ours, folder) for is_ours in (False, True))
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=0)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in PROGRAMS]
+)
+def test_losses_are_those_of_torchs_wrapper(job, tmp_path, name):
+    job(2, compare_program, name, tmp_path)
+
+
+def compare_framework(name: str, folder: Path, options: dict[str, Any], backend: str) -> None:
+    """Train and save with each wrapper, and go on from both checkpoints with each: six runs, two different results."""
+    program = functools.partial(FRAMEWORKS[name], **options)
+    with paceline.init(announce=None, backend=backend) as world:
+        folders = {is_ours: folder / f"ours {is_ours}" for is_ours in (False, True)}
+        if world.rank == 0:
+            for each in folders.values():
+                each.mkdir()
+        dist.barrier()
+        begun = {is_ours: call(program, is_ours, folders[is_ours], False) for is_ours in folders}
+        assert begun[True] == pytest.approx(begun[False], rel=TOLERANCE, abs=0)
+        resumed = [call(program, is_ours, folders[other], True) for is_ours in folders for other in folders]
+        for losses in resumed[1:]:
+            assert losses == pytest.approx(resumed[0], rel=TOLERANCE, abs=0)
+        assert resumed[0][0] != pytest.approx(begun[False][0])  # it did not begin anew
+
+
+NEEDS = {"fabric": "lightning"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("accelerate", {}),
+    ("transformers", {}),
+    ("transformers", {"gradient_checkpointing": True}),
+    ("transformers", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    ("lightning", {}),
+    ("lightning", {"is_manual": True, "strategy": "ddp_find_unused_parameters_true"}),
+    ("fabric", {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "auto"])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_losses_and_checkpoints_of_frameworks(job, tmp_path, name, options, backend):
+    need(NEEDS.get(name, name))
+    job(2, compare_framework, name, tmp_path, options, backend)
+
+
+def run_accelerates_tests() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.test_utils.scripts import test_sync
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    with paceline.init(announce=None):
+        paceline.swap_wrapper()
+        try:
+            for check in (test_sync.test_distributed_sync, test_sync.test_distributed_sync_multiple_fwd):
+                check(Accelerator(cpu=True))
+            for choices in itertools.product((True, False), repeat=3):
+                test_sync.test_gradient_accumulation(*choices)
+                test_sync.test_gradient_accumulation_with_opt_and_scheduler(*choices)
+        finally:
+            paceline.swap_wrapper(False)
+
+
+@pytest.mark.slow
+def test_accelerates_own_tests_of_synchronisation(job):
+    need("accelerate")
+    job(2, run_accelerates_tests)
+
+
+# -- the swap itself ---------------------------------------------------------------------------------------------------
+
+
+class Named(DistributedDataParallel):
+    """A program's own subclass of torch's class: it may use what only torch's has."""
+
+
+def swap() -> None:
+    with paceline.init(announce=None):
+        before = DistributedDataParallel(Net())
+        paceline.swap_wrapper(check_replicas_every=3, bucket_cap_mb=2)
+        try:
+            ours = nn.parallel.DistributedDataParallel(module=Net(), bucket_cap_mb=7)
+            assert type(ours) is DDP and isinstance(ours, DistributedDataParallel) and not is_torchs(ours)
+            assert ours._options.check_every == 3 and ours.bucket_bytes_cap == 2 << 20
+            assert type(Named(Net())) is Named
+            assert type(DistributedDataParallel(nn.ParameterList([nn.Parameter(torch.ones(2))]))) is not DDP
+            assert is_torchs(before)
+            assert error_of(lambda: paceline.swap_wrapper(no_such=1))[0] == "ConfigError"
+        finally:
+            paceline.swap_wrapper(False)
+        assert is_torchs(DistributedDataParallel(Net()))
+        names = list(inspect.signature(DistributedDataParallel).parameters)
+        assert names == list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
+        assert set(names) <= set(inspect.signature(DDP).parameters)
+
+
+def test_the_swap_reaches_every_name_of_the_class_and_can_be_ended(job):
+    job(1, swap)
+
+
+def wrap_twice() -> None:
+    with paceline.init(announce=None) as world:
+        net = Net()
+        model = DDP(net, bucket_cap_mb=1e-4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert DistributedDataParallel(model) is model
+            assert not caught
+            assert DistributedDataParallel(module=model, device_ids=None, find_unused_parameters=True) is model
+        assert "find_unused_parameters" in str(caught[0].message)
+        # To who wrapped it again this is the bare model.
+        assert model.state_dict().keys() == net.state_dict().keys()
+        values = {key: value + 1 for key, value in net.state_dict().items()}
+        for prefix in ("", "module."):
+            model.load_state_dict({prefix + key: value for key, value in values.items()})
+        assert all(torch.equal(net.state_dict()[key], value) for key, value in values.items())
+        for step in range(3):
+            model.zero_grad()
+            model(draw(step, 3, 4).float()).sum().backward()
+        everyone = world.share([param.grad.tolist() for param in net.parameters()])
+        assert everyone[0] == everyone[1]
+        for wrapped in (model, DistributedDataParallel(Net())):
+            kind, text = error_of(lambda wrapped=wrapped: DDP(wrapped))
+            assert kind == "ConfigError" and ".module" in text
+
+
+def test_a_model_that_is_wrapped_is_not_wrapped_again(job):
+    job(2, wrap_twice)
+
+
+def prepare_what_is_wrapped(folder: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from safetensors.torch import load_file
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    with paceline.init(announce=None) as world:
+        net = Net()
+        model = DDP(net)
+        accelerator = Accelerator(cpu=True)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(3):
+            accelerator.backward(prepared(draw(step, 3, 4).float()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(str(folder / "state"))
+        accelerator.save_model(prepared, str(folder / "model"))
+        dist.barrier()
+        assert accelerator.unwrap_model(prepared) is net
+        for file in ("state/model.safetensors", "model/model.safetensors"):
+            assert load_file(folder / file).keys() == net.state_dict().keys()
+        accelerator.load_state(str(folder / "state"))
+        everyone = world.share([param.tolist() for param in net.parameters()])
+        assert everyone[0] == everyone[1]
+
+
+def test_accelerate_saves_a_model_that_was_wrapped_by_hand_without_a_prefix(job, tmp_path):
+    need("accelerate")
+    job(2, prepare_what_is_wrapped, tmp_path)
+
+
+def test_the_programs_do_not_name_paceline():
+    source = Path(inspect.getfile(user_programs)).read_text()
+    assert "paceline" not in source.split('"""', 2)[2].lower()
+
+
+def read_by_torchs_own() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    with paceline.init(announce=None):
+        net = Net()
+        model = DDP(net)
+        assert get_model_state_dict(model).keys() == net.state_dict().keys()
+        wanted = net.head.bias + 1
+        set_model_state_dict(model, {key: value + 1 for key, value in net.state_dict().items()})
+        assert torch.equal(net.head.bias, wanted)
+
+
+def test_torchs_checkpoints_have_no_prefix(job):
+    job(1, read_by_torchs_own)
