@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[1]
 SCRIPTS, ROOT = TESTS / "scripts", TESTS.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 ACCELERATE = [
-    sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+    sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
     "--mixed_precision", "no", "--dynamo_backend", "no",
 ]  # fmt: skip
 # The launcher of each, more arguments, and the package that it needs.

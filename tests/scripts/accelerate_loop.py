@@ -1,4 +1,4 @@
-"""A loop with Accelerate: accelerate launch --cpu --num_processes 2 accelerate_loop.py"""
+"""A loop with Accelerate, two ranks on a CPU: accelerate launch --multi_gpu --num_processes 2 accelerate_loop.py"""
 
 import argparse
 
