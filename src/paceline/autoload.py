@@ -1,8 +1,7 @@
 """What torch calls when it is imported (entry point `torch.backends`): nothing, unless a variable asks for it.
 
-PACELINE_WRAPPER=1 puts our wrapper in the place of torch's. PACELINE_ATTACH=FOLDER observes the training of this
-process, and PACELINE_BUCKET_CAP_MB gives torch's wrapper other buckets. An error would fail `import torch`, so none
-leaves this module.
+PACELINE_WRAPPER=1 puts our wrapper in the place of torch's. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
+observes the training of this process. An error would fail `import torch`, so none leaves this module.
 """
 
 import os
@@ -11,7 +10,6 @@ import os
 _CALLS = (
     ("PACELINE_WRAPPER", "paceline.integrations", "swap_wrapper"),
     ("PACELINE_ATTACH", "paceline.measure.attach", "attach"),
-    ("PACELINE_BUCKET_CAP_MB", "paceline.measure.attach", "attach"),
 )
 
 

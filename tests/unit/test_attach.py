@@ -17,10 +17,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline import autoload
 from paceline.measure import attach
-from paceline.measure.attach import Observer, Settings, read_settings
-from paceline.predict import traced
+from paceline.measure.attach import Observer, Settings
 
-VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER", "PACELINE_BUCKET_CAP_MB")
+VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,6 @@ def torch_as_it_was(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))
-    monkeypatch.setattr(attach, "_observer", None)
     monkeypatch.setattr(attach.atexit, "register", lambda *_: None)
     monkeypatch.setattr(attach.multiprocessing.util, "Finalize", lambda *_, **__: None)
     init, fetch = DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__
@@ -56,7 +54,7 @@ class Program:
 
 
 def observe(folder: Path, **settings: object) -> Observer:
-    observer = Observer(Settings(folder, **settings))
+    observer = Observer(Settings(str(folder), **settings))
     observer.install()
     return observer
 
@@ -78,25 +76,20 @@ def test_without_variables_nothing_is_loaded_and_torch_stays_as_it_is(monkeypatc
     assert set(sys.modules) == loaded and DistributedDataParallel.__init__ is init
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_an_error_never_leaves_the_entry_point(monkeypatch, capsys, tmp_path, variable):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(variable, str(tmp_path / "file" / "below"))  # neither a folder that can be made, nor a number
-    monkeypatch.setattr(autoload, "_CALLS", [*autoload._CALLS[1:], ("PACELINE_WRAPPER", "paceline.none", "none")])
+@pytest.mark.parametrize("value", ["no JSON", '{"folder": "/no/such/folder", "steps": 9}', '{"other": 1}'])
+def test_an_error_never_leaves_the_entry_point(monkeypatch, capsys, value):
+    monkeypatch.delenv("PACELINE_WRAPPER", raising=False)
+    monkeypatch.setenv("PACELINE_ATTACH", value)
     autoload.start()
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and variable in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1 and "PACELINE_ATTACH" in captured.err
 
 
-def test_the_settings_are_those_of_the_variables():
-    assert read_settings({"PACELINE_ATTACH": "folder"}) == Settings(Path("folder"))
-    given = {"PACELINE_ATTACH": "f", "PACELINE_ATTACH_STEPS": "0", "PACELINE_ATTACH_STOP": "1"}
-    found = read_settings(given | {"PACELINE_BUCKET_CAP_MB": "1,25", "PACELINE_ATTACH_EVERY": "5"})
-    assert found == Settings(Path("f"), steps=0, every=5, stops=True, caps=(1.0, 25.0))
-
-
-def test_the_name_of_the_mark_is_the_one_that_is_looked_for():
-    assert attach.STEP_END == traced._STEP_END
+def test_the_variable_holds_the_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_ATTACH", json.dumps({"folder": str(tmp_path), "steps": 8}))
+    autoload.start()
+    Program().train(12)
+    assert (tmp_path / "seen").exists() and read(tmp_path)["num_steps"] == 8
 
 
 def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
@@ -106,13 +99,12 @@ def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
     assert [step[0] for step in found["steps"]] == list(range(2, 17))
     for _, step_s, data_s, optimizer_s in found["steps"]:
         assert 0 < data_s < step_s and 0 < optimizer_s < step_s and data_s + optimizer_s < step_s
-    assert found["recorded"] == [7, 11] and found["num_steps"] == 16 and found["is_whole"]
+    assert found["recorded"] == [7, 11] and found["num_steps"] == 16
     assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
     events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
     named = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    assert named.count(attach.STEP_END) == 5 and named.count("Optimizer.step#SGD.step") >= 4
-    steps = traced.mark_steps(traced.RankTrace(0, 1, "cpu", "box", 0, events))
-    assert [e["name"] for e in steps.events[len(events) :]] == [f"step {n}" for n in range(4)]
+    assert named.count("Optimizer.step#SGD.step") >= 4
+    assert [name for name in named if name.startswith("ProfilerStep")] == [f"ProfilerStep#{n}" for n in (6, 7, 8, 9)]
 
 
 def test_the_weights_are_the_same_bits(tmp_path):
@@ -162,7 +154,7 @@ def test_a_program_that_profiles_itself_is_not_recorded(tmp_path):
 
 
 def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatch):
-    observe(tmp_path, steps=8, record=0, stops=True)
+    observe(tmp_path, steps=8, record=0, stop=True)
     program, ended = Program(), []
     with pytest.raises(SystemExit) as exit_:
         program.train(20)
@@ -176,7 +168,7 @@ def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatc
 
 
 def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch):
-    observer = observe(tmp_path, steps=8, record=0, stops=True)
+    observer = observe(tmp_path, steps=8, record=0, stop=True)
 
     def fail() -> None:
         raise RuntimeError("no more")
@@ -187,20 +179,6 @@ def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch
     with pytest.raises(SystemExit):  # it was to be stopped all the same
         program.train(1)
     assert read(tmp_path)["error"] == "RuntimeError: no more"
-
-
-@pytest.mark.parametrize(("caps", "found"), [((4.0,), (4.0, None)), ((1.0, 2.0), (1.0, [1.0, 2.0])), ((), (9, None))])
-def test_the_wrapper_gets_the_caps_that_were_asked_for(monkeypatch, caps, found):
-    seen = []
-
-    def init(self, module, device_ids=None, bucket_cap_mb=None, bucket_cap_mb_list=None) -> None:
-        torch.nn.Module.__init__(self)
-        seen.append((module, device_ids, bucket_cap_mb, bucket_cap_mb_list))
-
-    monkeypatch.setattr(DistributedDataParallel, "__init__", init)
-    Observer(Settings(None, caps=caps)).install()
-    DistributedDataParallel("net", None, 9)
-    assert seen == [("net", None, *found)]
 
 
 def test_torch_is_told_of_the_entry_point():

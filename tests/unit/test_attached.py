@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.plan import plan_by_cuts, plan_like_torch
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts
@@ -52,7 +53,7 @@ def one_bucket() -> tuple[TracedStepRecord, ...]:
 
 
 def build(records: tuple, **config: object) -> AttachedResult:
-    config = {"command": ["x"], "plans": {}, **config}
+    config = {"command": ["x"], **config}
     return AttachedResult(Run("profile attach", config, capture_environment(), records))
 
 
@@ -118,24 +119,29 @@ def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(on
 def test_the_caps_of_a_list_make_the_buckets_of_the_plan(one_bucket):
     result = build((made_steps((0.05,) * 9), *one_bucket))
     assert result.buckets is not None
-    if result.cap_list:
-        from paceline.plan import plan_like_torch
-
-        caps = [int(cap * MIB) for cap in result.cap_list["bucket_cap_mb_list"]]
-        order = [index for indices in result.buckets.plan.partition for index in indices]
-        assert plan_like_torch(result.job.gradients, order, caps).partition == result.buckets.plan.partition
+    gradients = result.buckets.job.gradients
+    plan = plan_by_cuts(gradients, range(len(gradients)), (1, 2, 5, 8), "free")
+    vars(result.buckets)["plan"] = plan
+    del vars(result)["cap_list"], vars(result)["lines"]
+    caps = [int(cap * MIB) for cap in result.cap_list]
+    order = [index for indices in plan.partition for index in indices]
+    assert caps and plan_like_torch(plan.gradients, order, caps).partition == plan.partition
+    assert "bucket_cap_mb_list=[" in result.lines["torch 2.13, predicted"]
 
 
 def test_a_race_has_the_last_word(one_bucket):
     steps = made_steps((0.05,) * 9)
-    plans = {NOW: {}, "small": {"bucket_cap_mb": 4.0}}
+    plans = {NOW: None, "small": 4.0}
     for factor, verdict in ((0.8, "use"), (1.0, "flat"), (1.2, "default")):
-        turns = [made_steps((0.05,) * 21, note=RACED, label=NOW, steps_per_turn=3)]
-        turns.append(made_steps((0.05 * factor,) * 21, note=RACED, label="small", steps_per_turn=3))
+        given = {"note": RACED, "steps_per_turn": 3}
+        turns = [made_steps((0.05,) * 21, label=NOW, bucket_bytes=(sum(SIZES),), **given)]
+        turns.append(made_steps((0.05 * factor,) * 21, label="small", bucket_bytes=SIZES, **given))
         result = build((steps, *one_bucket, *turns), plans=plans)
         assert result.verdict == verdict and result.race is not None and result.race.num_rounds == 7
-        assert (result.caps == plans["small"]) == (verdict == "use")
-        assert result.table("race").rows_json()[1]["ratio"] == pytest.approx(factor)
+        assert result.cap_mib == (4.0 if verdict == "use" else None) and bool(result.lines) == (verdict == "use")
+        now, other = result.table("race").rows_json()
+        assert (now["num_buckets"], other["num_buckets"]) == (1, len(SIZES))
+        assert other["ratio"] == pytest.approx(factor) and now["predicted_s"] == pytest.approx(result.step_s, rel=0.01)
         assert (result.bottleneck.kind == "buckets") == (verdict == "use")
 
 

@@ -87,12 +87,6 @@ add_command(
 )  # fmt: skip
 
 
-def _attach(*, command: list[str] | None = None, **given: Any) -> Any:
-    from paceline.verbs.attach import attach
-
-    return attach(command or (), **given)
-
-
 @profile.callback(invoke_without_command=True)
 def _profile(
     context: typer.Context,
@@ -136,9 +130,10 @@ add_command(
     "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
 add_command(
-    profile, "attach", _attach, "command folder steps:attach stop",
+    profile, "attach", "attach:attach", "command steps:attach stop",
     "Your own program, without an edit of it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Where the time of a step goes, what bounds it, and the bucket size to paste, with its predicted gain.",
+    command=(),
 )  # fmt: skip
 
 
@@ -192,24 +187,18 @@ def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
     return attach(command, race=True, **given)
 
 
-def _watch(*, command: list[str] | None = None, every: int = 50, **given: Any) -> Any:
-    refuse((every < 1, f"--every {every}: at least 1 is needed"))
-    return _attach(command=command, steps=0, every=every, **given)
-
-
 add_command(
     app, "tune", _tune,
     f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command steps:tune quick confirm caps network:tune network_ranks "
     "iters budget strict",
     "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
-    "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (which then runs many times, a few steps "
-    "each).",
+    "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",
 )  # fmt: skip
 add_command(
-    app, "watch", _watch, "command every",
+    app, "watch", "attach:attach", "command every",
     "Watch your own program: a line every so many steps, and at its end where the time of a step went.\n\n"
-    "paceline watch -- torchrun --nproc-per-node 2 train.py",
+    "paceline watch -- torchrun --nproc-per-node 2 train.py", command=(), steps=0, every=50,
 )  # fmt: skip
 
 

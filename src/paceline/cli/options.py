@@ -139,7 +139,6 @@ OPTIONS = {
     "network:tune": Option(MEASUREMENT, _NETWORKS),
     "network:scale": Option(MEASUREMENT, _NETWORKS, "10gbe,100gbe"),
     "command": Option(JOB, "Your own program, behind --: -- torchrun train.py", list[str], flags="argument"),
-    "folder": Option(JOB, "Instead: what a program wrote that ran with PACELINE_ATTACH=FOLDER.", Path),
     "csv": Option(JOB, "Instead: a folder with layer-sizes, layer-times and allreduce-times.", Path),
     "measured": Option(JOB, "With --csv: a table of bucket_size and step_s or backward_s to compare with.", Path),
     "allreduce": Option(JOB, "All-reduce: a run, nccl-tests' output, or a CSV; beyond its ranks it is scaled.", Path),

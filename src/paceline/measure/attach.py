@@ -1,8 +1,8 @@
 """Inside the ranks of a user's own program: the times of their steps and a trace of a few, without an edit of it.
 
-`paceline.autoload` calls `attach` where PACELINE_ATTACH names a folder. A step ends with its optimizer. What it is made
-of is seen by torch's profiler, which records some steps: nothing is put between torch's wrapper and its messages, so
-that every result stays as it is. Each rank writes files of its own, and sends nothing. Needs torch alone.
+`paceline.autoload` calls `attach` where PACELINE_ATTACH holds its settings. A step ends with its optimizer. What it is
+made of is seen by torch's profiler, which records some steps: nothing is put between torch's wrapper and its messages,
+so that every result stays as it is. Each rank writes files of its own, and sends nothing. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import multiprocessing.util
 import os
@@ -20,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,50 +27,34 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# The range in a trace that says where a step ends: `predict.traced` reads it.
-STEP_END = "paceline: step"
 # On more ranks the files of traces would be many, and say the same.
 _MOST_RECORDED = 16
 # How often a program may catch the exit that `--stop` asks for.
 _MOST_EXITS = 3
+# Where a wrapper keeps the caps that it was made with: ours, and torch's of several versions.
+_OF_BUCKETS = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
 
 
 class Settings(NamedTuple):
     """Of `steps` (0: all), `record` are recorded, after `warmup` others. `every` so many steps their times are written,
-    not only at the end. `caps` are MiB, instead of the program's own. `race`: from step `first` on, `turns` of `length`
-    steps, each the number of one of `plans`, which are caps; no caps are the program's own."""
+    not only at the end. `race`: from step `first` on, `turns` of `length` steps, each the number of one of `plans`,
+    which are caps in MiB; None stands for the program's own."""
 
-    folder: Path | None
-    steps: int = 48
-    warmup: int = 10
-    record: int = 8
+    folder: str
+    steps: int
+    warmup: int = 0
+    record: int = 0
     every: int = 0
-    stops: bool = False
-    caps: tuple[float, ...] = ()
+    stop: bool = False
     race: dict[str, Any] | None = None
 
 
-def read_settings(variables: Mapping[str, str]) -> Settings:
-    folder = variables.get("PACELINE_ATTACH")
-    names = ("steps", "warmup", "record", "every")
-    given = {name: variables.get(f"PACELINE_ATTACH_{name.upper()}") for name in names}
-    counts: dict[str, Any] = {name: int(text) for name, text in given.items() if text}
-    caps = tuple(float(part) for part in variables.get("PACELINE_BUCKET_CAP_MB", "").split(",") if part.strip())
-    stops = variables.get("PACELINE_ATTACH_STOP", "0") not in ("", "0")
-    race = json.loads(variables.get("PACELINE_ATTACH_RACE") or "null")
-    return Settings(None if not folder else Path(folder), stops=stops, caps=caps, race=race, **counts)
-
-
-_observer: Observer | None = None
-
-
 def attach() -> None:
-    """Observe this process as the variables say; does nothing the second time."""
-    global _observer
-    if _observer is None:
-        _observer = Observer(read_settings(os.environ))
-        _observer.install()
+    """Observe this process as the variable says."""
+    Observer(Settings(**json.loads(os.environ["PACELINE_ATTACH"]))).install()
 
 
 class Observer:
@@ -90,68 +73,51 @@ class Observer:
         self._num_steps = self._num_exits = self._pid = self._thread = 0
         self._begun_s = self._end_s = self._data_s = self._optimizer_s = 0.0
         self._profiler: Any = None
+        self._range: Any = None  # of the step that is recorded
         self._first = 0  # the step after which recording began
         self._head: dict[str, Any] = {}
         self._tail: dict[str, Any] = {}
-        self._path = Path()
+        self._path = Path(settings.folder)
 
     def install(self) -> None:
+        (self._path / "seen").touch()
         ours = sys.modules.get("paceline.parallel.ddp")  # there where it takes the place of torch's
         for kind in (torch.nn.parallel.DistributedDataParallel, getattr(ours, "DDP", None)):
             if kind is not None:
-                self._watch_wrapper(kind)
-        if self._settings.folder is None:
-            return
-        self._settings.folder.mkdir(parents=True, exist_ok=True)
-        (self._settings.folder / "seen").touch()
+                self._patch(kind, "__init__", self._note_wrapper)
+        self._patch(_BaseDataLoaderIter, "__next__", self._time_data)
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
-        self._watch_loaders()
 
-    def _watch_wrapper(self, kind: Any) -> None:
-        """Note every wrapper that is made, and give it the caps that were asked for."""
-        original, caps = kind.__init__, self._settings.caps
-        signature = inspect.signature(original)
+    def _patch(self, kind: Any, name: str, around: Callable[..., Any]) -> None:
+        """Call `around(original, ...)` instead of this method, until all is observed."""
+        original = getattr(kind, name)
 
         @functools.wraps(original)
-        def init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-            if caps:
-                bound = signature.bind(wrapper, *args, **kwargs)
-                bound.arguments.pop("bucket_cap_mb_list", None)
-                bound.arguments["bucket_cap_mb"] = caps[0]
-                if len(caps) > 1:
-                    bound.arguments["bucket_cap_mb_list"] = list(caps)
-                args, kwargs = bound.args[1:], bound.kwargs
-            original(wrapper, *args, **kwargs)
-            self._wrapped.append(weakref.ref(wrapper))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
 
-        kind.__init__ = init
-        self._undo.append(lambda: setattr(kind, "__init__", original))
+        setattr(kind, name, call)
+        self._undo.append(lambda: setattr(kind, name, original))
 
-    def _watch_loaders(self) -> None:
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
+    def _note_wrapper(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        original(wrapper, *args, **kwargs)
+        self._wrapped.append(weakref.ref(wrapper))
 
-        kind: Any = _BaseDataLoaderIter
-        original = kind.__next__
-
-        @functools.wraps(original)
-        def fetch(iterator: Any) -> Any:
-            begin_s = time.perf_counter()
-            try:
-                return original(iterator)
-            finally:
-                if threading.get_ident() == self._thread:
-                    self._data_s += time.perf_counter() - begin_s
-
-        kind.__next__ = fetch
-        self._undo.append(lambda: setattr(kind, "__next__", original))
+    def _time_data(self, original: Any, iterator: Any) -> Any:
+        begin_s = time.perf_counter()
+        try:
+            return original(iterator)
+        finally:
+            if threading.get_ident() == self._thread:
+                self._data_s += time.perf_counter() - begin_s
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._tail:
             return
         try:
             # Here, not at the end of a step: there the range of the optimizer is still open.
-            if self._profiler is not None and self._num_steps >= self._first + self._settings.record:
+            if self._profiler is not None and self._range is None:
                 self._stop_recording()
             self._begun_s = time.perf_counter()
         except Exception as error:
@@ -166,28 +132,24 @@ class Observer:
         except Exception as error:
             self._give_up(error)
         # What failed here must not keep a program running that is to be stopped.
-        if self._settings.stops and self._tail and self._num_steps >= self._settings.steps:
+        if self._settings.stop and self._tail and self._num_steps >= self._settings.steps:
             self._exit()
 
     def _note_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         now_s = time.perf_counter()
         if not has_closure:  # which runs forward and backward inside of the optimizer
             self._optimizer_s += now_s - self._begun_s
-        if not self._num_steps:
-            if id(optimizer) not in self._seen:
-                self._open(optimizer)
-                self._seen.append(id(optimizer))
-                self._begin_step()
+        is_first = not self._num_steps and id(optimizer) not in self._seen
+        if is_first:
+            self._open(optimizer)
+            self._seen.append(id(optimizer))
+        else:
+            self._last = self._last or self._seen[-1]
+            if id(optimizer) != self._last:
                 return
-            self._last, self._num_steps = self._seen[-1], 1
-        if id(optimizer) != self._last:
-            return
-        self._num_steps += 1
-        self._steps.append((self._num_steps, now_s - self._end_s, self._data_s, self._optimizer_s))
-        self._advance()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
+            self._num_steps = max(1, self._num_steps) + 1
+            self._steps.append((self._num_steps, now_s - self._end_s, self._data_s, self._optimizer_s))
+            self._advance()
         self._end_s, self._data_s, self._optimizer_s = time.perf_counter(), 0.0, 0.0
 
     def _open(self, optimizer: Optimizer) -> None:
@@ -199,14 +161,13 @@ class Observer:
         if is_open:
             rank, world_size = dist.get_rank(), dist.get_world_size()
         parameter = next(iter(optimizer.param_groups[0]["params"]), None)
-        assert self._settings.folder is not None
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._head = {
             "rank": rank, "world_size": world_size, "backend": dist.get_backend() if is_open else "none",
             "host": socket.gethostname(), "device": "cpu" if parameter is None else parameter.device.type,
-            "torch": torch.__version__, "threads": torch.get_num_threads(), "optimizer": type(optimizer).__name__,
+            "threads": torch.get_num_threads(),
         }  # fmt: skip
-        self._path = self._settings.folder / f"rank-{rank}-{self._pid}.jsonl"
+        self._path /= f"rank-{rank}-{self._pid}.jsonl"
         # A forked process ends without what atexit knows, and one of torch.multiprocessing without the other.
         atexit.register(self._close)
         multiprocessing.util.Finalize(None, self._close, exitpriority=1)
@@ -214,56 +175,57 @@ class Observer:
     def _advance(self) -> None:
         """After a step: what is due now."""
         settings, number = self._settings, self._num_steps
-        is_due = settings.record > 0 and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED
         if self._profiler is not None:
             self._mark()
-        elif is_due:
+        elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
             self._start_recording()
         if settings.race is not None:
-            self._take_turn(settings.race, number)
+            self._take_turn(**settings.race)
         if settings.every and number % settings.every == 0:
             self._write({})
         if settings.steps and number >= settings.steps:
             self._finish()
 
-    def _take_turn(self, race: dict[str, Any], number: int) -> None:
+    def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
         """Between two turns: note the buckets of the one, and give the wrappers those of the other."""
-        turn, place = divmod(number - race["first"], race["length"])
-        if number < race["first"] or place or turn > len(race["turns"]):
+        turn, place = divmod(self._num_steps - first, length)
+        if place or not 0 <= turn <= len(turns):
             return
-        for wrapper in [found for one in self._wrapped if (found := one()) is not None]:
+        for wrapper in self._list_wrappers():
             if turn:
                 sizes = _describe(wrapper).get("rebuilt_bucket_sizes", "")
-                self._head.setdefault("layouts", {})[str(race["turns"][turn - 1])] = sizes
-            if turn < len(race["turns"]):
-                rebucket(wrapper, race["plans"][race["turns"][turn]])
+                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = sizes
+            if turn < len(turns):
+                rebucket(wrapper, plans[turns[turn]])
+
+    def _list_wrappers(self) -> list[Any]:
+        return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
 
     def _start_recording(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
         if torch.autograd._profiler_enabled():  # a second profile would end the first one
             self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
-        profiler = profile(activities=activities, record_shapes=True, acc_events=True)
-        profiler.start()
-        self._profiler, self._first = profiler, self._num_steps
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+        self._first = self._num_steps
         self._mark()
-        kind: Any = profile
-        original = kind.start
+        self._patch(profile, "start", self._make_way)
 
-        @functools.wraps(original)
-        def start(other: Any) -> Any:
-            if self._profiler is not None:  # the program's own comes first
-                self._stop_recording()
-            return original(other)
-
-        kind.start = start
-        self._undo.append(lambda: setattr(kind, "start", original))
+    def _make_way(self, original: Any, other: Any) -> Any:
+        """The program's own profile comes first."""
+        if self._profiler is not None:
+            self._stop_recording()
+        return original(other)
 
     def _mark(self) -> None:
-        with torch.profiler.record_function(STEP_END):
-            pass
+        """A range for each step, up to the last that is recorded."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = None
+        if self._num_steps < self._first + self._settings.record:
+            self._range = record_function(f"ProfilerStep#{self._num_steps}")
+            self._range.__enter__()
 
     def _stop_recording(self) -> None:
         profiler, self._profiler = self._profiler, None
@@ -274,23 +236,20 @@ class Observer:
         self._head |= {"trace": path.name, "recorded": [self._first + 1, self._num_steps + 1]}
 
     def _write(self, more: dict[str, Any]) -> None:
-        lines = [*([] if self._path.exists() else [self._head]), {"steps": self._steps} | more]
         with self._path.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+            file.write(json.dumps(self._head | more | {"steps": self._steps}) + "\n")
         self._steps = []
 
     def _finish(self) -> None:
         """Write what there is, once. Hooks stay, and do nothing: torch goes through them at this moment."""
         if self._tail or os.getpid() != self._pid:
             return
+        self._tail["num_steps"] = self._num_steps
         with contextlib.suppress(Exception):
-            self._tail["wrappers"] = [_describe(wrapper) for one in self._wrapped if (wrapper := one()) is not None]
-        self._tail |= {"num_steps": self._num_steps, "is_whole": self._num_steps >= self._settings.steps}
-        for undo in self._undo:
-            undo()
+            self._tail["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
             self._stop_recording()
-        self._write(self._head | self._tail)
+        self._end()
 
     def _close(self) -> None:
         with contextlib.suppress(Exception):  # the folder may be gone
@@ -299,10 +258,13 @@ class Observer:
     def _give_up(self, error: Exception) -> None:
         """The program goes on without being observed."""
         self._tail["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with contextlib.suppress(Exception):
+            self._end()
+
+    def _end(self) -> None:
         for undo in self._undo:
             undo()
-        with contextlib.suppress(Exception):
-            self._write(self._head | self._tail)
+        self._write(self._tail)
 
     def _exit(self) -> None:
         self._num_exits += 1
@@ -313,29 +275,25 @@ class Observer:
         raise SystemExit(0)
 
 
-def rebucket(wrapper: Any, caps: Sequence[float]) -> None:
-    """Give a wrapper other buckets between two steps, as if it had been made with these caps (MiB); without any, those
-    it was made with. As after its making, the buckets are final from the second step on."""
-    one, several = (None, caps) if len(caps) > 1 else (next(iter(caps), None), None)
-    if hasattr(wrapper, "_options"):  # ours
-        options = vars(wrapper).setdefault("_own_options", wrapper._options)
-        if caps:
-            several = None if several is None else tuple(several)
-            options = dataclasses.replace(options, plan=None, bucket_cap_mb=one, bucket_cap_mb_list=several)
-        wrapper._options = options
+def rebucket(wrapper: Any, cap_mib: float | None) -> None:
+    """Give a wrapper other buckets between two steps, as if it had been made with this cap; without one, those it was
+    made with. As after its making, the buckets are final from the second step on."""
+    known = vars(wrapper)
+    own = known.setdefault("_own_buckets", {name: known[name] for name in _OF_BUCKETS if name in known})
+    known.update(own)
+    if "_options" in own:  # ours
+        if cap_mib is not None:
+            caps = {"plan": None, "bucket_cap_mb": cap_mib, "bucket_cap_mb_list": None}
+            wrapper._options = dataclasses.replace(own["_options"], **caps)
         wrapper._set_up()
         return
     if wrapper.mixed_precision is not None:
         raise NotImplementedError("a wrapper with mixed_precision keeps its buckets")
-    names = ("_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default")
-    own = vars(wrapper).setdefault("_own_buckets", {name: getattr(wrapper, name, None) for name in names})
-    for name, value in own.items():
-        setattr(wrapper, name, value)
-    if caps and own["_bucket_config"] is not None:
-        wrapper._bucket_config = type(own["_bucket_config"]).create(one, several, False)
+    if cap_mib is not None and "_bucket_config" in own:
+        wrapper._bucket_config = type(own["_bucket_config"]).create(cap_mib, None, False)
         wrapper.bucket_bytes_cap = wrapper._bucket_config.bucket_bytes_cap
-    elif caps:  # torch before 2.13
-        wrapper.bucket_bytes_cap, wrapper.bucket_bytes_cap_default = int(caps[0] * 2**20), False
+    elif cap_mib is not None:  # torch before 2.13
+        wrapper.bucket_bytes_cap, wrapper.bucket_bytes_cap_default = int(cap_mib * 2**20), False
     is_static, wrapper.static_graph = wrapper.static_graph, False
     wrapper._remove_autograd_hooks()
     wrapper.logger = wrapper.reducer = None

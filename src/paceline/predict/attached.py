@@ -6,24 +6,12 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
+from paceline.predict.advice import WORTH, Advice
 from paceline.predict.traces import Lateness
 from paceline.records.samples import Samples, group_by
 from paceline.records.traced import TracedStepRecord
 from paceline.units import format_duration
-
-# Below this share of a step nothing is called its bottleneck: noise between runs is of that size.
-WORTH = 0.05
-
-
-class Bottleneck(NamedTuple):
-    """What a step waits for. `gain_s` is by how much it could be shorter at most; `kind` is data, late rank, buckets,
-    batch (a step computes for less than it sends, so that no buckets hide that), network, or computing."""
-
-    kind: str
-    gain_s: float
-    text: str
 
 
 def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
@@ -59,34 +47,37 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
 def list_bottlenecks(
     step_s: float, data: Samples, lateness: Lateness | None, buckets: tuple[str, float] | None,
     messages: tuple[float, float, float] | None,
-) -> list[Bottleneck]:  # fmt: skip
-    """What bounds a step of `step_s`, the largest first. `data`: how long each rank waits in data loaders. `buckets`:
-    what to write, and the seconds that it is predicted to save. `messages`: how long the messages of a step take, and
-    what of that is exposed with the best buckets, and how long a rank computes."""
+) -> list[Advice]:  # fmt: skip
+    """What bounds a step of `step_s`, the largest first: data, late rank, buckets, batch (a step computes for less than
+    it sends, so that no buckets hide that), network, or computing. `data`: how long each rank waits in data loaders.
+    `buckets`: what to write, and the seconds that it saves. `messages`: how long the messages of a step take, what of
+    that is exposed with the best buckets, and how long a rank computes."""
     found = []
     waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
     data_s, slow = max(waits), waits.index(max(waits))
     where = "" if min(waits) > data_s / 2 else f" on rank {slow}"
     text = f"the step waits {format_duration(data_s)} for data{where}, {data_s / step_s:.0%} of it: "
     text += "use more workers in the DataLoader, smaller inputs, or batches that are made ahead"
-    found.append(Bottleneck("data", data_s, text))
+    found.append(("data", data_s, text))
     if lateness is not None and lateness.share >= 0.75:
         # A rank that waits for its data is late because of that.
         own_s = waits[lateness.rank] - min(waits) if lateness.rank < len(waits) else 0.0
         text = f"the others wait {format_duration(lateness.mean_s)} of each step for rank {lateness.rank}, last in "
         text += f"{lateness.share:.0%} of them: look at its cores, its GPU's clock, its data and its batches"
-        found.append(Bottleneck("late rank", max(0.0, lateness.mean_s - own_s), text))
+        found.append(("late rank", max(0.0, lateness.mean_s - own_s), text))
+    saved_s = 0.0
     if buckets is not None:
-        write, gain_s = buckets
-        text = f"its buckets: {write} is predicted to save {format_duration(gain_s)} of each step"
-        found.append(Bottleneck("buckets", gain_s, text))
+        write, saved_s = buckets
+        found.append(("buckets", saved_s, f"its buckets: {write} saves {format_duration(saved_s)} of each step"))
     if messages is not None:
         message_s, exposed_s, compute_s = messages
         text = f"a step computes for {format_duration(compute_s)} and sends for {format_duration(message_s)}, so that "
         text += f"with the best buckets {format_duration(exposed_s)} is exposed: "
         is_small = message_s > compute_s
         text += "raise the batch, or accumulate gradients" if is_small else "a faster network, or messages in bf16"
-        found.append(Bottleneck("batch" if is_small else "network", exposed_s, text))
-    found = [one for one in found if one.gain_s >= WORTH * step_s]
-    rest = Bottleneck("computing", 0.0, "nothing else stands out: it is bound by what it computes")
-    return [*sorted(found, key=lambda one: -one.gain_s), rest]
+        # Better buckets come first: they cost nothing.
+        gain_s = min(exposed_s, saved_s) if saved_s >= WORTH * step_s else exposed_s
+        found.append(("batch" if is_small else "network", gain_s, text))
+    worth = [Advice(kind, text, gain_s, "at most", step_s) for kind, gain_s, text in found if gain_s >= WORTH * step_s]
+    rest = Advice("computing", "nothing else stands out: it is bound by what it computes", 0.0, "computed", step_s)
+    return [*sorted(worth, key=lambda one: -one.gain_s), rest]

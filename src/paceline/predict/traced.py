@@ -29,8 +29,6 @@ _LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_
 # Between two of these there is at most one backward. The second of each is ours.
 _FORWARDS, _MARKS = ("DistributedDataParallel.forward", "forward"), re.compile(r"ProfilerStep#\d+|step \d+")
 _OPTIMIZER = "Optimizer.step#"
-# Where a step of a program ends that was attached to: `measure.attach` writes it, inside of the optimizer's range.
-_STEP_END = "paceline: step"
 # As torch's profiler names element types, in lower case and without their namespace.
 _ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2}
 _INTEGERS = ("int", "long", "byte", "char", "bool", "unsigned", "signed")
@@ -89,22 +87,6 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     return steps
 
 
-def mark_steps(trace: RankTrace) -> RankTrace:
-    """The trace of a program that was attached to, with a range `step N` for each whole step."""
-    timed = [e for e in trace.events if e["ph"] == "X" and e.get("cat") == "user_annotation"]
-    optimizers = [e for e in timed if e["name"].startswith(_OPTIMIZER)]
-    ends = []
-    for mark in sorted((e for e in timed if e["name"] == _STEP_END), key=_begin):
-        around = [_end(e) for e in optimizers if e["ts"] <= mark["ts"] <= _end(e)]
-        ends.append(max(_end(mark), *around, 0.0) + 1e-3)  # so that the optimizer's range is inside
-    places = {key: value for e in timed[:1] for key, value in e.items() if key in ("pid", "tid")}
-    steps = [
-        {"ph": "X", "cat": "user_annotation", "name": f"step {number}", "ts": begin, "dur": end - begin, **places}
-        for number, (begin, end) in enumerate(itertools.pairwise(ends))
-    ]
-    return replace(trace, events=[*trace.events, *steps])
-
-
 def _find_backwards(timed: Sequence[Event], ranges: Sequence[Event]) -> list[_Backward]:
     nodes = [event for event in timed if event.get("cat") == "cpu_op" and event["name"].startswith(_NODE)]
     names = [e for e in ranges if e["name"] in _FORWARDS or e["name"].startswith(_OPTIMIZER)]
@@ -120,11 +102,13 @@ def _find_backwards(timed: Sequence[Event], ranges: Sequence[Event]) -> list[_Ba
 def _find_windows(
     timed: Sequence[Event], ranges: Sequence[Event], backwards: Sequence[_Backward]
 ) -> list[tuple[float, float]]:
-    """Begin and end of each step: its range, if each has an optimizer step, else up to the end of each of those."""
-    ends = [_end(event) for event in ranges if event["name"].startswith(_OPTIMIZER)]
+    """Begin and end of each step: its range, if each has an optimizer step, which may end behind it, else up to the end
+    of each of those."""
+    optimizers = [event for event in ranges if event["name"].startswith(_OPTIMIZER)]
+    ends = [_end(event) for event in optimizers]
     marks = [(event["ts"], _end(event)) for event in ranges if _MARKS.fullmatch(event["name"])]
     used = [mark for mark in marks if any(mark[0] <= backward.begin < mark[1] for backward in backwards)]
-    if used and (not ends or all(any(begin < end <= last for end in ends) for begin, last in used)):
+    if used and (not ends or all(any(begin <= e["ts"] < last for e in optimizers) for begin, last in used)):
         return used
     host = [event for event in timed if event.get("cat") in ("user_annotation", "cpu_op")]
     begins = [backward.begin for backward in backwards]

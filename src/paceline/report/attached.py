@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
-from paceline.predict.attached import Bottleneck, find_late_rank, list_bottlenecks, remove_recording
-from paceline.predict.race import Interval, Race, judge_race
+from paceline.predict.advice import Advice
+from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.race import Race, judge_race
 from paceline.records import StepRecord, TracedStepRecord
 from paceline.records.samples import Samples, group_by
 from paceline.records.steps import RACED
+from paceline.report.predictions import RACE, RaceRow, say_status
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Column, Table
 from paceline.report.traced import TracedResult, round_cap
 from paceline.units import MIB, format_ms, format_number_of
 
@@ -40,16 +42,6 @@ class RankRow:
     after_s: float | None = None
 
 
-@dataclass(frozen=True)
-class PlanRow:
-    """A plan of the race: its step, and its time over that of the program as it is."""
-
-    label: str
-    record: StepRecord
-    ratio: Interval
-    is_winner: bool
-
-
 WHERE = (
     Column("rank", "rank", "number", "rank", is_key=True),
     Column("step", "step_s", "ms", "step_s", is_key=True),
@@ -60,16 +52,6 @@ WHERE = (
     Column("optimizer, rest", "after_s", "ms", "after_s", priority=1),
     Column("source", lambda row: "measured", key="source", priority=-1),
 )
-RACE = (
-    Column("plan", "label", key="label", is_key=True),
-    Column("buckets", lambda r: r.record.num_buckets or None, "count", "num_buckets", priority=2),
-    Column("step", lambda r: r.record.timing.median_s, "ms", "step_s", is_key=True),
-    Column("to now", lambda r: r.ratio.value, "{:.3f}".format, "ratio", priority=4),
-    Column("95 %", lambda r: f"{r.ratio.low:.3f} to {r.ratio.high:.3f}" if r.ratio.is_known else "", str, priority=3),
-    Column("", lambda r: "use" if r.is_winner else "", str, priority=3),
-    *raw_columns("is_winner", ratio_low="ratio.low", ratio_high="ratio.high"),
-    Column("source", lambda row: "measured", key="source", priority=-1),
-)
 
 
 class AttachedResult(Result):
@@ -77,8 +59,8 @@ class AttachedResult(Result):
     where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`).
 
     `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
-    the plans that the program ran with. `verdict` is "use" (`caps`), "flat" or "undecided", or that of the
-    race; empty without either. `caps` are the arguments of torch's wrapper, and `lines` what to paste for it and for
+    the plans that the program ran with. `verdict` is "use", "default", "flat" or "undecided", by the race where there
+    was one; empty without either. `cap_mib` is the `bucket_cap_mb` to use, and `lines` what to paste for torch and
     frameworks.
     """
 
@@ -86,7 +68,10 @@ class AttachedResult(Result):
         timed = self.only(StepRecord)
         self.steps = next(record for record in timed if record.note != RACED)
         self.step_s = self.steps.timing.median_s
-        self.race = self._judge({record.label: record for record in timed if record.note == RACED})
+        self.raced = {record.label: record for record in timed if record.note == RACED}
+        self.race: Race | None = None
+        if self.raced:
+            self.race = judge_race({label: record.turns_s for label, record in self.raced.items()}, NOW)
         recorded = remove_recording(self.only(TracedStepRecord), self.step_s)
         self.buckets, self.doubt = None, ""
         if any(record.messages for record in recorded):
@@ -95,23 +80,12 @@ class AttachedResult(Result):
             except RecordError as error:
                 self.doubt = f"nothing is predicted: {error}"
         self.rows = self._list_rows(recorded)
+        gain = None
+        if self.lines:
+            gain = (self.lines["torch"], self.step_s * self.saves[0])
         self.bottlenecks = list_bottlenecks(
-            self.step_s, self.waits, find_late_rank(recorded), self._find_gain(), self._find_messages()
+            self.step_s, self.waits, find_late_rank(recorded), gain, self._find_messages()
         )
-
-    def _judge(self, raced: Mapping[str, StepRecord]) -> Race | None:
-        if NOW not in raced or len(raced) < 2:
-            return None
-        return judge_race({label: record.turns_s for label, record in raced.items()}, NOW)
-
-    def _find_gain(self) -> tuple[str, float] | None:
-        """What buckets save: as measured by a race, else as predicted where that is sure."""
-        if self.race is not None:
-            gain = max(0.0, 1 - self.race.gain.value) * self.step_s
-            return (_write_call(self.caps), gain) if self.verdict == "use" else None
-        if self.buckets is None or self.buckets.verdict != "use":
-            return None
-        return _write_call(self.caps), self.buckets.best.gain[0] * self.step_s
 
     def _find_messages(self) -> tuple[float, float, float] | None:
         if self.buckets is None:
@@ -126,14 +100,15 @@ class AttachedResult(Result):
         by_rank = group_by((record for record in recorded if record.messages), lambda record: record.rank)
         rows = []
         for rank in range(self.steps.timing.num_ranks):
-            step_s, data_s = (_take(samples, rank) for samples in (self.steps.timing, self.waits))
-            own = by_rank.get(rank)
-            if own is None:
-                rows.append(RankRow(rank, step_s, data_s))
-                continue
-            names = ("before_s", "backward_s", "exposed_s", "after_s")
-            before_s, *others = (statistics.median(getattr(step, name) for step in own) for name in names)
-            rows.append(RankRow(rank, step_s, data_s, max(0.0, before_s - data_s), *others))
+            step_s, data_s = (
+                statistics.median(row[rank] for row in samples.seconds) for samples in (self.steps.timing, self.waits)
+            )
+            parts: list[float] = []
+            if own := by_rank.get(rank):
+                names = ("before_s", "backward_s", "exposed_s", "after_s")
+                parts = [statistics.median(getattr(step, name) for step in own) for name in names]
+                parts[0] = max(0.0, parts[0] - data_s)
+            rows.append(RankRow(rank, step_s, data_s, *parts))
         return rows
 
     @property
@@ -142,7 +117,7 @@ class AttachedResult(Result):
         return self.steps.phase("data_wait")
 
     @property
-    def bottleneck(self) -> Bottleneck:
+    def bottleneck(self) -> Advice:
         return self.bottlenecks[0]
 
     @property
@@ -154,105 +129,98 @@ class AttachedResult(Result):
     def verdict(self) -> str:
         return self.race.verdict if self.race is not None else "" if self.buckets is None else self.buckets.verdict
 
-    @cached_property
-    def caps(self) -> dict[str, Any]:
-        """Of torch's wrapper: `bucket_cap_mb`; empty where it should stay as it is."""
-        if self.buckets is None or self.verdict != "use":
-            return {}
-        if self.race is not None:
-            return dict(self.config["plans"][self.race.winner])
-        return {"bucket_cap_mb": self.buckets.best.cap_mib}
-
-    @cached_property
-    def cap_list(self) -> dict[str, Any]:
-        """The same with a cap for each bucket, `bucket_cap_mb_list` of torch 2.13, where that is predicted better."""
-        plan = None if self.buckets is None or self.verdict != "use" else self.buckets.plan
-        if plan is None or not plan.fits_torch or "bucket_cap_mb_list" not in plan.as_torch_kwargs():
-            return {}
-        ends = ((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1, bucket.num_bytes) for bucket in plan.buckets)
-        return {"bucket_cap_mb_list": [round_cap(*each) / MIB for each in ends]}
-
     @property
+    def saves(self) -> tuple[float, float, float]:
+        """What the best buckets save of a step, at least and at most: measured by a race, else predicted."""
+        if self.race is not None:
+            return 1 - self.race.gain.value, 1 - self.race.gain.high, 1 - self.race.gain.low
+        return (0.0, 0.0, 0.0) if self.buckets is None else self.buckets.candidate.gain
+
+    @cached_property
+    def cap_mib(self) -> float | None:
+        """None where its buckets should stay as they are."""
+        if self.buckets is None or self.verdict != "use":
+            return None
+        return self.buckets.best.cap_mib if self.race is None else float(self.config["plans"][self.race.winner])
+
+    @cached_property
+    def cap_list(self) -> list[float]:
+        """A cap for each bucket, `bucket_cap_mb_list` of torch 2.13, where that is predicted better than one cap."""
+        plan = None if self.buckets is None or self.cap_mib is None else self.buckets.plan
+        if plan is None or not plan.fits_torch or "bucket_cap_mb_list" not in plan.as_torch_kwargs():
+            return []
+        ends = ((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1, bucket.num_bytes) for bucket in plan.buckets)
+        return [round_cap(*each) / MIB for each in ends]
+
+    @cached_property
     def lines(self) -> dict[str, str]:
         """What to paste, by where."""
-        if not self.caps:
+        if self.cap_mib is None:
             return {}
-        if self.steps.wrapper == "paceline":
-            return {"paceline": f"paceline.DDP(model, {_write_arguments(self.caps)})"}
-        lines = {"torch": _write_call(self.caps)}
+        cap = f"bucket_cap_mb={_write_cap(self.cap_mib)}"
+        lines = {"torch": f"DistributedDataParallel(model, {cap})"}
         if self.cap_list:
-            lines["torch 2.13"] = _write_call(self.cap_list)
-        if "bucket_cap_mb" in self.caps:
-            cap = _write_arguments(self.caps)
-            lines["transformers"] = f"TrainingArguments(..., ddp_{cap})"
-            lines["Accelerate"] = f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({cap})])"
-        lines["Lightning"] = f"Trainer(strategy=DDPStrategy({_write_arguments(self.caps)}))"
-        return lines
-
-    @property
-    def where(self) -> str:
-        steps, ranks = self.steps, format_number_of(self.steps.world_size, "rank")
-        return f"{steps.model} on {ranks} ({steps.backend}, {steps.device})"
+            caps = f"bucket_cap_mb_list=[{', '.join(map(_write_cap, self.cap_list))}]"
+            lines["torch 2.13, predicted"] = f"DistributedDataParallel(model, {caps})"
+        return lines | {
+            "transformers": f"TrainingArguments(..., ddp_{cap})",
+            "Accelerate": f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({cap})])",
+            "Lightning": f"Trainer(strategy=DDPStrategy({cap}))",
+        }
 
     @property
     def answer(self) -> str:
-        text = f"A step of {self.where} takes {format_ms(self.step_s)} ms"
+        steps, ranks = self.steps, format_number_of(self.steps.world_size, "rank")
+        text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(self.step_s)} ms"
         if self.exposed_s is not None:
             text += f", of which {format_ms(self.exposed_s)} ms ({self.exposed_s / self.step_s:.0%}) is exposed "
             text += "communication"
-        text += f". Bottleneck: {self.bottleneck.kind}. {_capitalize(self.bottleneck.text)}."
-        return f"{text} {self._describe_buckets()}".strip()
+        first, rest = self.bottleneck.text[:1].upper(), self.bottleneck.text[1:]
+        return f"{text}. Bottleneck: {self.bottleneck.kind}. {first}{rest}. {self._describe_buckets()}".strip()
 
     def _describe_buckets(self) -> str:
         if self.buckets is None:
             return ""
-        if self.race is not None:
-            return self._describe_race(self.race)
-        gain, low, high = self.buckets.candidate.gain
+        race, gain = self.race, _say_share(self.saves)
+        basis = "predicted, 90 %" if race is None else f"measured in {format_number_of(race.num_rounds, 'round')}, 95 %"
         if self.verdict == "use":
-            step_s = self.step_s * (1 - gain)
-            return (
-                f"With {_write_arguments(self.caps)} a step is predicted to take {format_ms(step_s)} ms, "
-                f"{gain:.1%} less (90 %: {low:.1%} to {high:.1%})."
-            )
+            return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} it takes {gain} less ({basis})."
         if self.verdict == "flat":
-            return "Flat: no bucket_cap_mb is predicted to save more than 1 %."
-        cap, said = self.buckets.candidate.cap_mib, f"{gain:.1%} (90 %: {low:.1%} to {high:.1%})"
-        return f"Undecided: bucket_cap_mb={cap:g} is predicted to save {said}; `paceline tune --` measures it."
-
-    def _describe_race(self, race: Race) -> str:
-        saved, rounds = 1 - race.gain.value, format_number_of(race.num_rounds, "round")
-        known = f" (95 %: {1 - race.gain.high:.1%} to {1 - race.gain.low:.1%})" if race.gain.is_known else ""
-        if race.verdict == "use":
-            return f"With {_write_arguments(self.caps)} it takes {saved:.1%} less{known}, measured in {rounds}."
-        if race.verdict == "flat":
-            return f"Flat: no buckets that ran differ by 1 % from those it has, measured in {rounds}."
+            return f"Flat: no other buckets save more than 1 % ({basis.partition(',')[0]})."
+        if race is None:
+            cap = self.buckets.candidate.cap_mib
+            return f"Undecided: bucket_cap_mb={cap:g} saves {gain} ({basis}); `paceline tune --` measures it."
         if race.verdict == "default":
-            return f"Keep its buckets: none that ran is better, measured in {rounds}."
-        return f"Undecided after {rounds}: about {race.rounds_to_decide} more would decide."
+            return f"Keep its buckets: none that ran is better ({basis})."
+        return f"Undecided after {race.num_rounds} rounds: about {race.rounds_to_decide} more would decide."
 
     @property
     def findings(self) -> Sequence[str]:
         lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
-        if self.race is not None and self.buckets is not None:
-            gain, low, high = self.buckets.candidate.gain
-            cap = self.buckets.candidate.cap_mib
-            said = f"{gain:.1%} (90 %: {low:.1%} to {high:.1%})"
-            lines.append(f"predicted before the race: bucket_cap_mb={cap:g} saves {said}")
         if self.buckets is not None:
+            if self.race is not None:
+                best = self.buckets.candidate
+                said = f"bucket_cap_mb={best.cap_mib:g} saves {_say_share(best.gain)}"
+                lines.append(f"predicted before the race: {said}")
             lines += self.buckets.findings
-        if self.doubt:
-            lines.append(self.doubt)
-        return lines
+        return [*lines, self.doubt] if self.doubt else lines
 
     def tables(self) -> list[Table]:
         found = [Table("where", "where a step goes", WHERE, self.rows)]
+        if self.buckets is None:
+            return found
         if self.race is not None:
-            raced = {record.label: record for record in self.only(StepRecord) if record.note == RACED}
-            ratios, winner = self.race.to_default, self.race.winner
-            rows = [PlanRow(label, record, ratios[label], label == winner) for label, record in raced.items()]
-            found.append(Table("race", "the race of the plans", RACE, rows))
-        return found if self.buckets is None else [*found, *self.buckets.tables()]
+            rows = self._list_race(self.race)
+            found.append(Table("race", f"the race of the plans; the default is: {NOW}", RACE, rows))
+        return [*found, *self.buckets.tables()]
+
+    def _list_race(self, race: Race) -> list[RaceRow]:
+        assert self.buckets is not None
+        rows = []
+        for label, record in self.raced.items():
+            candidate = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
+            rows.append(RaceRow(candidate, record, race.to_default[label], say_status(race, label)))
+        return rows
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         return {} if self.buckets is None else self.buckets.figures()
@@ -267,39 +235,21 @@ class AttachedResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         predicted = {} if self.buckets is None else self.buckets.to_json()
-        gain = self.buckets.candidate.gain if self.buckets is not None else (None, None, None)
-        measured = None if self.race is None else self.race.gain
-        return predicted | super().to_json() | {
+        gain = dict(zip(("gain", "gain_low", "gain_high"), self.saves, strict=True)) if self.verdict else {}
+        return predicted | super().to_json() | gain | {
             "step_s": self.step_s, "exposed_s": self.exposed_s, "world_size": self.steps.world_size,
             "backend": self.steps.backend, "device": self.steps.device, "num_steps": self.steps.timing.count,
-            "bottleneck": self.bottleneck.kind, "bottlenecks": [one._asdict() for one in self.bottlenecks],
-            "verdict": self.verdict, "arguments": self.caps, "plan": self.cap_list or self.caps, "lines": self.lines,
-            "gain": gain[0], "gain_low": gain[1], "gain_high": gain[2],
-            "predicted_step_s": None if gain[0] is None else self.step_s * (1 - gain[0]),
-            "measured_gain": None if measured is None else 1 - measured.value,
+            "bottleneck": self.bottleneck.kind, "verdict": self.verdict, "is_predicted": self.race is None,
+            "bottlenecks": [{"kind": one.kind, "gain_s": one.gain_s, "text": one.text} for one in self.bottlenecks],
+            "bucket_cap_mb": self.cap_mib, "bucket_cap_mb_list": self.cap_list, "lines": self.lines,
         }  # fmt: skip
+
+
+def _say_share(gain: tuple[float, float, float]) -> str:
+    return f"{gain[0]:.1%} [{gain[1]:.1%}, {gain[2]:.1%}]"
 
 
 def _write_cap(cap_mib: float) -> str:
     """The shortest number of which torch makes the same bytes."""
     shorter = (float(f"{cap_mib:.{digits}g}") for digits in range(1, 18))
     return repr(next(cap for cap in shorter if int(cap * MIB) == round(cap_mib * MIB))).removesuffix(".0")
-
-
-def _write_arguments(caps: Mapping[str, Any]) -> str:
-    def write(value: Any) -> str:
-        return f"[{', '.join(map(_write_cap, value))}]" if isinstance(value, list) else _write_cap(value)
-
-    return ", ".join(f"{name}={write(value)}" for name, value in caps.items())
-
-
-def _write_call(caps: Mapping[str, Any]) -> str:
-    return f"DistributedDataParallel(model, {_write_arguments(caps)})"
-
-
-def _take(samples: Samples, rank: int) -> float:
-    return statistics.median(row[rank] for row in samples.seconds)
-
-
-def _capitalize(text: str) -> str:
-    return text[:1].upper() + text[1:]

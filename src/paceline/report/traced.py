@@ -88,16 +88,16 @@ class TracedResult(Result):
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self._now_cuts, self._default_cuts = map(self.model.cut_like, (self.traced.layout, default.bucket_bytes))
         self.is_default = self._now_cuts == self._default_cuts
-        self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
+        self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
-        self.candidate = self._build_row("best", choice.estimate.cuts)
+        self.candidate = self.build_row("best", choice.estimate.cuts)
         self.verdict = "flat" if self.candidate.gain[0] <= PLATEAU else "undecided"
         if _is_sure(self.candidate.gain):
             self.verdict = "use"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
-    def _build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
+    def build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
         estimate, gain = self.model.estimate(cuts), self.model.estimate_gain(cuts, self._now_cuts)
         sizes = [bucket.num_bytes for bucket in estimate.step.buckets]
         low, high = min(self.traced.layout), max(self.traced.layout)
@@ -158,7 +158,7 @@ class TracedResult(Result):
         caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
         for cuts in (self._default_cuts, *map(self.job.cut, caps)):
             if cuts not in rows:
-                rows[cuts] = self._build_row("default" if cuts == self._default_cuts else "", cuts)
+                rows[cuts] = self.build_row("default" if cuts == self._default_cuts else "", cuts)
         rows = {self._now_cuts: self.now} | rows
         first, *others = rows.values()
         return [first, *sorted(others, key=lambda row: row.cap_bytes)]
