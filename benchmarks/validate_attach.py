@@ -14,6 +14,7 @@ the best of them the chosen one takes. A case with little to send should be flat
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -28,7 +29,7 @@ from limited_link import PORT, linked_hosts
 
 import paceline
 from paceline.records.samples import compare_times
-from paceline.units import format_ms, parse_size
+from paceline.units import MIB, format_bytes, format_ms, parse_sizes
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "plain_loop.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -55,14 +56,14 @@ def time_steps(variables: dict[str, str]) -> float:
 
 
 def measure_overhead(rounds: int) -> None:
-    kinds: dict[str, dict[str, str]] = {"plain": {}}
     times: dict[str, list[float]] = {"plain": [], "attached": [], "attached, all steps": []}
     for number in range(rounds):
         for kind in list(times)[:: 1 if number % 2 == 0 else -1]:
             with tempfile.TemporaryDirectory() as folder:
-                given = {"PACELINE_ATTACH": folder, "KINETO_LOG_LEVEL": "6"}
-                given["PACELINE_ATTACH_STEPS"] = "0" if kind.endswith("all steps") else "48"
-                times[kind].append(time_steps(kinds.get(kind, given)))
+                steps = 0 if kind.endswith("all steps") else 48
+                given = json.dumps({"folder": folder, "steps": steps, "warmup": 10, "record": 8})
+                variables = {"PACELINE_ATTACH": given, "KINETO_LOG_LEVEL": "6"}
+                times[kind].append(time_steps({} if kind == "plain" else variables))
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     for kind, seconds in times.items():
         ratio = compare_times(seconds, times["plain"])
@@ -89,27 +90,27 @@ def judge_link(rate: str, steps: int) -> None:
         for name, arguments in CASES.items():
             command = [sys.executable, __file__, "ranks", *names, "--", *arguments.split(), "--steps", "400"]
             tuned = paceline.attach(command, race=True, steps=steps, progress=False)
-            print(f"\n{name}: {tuned.answer}")
+            print(f"\n{name}: {tuned.answer}", flush=True)
+            for warning in tuned.warnings:
+                print(f"  warning: {warning}")
             if tuned.buckets is None:
                 continue
-            truth = paceline.attach(command, race=True, steps=steps, caps=CAPS, progress=False)
-            raced = [record for record in truth.records if getattr(record, "note", "") == "confirmed"]
-            now_s = raced[0].timing.median_s
-            errors, measured = [], {}
-            for record, size in zip(raced[1:], CAPS.split(","), strict=True):
-                cuts = tuned.buckets.job.cut(parse_size(size))
-                gain = tuned.buckets.model.estimate_gain(cuts, tuned.buckets.now.estimate.cuts)[0]
-                measured[size], predicted_s = record.timing.median_s, tuned.step_s * (1 - gain)
-                errors.append(abs(predicted_s / measured[size] - 1))
-                print(f"  {size}: measured {format_ms(measured[size])} ms, predicted {format_ms(predicted_s)}")
-            chosen_s = now_s
-            if tuned.caps:
-                race = {record.label: record for record in tuned.records if getattr(record, "note", "") == "confirmed"}
-                assert tuned.race is not None
-                chosen_s = now_s * tuned.race.gain.value
-                print(f"  chosen: {tuned.race.winner}, {format_ms(race[tuned.race.winner].timing.median_s)} ms")
-            regret = chosen_s / min(chosen_s, *measured.values()) - 1
-            print(f"  verdict {tuned.verdict}; error {statistics.fmean(errors):.1%}, regret {regret:.1%}")
+            # The chosen cap races again, with those that the prediction has not seen.
+            chosen = [] if tuned.cap_mib is None else [round(tuned.cap_mib * MIB)]
+            caps = list(dict.fromkeys([*parse_sizes(CAPS), *chosen]))
+            truth = paceline.attach(command, race=True, steps=steps, caps=caps, progress=False)
+            plans = truth.config["plans"]  # 0: the program's own
+            measured = {round((plans[label] or 0) * MIB): r.timing.median_s for label, r in truth.raced.items()}
+            errors, now = [], tuned.buckets.now.estimate.cuts
+            for cap in caps:
+                gain = tuned.buckets.model.estimate_gain(tuned.buckets.job.cut(cap), now)[0]
+                predicted_s = tuned.step_s * (1 - gain)
+                errors.append(abs(predicted_s / measured[cap] - 1))
+                said = f"measured {format_ms(measured[cap])} ms, predicted {format_ms(predicted_s)} ms"
+                print(f"  {format_bytes(cap)}: {said} ({predicted_s / measured[cap] - 1:+.1%})")
+            regret = measured[next(iter(chosen), 0)] / min(measured.values()) - 1
+            steps_of = f"at most {steps} + {4 + 140} steps"
+            print(f"  verdict {tuned.verdict}; error {statistics.fmean(errors):.1%}, regret {regret:.1%}; {steps_of}")
 
 
 def main() -> None:

@@ -151,9 +151,9 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     """As they stand there, in a folder with a program of that name, by programs of those names."""
     text = (ROOT / "docs" / "your-own-script.md").read_text()
     lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    commands = [line.partition(" #")[0].strip() for line in lines if line.startswith("paceline ")]
-    assert len(commands) >= 4
-    (tmp_path / "train.py").write_text((SCRIPTS / "plain_loop.py").read_text())
+    commands = [line.strip() for line in lines]
+    assert len(commands) >= 6
+    (tmp_path / "train.py").write_text((SCRIPTS / "plain_loop.py").read_text().replace("default=60", "default=300"))
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run"), ("paceline", "-m paceline")):
@@ -164,7 +164,8 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
         options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 230}
         done = subprocess.run(command, shell=True, check=False, **options)
         assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
-        assert "A step of Sequential on 2 ranks (gloo, cpu) takes" in done.stdout, command
+        said = "A step of Sequential on 2 ranks (gloo, cpu) takes" if "paceline" in command else "loss"
+        assert said in done.stdout, command
 
 
 def train_rebucketed(kind: str, view: bool, static_graph: bool) -> tuple[list[int], list[torch.Tensor]]:

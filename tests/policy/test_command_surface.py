@@ -26,7 +26,6 @@ UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
 PREPARED = {
     "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_train": "train:train", "_tune": "tune:tune",
-    "_attach": "attach:attach", "_watch": "attach:attach",
 }  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")
 
