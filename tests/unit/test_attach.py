@@ -97,8 +97,7 @@ def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
     Program().train(20)
     found = read(tmp_path)
     assert [step[0] for step in found["steps"]] == list(range(2, 17))
-    for _, step_s, data_s, optimizer_s in found["steps"]:
-        assert 0 < data_s < step_s and 0 < optimizer_s < step_s and data_s + optimizer_s < step_s
+    assert all(0 < data_s < step_s for _, step_s, data_s in found["steps"])
     assert found["recorded"] == [7, 11] and found["num_steps"] == 16
     assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
     events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
@@ -122,7 +121,7 @@ def test_optimizers_that_take_turns_are_one_step(tmp_path):
     assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 9))
 
 
-def test_an_optimizer_that_runs_a_closure_has_no_time_of_its_own(tmp_path):
+def test_an_optimizer_that_runs_a_closure_ends_a_step_as_any_other(tmp_path):
     observe(tmp_path, steps=6, record=0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
@@ -135,7 +134,7 @@ def test_an_optimizer_that_runs_a_closure_has_no_time_of_its_own(tmp_path):
 
     for _ in range(6):
         optimizer.step(closure)
-    assert {step[3] for step in read(tmp_path)["steps"]} == {0.0}
+    assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 7))
 
 
 def test_times_are_written_on_the_way(tmp_path):

@@ -58,7 +58,7 @@ def attach() -> None:
 
 
 class Observer:
-    """The steps of this process: of each its number, its seconds, and those of them in data loaders and in optimizers.
+    """The steps of this process: of each its number, its seconds, and those of them in data loaders.
 
     The optimizers that step before one of them steps again belong to one step, and the last of them ends it.
     """
@@ -69,9 +69,9 @@ class Observer:
         self._wrapped: list[weakref.ref[Any]] = []
         self._seen: list[int] = []
         self._last = 0  # the optimizer that ends a step
-        self._steps: list[tuple[int, float, float, float]] = []
+        self._steps: list[tuple[int, float, float]] = []
         self._num_steps = self._num_exits = self._pid = self._thread = 0
-        self._begun_s = self._end_s = self._data_s = self._optimizer_s = 0.0
+        self._end_s = self._data_s = 0.0
         self._profiler: Any = None
         self._range: Any = None  # of the step that is recorded
         self._first = 0  # the step after which recording began
@@ -112,21 +112,18 @@ class Observer:
             if threading.get_ident() == self._thread:
                 self._data_s += time.perf_counter() - begin_s
 
-    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._tail:
-            return
-        try:
-            # Here, not at the end of a step: there the range of the optimizer is still open.
-            if self._profiler is not None and self._range is None:
+    def _before_optimizer(self, *_: Any) -> None:
+        # Here, not at the end of a step: there the range of the optimizer is still open.
+        if self._profiler is not None and self._range is None and not self._tail:
+            try:
                 self._stop_recording()
-            self._begun_s = time.perf_counter()
-        except Exception as error:
-            self._give_up(error)
+            except Exception as error:
+                self._give_up(error)
 
-    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         try:
             if not self._tail:
-                self._note_optimizer(optimizer, has_closure=len(args) > 1 or kwargs.get("closure") is not None)
+                self._note_optimizer(optimizer)
             elif "error" in self._tail and id(optimizer) == self._last:
                 self._num_steps += 1
         except Exception as error:
@@ -135,12 +132,9 @@ class Observer:
         if self._settings.stop and self._tail and self._num_steps >= self._settings.steps:
             self._exit()
 
-    def _note_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
         now_s = time.perf_counter()
-        if not has_closure:  # which runs forward and backward inside of the optimizer
-            self._optimizer_s += now_s - self._begun_s
-        is_first = not self._num_steps and id(optimizer) not in self._seen
-        if is_first:
+        if not self._num_steps and id(optimizer) not in self._seen:
             self._open(optimizer)
             self._seen.append(id(optimizer))
         else:
@@ -148,9 +142,9 @@ class Observer:
             if id(optimizer) != self._last:
                 return
             self._num_steps = max(1, self._num_steps) + 1
-            self._steps.append((self._num_steps, now_s - self._end_s, self._data_s, self._optimizer_s))
+            self._steps.append((self._num_steps, now_s - self._end_s, self._data_s))
             self._advance()
-        self._end_s, self._data_s, self._optimizer_s = time.perf_counter(), 0.0, 0.0
+        self._end_s, self._data_s = time.perf_counter(), 0.0
 
     def _open(self, optimizer: Optimizer) -> None:
         """This process trains: which rank it is, and where its files are."""
@@ -193,8 +187,7 @@ class Observer:
             return
         for wrapper in self._list_wrappers():
             if turn:
-                sizes = _describe(wrapper).get("rebuilt_bucket_sizes", "")
-                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = sizes
+                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = _describe(wrapper)["bucket_bytes"]
             if turn < len(turns):
                 rebucket(wrapper, plans[turns[turn]])
 
@@ -308,6 +301,10 @@ def rebucket(wrapper: Any, cap_mib: float | None) -> None:
 
 
 def _describe(wrapper: Any) -> dict[str, Any]:
-    """What torch's wrapper says of itself: its buckets, its options."""
-    data = {key: value for key, value in wrapper._get_ddp_logging_data().items() if isinstance(value, int | str)}
-    return data | {"is_ours": hasattr(wrapper, "_options")}
+    """What a wrapper says of itself, as a record of steps has it."""
+    data = wrapper._get_ddp_logging_data()
+    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "").split(",")
+    return {
+        "model": data["module_name"], "wrapper": "paceline" if hasattr(wrapper, "_options") else "torch",
+        "cap_bytes": max(0, data["bucket_cap_bytes"]), "bucket_bytes": [int(size) for size in sizes if size.strip()],
+    }  # fmt: skip

@@ -91,16 +91,12 @@ def attach(
 
 @dataclass
 class _Rank:
-    """What one rank wrote: all but its steps in `about`; of each step its number, seconds, and those in data loaders
-    and in optimizers. `place` is how far its file was read."""
+    """What one rank wrote: all but its steps in `about`; of each step its number, seconds, and those in data loaders.
+    `place` is how far its file was read."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    steps: list[tuple[int, float, float, float]] = field(default_factory=list)
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
     place: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return "num_steps" in self.about or "error" in self.about
 
 
 class _Files:
@@ -119,18 +115,19 @@ class _Files:
                 content = file.read()
             whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
             for line in map(json.loads, whole.splitlines()):
-                rank.steps += [(int(number), *times) for number, *times in line.pop("steps")]
+                rank.steps += [tuple(step) for step in line.pop("steps")]
                 rank.about |= line | {"folder": self._folder}
             del rank.steps[:-_MOST_STEPS]
             rank.place += len(whole)
         found = sorted((rank for rank in self._known.values() if rank.about), key=lambda rank: len(rank.steps))
-        chosen = {int(rank.about["rank"]): rank for rank in found}
+        chosen = {rank.about["rank"]: rank for rank in found}
         return [chosen[number] for number in sorted(chosen)]
 
     def is_over(self) -> bool:
         """Whether all ranks have written all of it."""
         ranks = self.read()
-        return bool(ranks) and all(r.is_over for r in ranks) and len(ranks) >= int(ranks[0].about["world_size"])
+        is_over = [bool(rank.about.keys() & {"num_steps", "error"}) for rank in ranks]
+        return all(is_over) and len(ranks) >= (ranks[0].about["world_size"] if ranks else 1)
 
     def show(self) -> None:
         ranks = self.read() if self._every else []
@@ -139,9 +136,8 @@ class _Files:
             parts = [[step for step in rank.steps if first < step[0] <= self._shown] for rank in ranks]
             if not all(parts):
                 continue
-            medians = [[statistics.median(step[k] for step in steps) for k in (1, 2, 3)] for steps in parts]
-            step_s, data_s, optimizer_s = (max(times) for times in zip(*medians, strict=True))
-            text = f"{format_ms(step_s)} ms a step, {data_s / step_s:.0%} data, {optimizer_s / step_s:.0%} optimizer"
+            step_s, data_s = (max(statistics.median(s[k] for s in steps) for steps in parts) for k in (1, 2))
+            text = f"{format_ms(step_s)} ms a step, {data_s / step_s:.0%} of it waiting for data"
             print(f"paceline: step {self._shown}: {text}", file=sys.stderr, flush=True)
 
 
@@ -200,10 +196,8 @@ def _wait(session: Session, process: subprocess.Popen[bytes], files: _Files, sto
 def _explain(name: str, code: int | None, folder: Path, steps: int) -> str:
     ended = f"{name} ended with exit code {code}" if code else f"{name} ended"
     if not (folder / "seen").exists():
-        return (
-            f"{ended} and was not attached to: it did not import torch, or its Python does not have this Paceline "
-            "(pip install it there)"
-        )
+        why = "it did not import torch, or its Python does not have this Paceline (pip install it there)"
+        return f"{ended} and was not attached to: {why}"
     if not steps:
         return f"{ended} before an optimizer of torch took a second step: is it a program that trains?"
     return f"{ended} after {steps + 1} steps: that is too few to observe; let it train longer"
@@ -248,27 +242,17 @@ def _build_record(
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, by_rank)))
     used = list(only) or [n for n in common if n > _WARMUP and not first <= n <= last] or common
-    wrapper: dict[str, Any] = next(iter(about.get("wrappers") or ()), {})
-    backend = next((step.backend for step in traced if step.backend), "") or wrapper.get("backend_name")
-    sizes = wrapper.get("rebuilt_bucket_sizes") or wrapper.get("bucket_sizes")
+    wrapper = next(iter(about.get("wrappers") or ()), {"model": "the program", "wrapper": "none"}) | more
+    backend = next((step.backend for step in traced if step.backend), about["backend"])
 
     def build(place: int, numbers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(float(steps[number][place]) for steps in by_rank) for number in numbers)
 
     return StepRecord(
-        model=str(wrapper.get("module_name") or "the program"),
-        wrapper="none" if not wrapper else "paceline" if wrapper["is_ours"] else "torch",
-        backend=str(backend or about["backend"]), device=about["device"], world_size=about["world_size"],
-        batch_size=1, timing=Samples(build(0, used), build(0, [n for n in common if n <= _WARMUP])),
-        data_wait=Samples(build(1, used)), optimizer=Samples(build(2, used)), threads=about["threads"],
-        cap_bytes=max(0, int(wrapper.get("bucket_cap_bytes", 0))),
-        **{"bucket_bytes": _read_sizes(sizes), **more},
+        backend=backend, device=about["device"], world_size=about["world_size"], batch_size=1,
+        timing=Samples(build(0, used), build(0, [n for n in common if n <= _WARMUP])), threads=about["threads"],
+        data_wait=Samples(build(1, used)), **wrapper | {"bucket_bytes": tuple(wrapper.get("bucket_bytes", ()))},
     )  # fmt: skip
-
-
-def _read_sizes(text: str | None) -> tuple[int, ...]:
-    """Of torch's wrapper: bytes with commas between."""
-    return tuple(int(size) for size in (text or "").split(",") if size.strip().isdigit())
 
 
 def _race(
@@ -305,7 +289,6 @@ def _race(
     for number, label in enumerate(plans):
         begins = [_WARMUP + length * place for place, turn in enumerate(turns) if turn == number]
         used = [begin + step for begin in begins for step in range(_SWITCH_STEPS + 1, length + 1)]
-        sizes = _read_sizes(ranks[0].about.get("layouts", {}).get(str(number)))
-        more = {"note": RACED, "steps_per_turn": _TURN_STEPS, "bucket_bytes": sizes}
+        more = {"note": RACED, "steps_per_turn": _TURN_STEPS, "bucket_bytes": ranks[0].about["layouts"][str(number)]}
         found.append(_build_record(ranks, (), used, label=label, **more))
     return found
