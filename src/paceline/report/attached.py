@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
-from paceline.predict.advice import Advice
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.race import Race, judge_race
 from paceline.records import StepRecord, TracedStepRecord
-from paceline.records.samples import Samples, group_by
+from paceline.records.samples import group_by
 from paceline.records.steps import RACED
 from paceline.report.predictions import RACE, RaceRow, say_status
 from paceline.report.result import Result
@@ -56,36 +55,43 @@ WHERE = (
 
 class AttachedResult(Result):
     """`profile`, `tune` and `watch` of a command. `step_s` is the median of the steps that were not recorded, `rows`
-    where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`).
+    where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`). `exposed_s` is measured
+    in the recorded steps: from the end of a rank's own backward to that of the last message.
 
     `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
     the plans that the program ran with. `verdict` is "use", "default", "flat" or "undecided", by the race where there
-    was one; empty without either. `cap_mib` is the `bucket_cap_mb` to use, and `lines` what to paste for torch and
-    frameworks.
+    was one; empty without either. `saves` is what the best buckets save of a step, at least and at most: measured by
+    the race, else predicted. `cap_mib` is the `bucket_cap_mb` to use, None where its buckets should stay as they are.
     """
 
     def _derive(self) -> None:
         timed = self.only(StepRecord)
         self.steps = next(record for record in timed if record.note != RACED)
-        self.step_s = self.steps.timing.median_s
-        self.raced = {record.label: record for record in timed if record.note == RACED}
-        self.race: Race | None = None
-        if self.raced:
-            self.race = judge_race({label: record.turns_s for label, record in self.raced.items()}, NOW)
+        self.step_s, self.waits = self.steps.timing.median_s, self.steps.phase("data_wait")
         recorded = remove_recording(self.only(TracedStepRecord), self.step_s)
-        self.buckets, self.doubt = None, ""
+        self.buckets: TracedResult | None = None
+        self.doubt, self.race, self.exposed_s = "", None, None
+        self.verdict, self.saves, self.cap_mib = "", (0.0, 0.0, 0.0), None
         if any(record.messages for record in recorded):
             try:
                 self.buckets = TracedResult(replace(self.run, config=_ASKED, records=tuple(recorded), warnings=()))
             except RecordError as error:
                 self.doubt = f"nothing is predicted: {error}"
+        if self.buckets is not None:
+            self.exposed_s, self.verdict = self.buckets.traced.exposed_s, self.buckets.verdict
+            self.saves = self.buckets.candidate.gain
+            self.cap_mib = self.buckets.best.cap_mib if self.verdict == "use" else None
+        self.raced = {record.label: record for record in timed if record.note == RACED}
+        if self.raced:
+            self.race = judge_race({label: record.turns_s for label, record in self.raced.items()}, NOW)
+            self.verdict, gain = self.race.verdict, self.race.gain
+            self.saves = 1 - gain.value, 1 - gain.high, 1 - gain.low
+            self.cap_mib = self.config["plans"][self.race.winner]
         self.rows = self._list_rows(recorded)
-        gain = None
-        if self.lines:
-            gain = (self.lines["torch"], self.step_s * self.saves[0])
-        self.bottlenecks = list_bottlenecks(
-            self.step_s, self.waits, find_late_rank(recorded), gain, self._find_messages()
-        )
+        saved = None if self.cap_mib is None else (self.lines["torch"], self.step_s * self.saves[0])
+        late, messages = find_late_rank(recorded), self._find_messages()
+        self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)
+        self.bottleneck = self.bottlenecks[0]
 
     def _find_messages(self) -> tuple[float, float, float] | None:
         if self.buckets is None:
@@ -97,12 +103,10 @@ class AttachedResult(Result):
         return took_s, max(0.0, best.exposed_s), computes_s
 
     def _list_rows(self, recorded: Sequence[TracedStepRecord]) -> list[RankRow]:
-        by_rank = group_by((record for record in recorded if record.messages), lambda record: record.rank)
-        rows = []
+        by_rank, rows = group_by((step for step in recorded if step.messages), lambda step: step.rank), []
         for rank in range(self.steps.timing.num_ranks):
-            step_s, data_s = (
-                statistics.median(row[rank] for row in samples.seconds) for samples in (self.steps.timing, self.waits)
-            )
+            both = (self.steps.timing, self.waits)
+            step_s, data_s = (statistics.median(row[rank] for row in samples.seconds) for samples in both)
             parts: list[float] = []
             if own := by_rank.get(rank):
                 names = ("before_s", "backward_s", "exposed_s", "after_s")
@@ -110,38 +114,6 @@ class AttachedResult(Result):
                 parts[0] = max(0.0, parts[0] - data_s)
             rows.append(RankRow(rank, step_s, data_s, *parts))
         return rows
-
-    @property
-    def waits(self) -> Samples:
-        """How long each rank waits in data loaders."""
-        return self.steps.phase("data_wait")
-
-    @property
-    def bottleneck(self) -> Advice:
-        return self.bottlenecks[0]
-
-    @property
-    def exposed_s(self) -> float | None:
-        """Measured in the recorded steps: from the end of a rank's backward to that of the last message."""
-        return None if self.buckets is None else self.buckets.traced.exposed_s
-
-    @property
-    def verdict(self) -> str:
-        return self.race.verdict if self.race is not None else "" if self.buckets is None else self.buckets.verdict
-
-    @property
-    def saves(self) -> tuple[float, float, float]:
-        """What the best buckets save of a step, at least and at most: measured by a race, else predicted."""
-        if self.race is not None:
-            return 1 - self.race.gain.value, 1 - self.race.gain.high, 1 - self.race.gain.low
-        return (0.0, 0.0, 0.0) if self.buckets is None else self.buckets.candidate.gain
-
-    @cached_property
-    def cap_mib(self) -> float | None:
-        """None where its buckets should stay as they are."""
-        if self.buckets is None or self.verdict != "use":
-            return None
-        return self.buckets.best.cap_mib if self.race is None else float(self.config["plans"][self.race.winner])
 
     @cached_property
     def cap_list(self) -> list[float]:
@@ -198,10 +170,6 @@ class AttachedResult(Result):
     def findings(self) -> Sequence[str]:
         lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
         if self.buckets is not None:
-            if self.race is not None:
-                best = self.buckets.candidate
-                said = f"bucket_cap_mb={best.cap_mib:g} saves {_say_share(best.gain)}"
-                lines.append(f"predicted before the race: {said}")
             lines += self.buckets.findings
         return [*lines, self.doubt] if self.doubt else lines
 
