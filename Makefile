@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gloo bench check sanitize install clean
+.PHONY: help demo test test-all test-gloo bench check sanitize wheels install clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -53,6 +53,24 @@ sanitize: ## Fuzz the C core under AddressSanitizer, UBSan and ThreadSanitizer (
 	build/fuzz-address threads 10
 	$(FUZZ) -fsanitize=thread -o build/fuzz-thread
 	TSAN_OPTIONS=halt_on_error=1 build/fuzz-thread threads 20
+
+# The core needs no glibc newer than torch does. The source archive carries both cores, for hosts without a compiler.
+GLIBC := 2_28
+PACK := build/packaging
+wheels: ## Build wheels for x86_64 and aarch64 and a source archive into dist/ (needs a gcc for each)
+	@rm -rf $(PACK) prebuilt dist/paceline-* && mkdir -p dist prebuilt
+	@$(PYTHON) -m venv $(PACK)
+	@$(PACK)/bin/python -m pip install --quiet --disable-pip-version-check build
+	$(PACK)/bin/python -m build --sdist --outdir $(PACK)
+	set -e; for machine in x86_64 aarch64; do \
+	  CC="$$machine-linux-gnu-gcc -DPLN_OLD_GLIBC -Wl,--no-as-needed -l:libpthread.so.0" \
+	  $(PACK)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist \
+	    --config-settings=--build-option=--plat-name=manylinux_$(GLIBC)_$$machine $(PACK)/paceline-*.tar.gz; \
+	  $(PACK)/bin/python -m zipfile -e dist/*_$$machine.whl $(PACK)/$$machine; \
+	  mv $(PACK)/$$machine/paceline/transport/_native.so prebuilt/$$machine.so; \
+	done
+	$(PACK)/bin/python -m build --sdist --outdir dist
+	@rm -r prebuilt
 
 bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/engine_against_loop.py

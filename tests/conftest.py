@@ -17,6 +17,7 @@ import hypothesis
 import psutil
 import pytest
 
+from paceline.report import plots
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
 
@@ -112,6 +113,13 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return Answer(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are built and not rendered: that takes longer than all else of a run that is small."""
+    monkeypatch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
+    monkeypatch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
 
 
 @pytest.fixture

@@ -6,15 +6,6 @@ import json
 
 import pytest
 
-from paceline.report import plots
-
-
-@pytest.fixture
-def sketched(monkeypatch) -> None:
-    """Figures are built and not rendered: that takes longer than all else of a study that is small."""
-    monkeypatch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
-    monkeypatch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
-
 
 @pytest.fixture(scope="session")
 def studies(tmp_path_factory) -> dict[str, dict]:

@@ -49,6 +49,11 @@ def phases_alone(out) -> Answer:
 
 
 @pytest.fixture(scope="module")
+def layers(out) -> Answer:
+    return type_alone(*LAYERS, "--out", out)
+
+
+@pytest.fixture(scope="module")
 def phases_bare(out) -> Answer:
     return type_alone(*PHASES, "--batch-size", "8", "--wrapper", "none", "--json", "--out", out)
 
@@ -149,8 +154,8 @@ def test_two_traces_are_compared(trace, phases, out, command):
     assert "is a run of `profile trace` and" in unlike.err and "`paceline profile phases`" in unlike.err
 
 
-def test_layers_are_files_that_can_be_read_again(out):
-    run = find_run(type_alone(*LAYERS, "--out", out))
+def test_layers_are_files_that_can_be_read_again(layers):
+    run = find_run(layers)
     sizes, times = load_layer_sizes(run / "layer-sizes.csv"), load_layer_times(run / "layer-times.csv")
     assert sum(size.num_params for size in sizes) == 18_954
     assert times and all(time.timing.median_s >= 0 for time in times)
@@ -190,8 +195,8 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
         assert row["compute_s"] == other["local_step_s"]
 
 
-def test_profiles_of_several_models_are_one_table(out, command, tmp_path):
-    runs = [str(find_run(type_alone(*LAYERS, "--hidden", hidden, "--out", out))) for hidden in ("16", "64")]
+def test_profiles_of_several_models_are_one_table(layers, out, command, tmp_path):
+    runs = [str(find_run(answer)) for answer in (layers, type_alone(*LAYERS, "--hidden", "64", "--out", out))]
     given = [word for run in runs for word in ("--model-profile", run)]
     asked = ("profile", "comm-table", *given, "--network", "10gbe", "--ranks", "2", "--out", str(tmp_path))
     rows = json.loads(command(*asked, "--json").out)["rows"]

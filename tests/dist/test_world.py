@@ -230,30 +230,37 @@ def test_rank_0_may_come_last(on_ranks, tmp_path):
     assert on_ranks(2, arrive_late, str(tmp_path / "meeting")) == [0, 1]
 
 
-def meet_again_and_again(rounds: int, rendezvous: str) -> list[float]:
+def meet_again_and_again(rounds: int, address: str) -> list[float]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     sums = []
     for number in range(rounds):
-        options = {"rank": rank, "world_size": world_size} if rendezvous != "env://" else {}
-        with paceline.init("gloo", "cpu", rendezvous=rendezvous, announce=None, **options) as world:
+        options = {"rank": rank, "world_size": world_size} if address != "env://" else {}
+        place = address.format(number)
+        with paceline.init("gloo", "cpu", rendezvous=place, announce=None, **options) as world:
             total = torch.full((1,), float(number))
             if (rank + number) % 3 == 0:
                 time.sleep(0.01)  # so that now one and now the other leaves and comes back first
             dist.all_reduce(total)
             sums.append(float(total) / world.world_size)
+        if place != address:
+            rendezvous.close_stores()  # of all ranks at nearly the same moment
     return sums
 
 
-@pytest.mark.parametrize("kind", [pytest.param("env", marks=pytest.mark.slow), "tcp", "file"])
+@pytest.mark.parametrize(
+    "kind", ["tcp", "file", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("env", "files"))]
+)
 def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         places = {
             "tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}",
             "file": f"file://{tmp_path}/meeting",
+            "files": f"file://{tmp_path}/meeting-{{}}",
             "env": "env://",
         }
-    assert on_ranks(3, meet_again_and_again, 30, places[kind]) == [[float(n) for n in range(30)]] * 3
+    rounds = 150 if kind == "files" else 30
+    assert on_ranks(3, meet_again_and_again, rounds, places[kind]) == [[float(n) for n in range(rounds)]] * 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,24 +28,28 @@ def find_compiler() -> list[str]:
     return found.split()
 
 
-def build(folder: Path, flags: tuple[str, ...] = (), core: Path = SOURCES) -> Path:
+def build(
+    folder: Path, flags: tuple[str, ...] = (), core: Path = SOURCES, *, compiler: str = "", emulator: str = ""
+) -> Path:  # fmt: skip
     """The fuzz program with the core in that folder; skips where programs with these flags cannot be had."""
+    compile_ = [compiler] if compiler else find_compiler()
+    run = [emulator] if emulator else []
     (folder / "probe.c").write_text("int main(void) { return 0; }\n")
-    for command in ([*find_compiler(), *flags, "probe.c", "-o", "probe"], ["./probe"]):
+    for command in ([*compile_, *flags, "probe.c", "-o", "probe"], [*run, "./probe"]):
         if subprocess.run(command, cwd=folder, capture_output=True).returncode:
             pytest.skip(f"NOT TESTED: programs built with {' '.join(flags)} do not run here")
     sources = [str(PROGRAM), *map(str, sorted(core.glob("*.c")))]
     # A rank may call from a thread with a small stack.
     wanted = [*COMPILE_FLAGS, "-Werror", "-g", "-Wframe-larger-than=16384", *flags, f"-I{core}"]
-    done = subprocess.run([*find_compiler(), *wanted, *sources, "-lm", "-o", "fuzz"], cwd=folder, capture_output=True)
+    done = subprocess.run([*compile_, *wanted, *sources, "-lm", "-o", "fuzz"], cwd=folder, capture_output=True)
     assert not done.returncode, done.stderr.decode()
     return folder / "fuzz"
 
 
-def fuzz(program: Path, ranks: str, seconds: int) -> subprocess.CompletedProcess[str]:
+def fuzz(program: Path, ranks: str, seconds: int, emulator: str = "") -> subprocess.CompletedProcess[str]:
     # Looking for leaks takes longer than the rest: `make sanitize` does.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
-    command = [str(program), ranks, str(seconds)]
+    command = [*([emulator] if emulator else []), str(program), ranks, str(seconds)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
 
@@ -61,6 +66,19 @@ def test_random_operations_give_what_the_reference_gives(tmp_path, flags, second
     program = build(tmp_path, flags)
     for ranks in ("threads", "processes"):
         done = fuzz(program, ranks, seconds)
+        assert not done.returncode, f"{done.stdout}{done.stderr[-6000:]}"
+        assert "none wrong" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_core_for_the_other_processor_gives_the_same(tmp_path):
+    machine = {"x86_64": "aarch64", "aarch64": "x86_64"}.get(platform.machine())
+    compiler, emulator = shutil.which(f"{machine}-linux-gnu-gcc"), shutil.which(f"qemu-{machine}-static")
+    if not compiler or not emulator:
+        pytest.skip(f"NOT TESTED: {machine}-linux-gnu-gcc and qemu-{machine}-static are needed")
+    program = build(tmp_path, ("-O1", "-static"), compiler=compiler, emulator=emulator)
+    for ranks in ("threads", "processes"):
+        done = fuzz(program, ranks, 5, emulator)
         assert not done.returncode, f"{done.stdout}{done.stderr[-6000:]}"
         assert "none wrong" in done.stdout
 

@@ -298,3 +298,9 @@ def test_only_the_interface_is_exported():
     assert {"pln_open", "pln_run", "pln_reduce"} <= declared and all(hasattr(library, name) for name in declared)
     inner = set(re.findall(r"\b(pln_\w+)\(", (SOURCES / "group.h").read_text())) - declared
     assert "pln_execute" in inner and not [name for name in inner if hasattr(library, name)]
+
+
+def test_the_core_calls_nothing_of_python():
+    path = native.find_library()
+    assert path is not None and path.name == "_native.so"  # no Python's suffix: any one loads it
+    assert not re.search(rb"\0_?Py[A-Z_]\w+\0", path.read_bytes())

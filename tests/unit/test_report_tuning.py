@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -41,13 +42,18 @@ GRID_KEYS = {"cap_bytes", "num_buckets", "predicted_s", "low_s", "high_s", "meas
 
 def tune(job, grid_s=(), confirmed_s=None, spread=CALM, settings=SETTINGS):
     """The tuning of a job whose default is a bucket for each gradient; grid and confirmation took these times."""
+    return judge(job, grid_s, tuple((confirmed_s or {}).items()), spread, settings)
+
+
+@functools.cache  # several tests look at one tuning
+def judge(job, grid_s, confirmed_s, spread, settings):
     records = job.build_calibration()
     for cap, seconds in zip(CAPS, grid_s, strict=False):
         sizes = tuple(plan_by_cap(job.gradients, ORDER, cap).bucket_bytes)
         times_s = [seconds * share for share in spread]
         records.append(job.build_plan_step(f"cap {cap}", times_s, cap_bytes=cap, bucket_bytes=sizes))
     sizes = {"default": (MIB,) * 8, "recommended": (4 * MIB, 4 * MIB), "cap 8 MiB": (8 * MIB,)}
-    for number, (label, seconds) in enumerate((confirmed_s or {}).items()):
+    for number, (label, seconds) in enumerate(confirmed_s):
         times_s = [seconds * share for share in spread[number:] + spread[:number]] * 8
         cap = 8 * MIB if label.startswith("cap") else 0
         records.append(job.build_plan_step(label, times_s, note="confirmed", cap_bytes=cap, bucket_bytes=sizes[label]))
@@ -152,7 +158,7 @@ def test_a_plan_that_torch_cannot_make_is_not_recommended():
     assert "no gain is certain" in describe_answer(without)
 
 
-def test_predictions_that_were_changed_are_found_out(tmp_path):
+def test_predictions_that_were_changed_are_found_out(sketched, tmp_path):
     tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
     result = make_result(tuning)
     result.config["predictions"] = tuning.predictions
@@ -326,7 +332,7 @@ def test_the_emulated_network_is_what_messages_cost():
     assert one.exposed_s > 1.5 * 8 * MIB / 125e6
 
 
-def test_a_saved_run_gives_the_same_answer(tmp_path):
+def test_a_saved_run_gives_the_same_answer(sketched, tmp_path):
     confirmed = {"default": 0.150, "recommended": 0.120, "cap 8 MiB": 0.130}
     result = make_result(tune(SLOW, (0.150, 0.110, 0.100), confirmed))
     again = load_result(result.save(tmp_path / "run"))
@@ -334,8 +340,14 @@ def test_a_saved_run_gives_the_same_answer(tmp_path):
     assert (again.plan, again.verdict, again.gain) == (result.plan, "use", result.gain)
 
 
+# Of each machine, wrapper and kind of network; the rest are alike.
+OFTEN = ("tune-gpt2-large-emulated", "tune-1Gb-link-torch", "cnn-gloo", "mlp-paceline", "gpt2-mini-1Gb-8-ranks-torch")
+STORED = sorted(path.parent for path in RESULTS.rglob("plan.json"))
+
+
 @pytest.mark.parametrize(
-    "folder", sorted(path.parent for path in RESULTS.rglob("plan.json")), ids=lambda path: path.name
+    "folder",
+    [pytest.param(path, marks=() if path.name in OFTEN else pytest.mark.slow, id=path.name) for path in STORED],
 )
 def test_every_stored_tuning_still_answers(folder):
     """They are of older versions, whose default plan follows from plan.json."""

@@ -175,6 +175,14 @@ def test_what_another_node_than_a_hook_reduces_is_no_bucket():
     assert not any("other traffic" in note for note in TracedJob(plain).notes)
 
 
+def test_ranks_are_compared_in_the_steps_that_both_have_whole():
+    first, other = (read(made_on_cpu(JOB, FREE, CUTS), rank=rank) for rank in (0, 1))
+    cut = replace(other[-1], messages=other[-1].messages[:-1])  # its trace ended before the last message did
+    both = TracedJob([*first, *other[:-1], cut])
+    assert both.compared == [0, 1] and [step.number for step in both.steps] == [step.number for step in first[:-1]]
+    assert TracedJob([*first, *other[:-1]]).compared == [0]  # traced for unequal times
+
+
 def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():
     one, other = (read(made_on_cpu(JOB, FREE, CUTS), rank=rank) for rank in (0, 1))
     away = [replace(step, host="other") for step in other]

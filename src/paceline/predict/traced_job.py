@@ -96,6 +96,12 @@ class TracedJob:
         # The same gradients in each: their number is that of the last step.
         used = {rank: [s for s in steps if len(s.ready_s) == len(steps[-1].ready_s)] for rank, steps in used.items()}
         self.rank = min(used, key=lambda rank: _sum_messages(used[rank]))
+        # Where ranks were traced for unequal times, nothing tells which of their steps belong together.
+        like = [rank for rank in used if len(by_rank[rank]) == len(by_rank[self.rank])]
+        whole = set.intersection(*({step.number for step in used[rank]} for rank in like))
+        self.compared = like if whole else [self.rank]
+        if whole:  # the last step of a trace may lack messages on some ranks
+            used |= {rank: [step for step in used[rank] if step.number in whole] for rank in like}
         self.ranks, self.steps, of_rank = tuple(sorted(used)), used[self.rank], by_rank[self.rank]
         self.num_left_out = sum(1 for step in of_rank if step.messages) - len(self.steps)
         last = self.steps[-1]
@@ -109,8 +115,6 @@ class TracedJob:
         alone = [step.backward_s for step in of_rank if not step.messages]
         self.alone_s = (*alone, *(seconds for step in of_rank for seconds in step.alone_s))
         self._splits = {rank: [_split_step(step) for step in steps] for rank, steps in used.items()}
-        # Where ranks were traced for unequal times, nothing tells which of their steps belong together.
-        self.compared = [rank for rank in used if len(used[rank]) == len(self.steps)]
         self.gradients = self._build_gradients()
         self.fit = self._fit(Resample())
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import glob
 import math
@@ -173,11 +174,21 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
                 text = f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}"
                 raise LaunchError(f"{text}: is rank 0 running, and does it see the same file system?")
             time.sleep(0.02)
-    # A name of its own for every claim: a late rank of an old store cannot touch a new one. Its file is removed with
-    # the last FileStore that is freed, and not by rank 0: a late rank's would make it again.
-    store = dist.FileStore(f"{path}.paceline-{token}", place.world_size)
+    # A name of its own for every claim: a late rank of an old store cannot touch a new one.
+    own = path.with_name(f"{path.name}.paceline-{token}")
+    store = dist.FileStore(str(own), place.world_size)
+    # Of two FileStores that are freed at the same moment, each may leave the file to the other, or make it again. So
+    # this one is never freed, and the last rank to close its stores removes the file.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    _closers.callback(_leave_file, store, own, place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:
+    with contextlib.suppress(RuntimeError):  # the folder is gone, or the disk is full
+        if store.add("closed", 1) >= world_size:
+            file.unlink(missing_ok=True)
 
 
 def _claim(path: Path) -> str:
@@ -191,8 +202,7 @@ def _claim(path: Path) -> str:
     _closers.callback(os.close, handle)
     _closers.callback(path.unlink, missing_ok=True)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    # Of two FileStores that are freed at the same moment, each may leave the file to the other. Before the token is
-    # written: from then on another rank may have opened the new one.
+    # Files of processes that died. Before the token is written: from then on another rank may have opened the new one.
     for old in path.parent.glob(f"{glob.escape(path.name)}.paceline-*"):
         old.unlink(missing_ok=True)
     token = secrets.token_hex(4)

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import importlib.machinery
 import mmap
 import os
 import platform
@@ -57,11 +56,11 @@ class TransportError(CollectiveError):
 
 
 def find_library() -> Path | None:
-    """The compiled core next to this module, if it was built for this machine."""
+    """The compiled core next to this module, if there is one."""
     if override := os.environ.get("PACELINE_NATIVE_LIBRARY"):
         return Path(override)
-    paths = [Path(__file__).with_name(f"_native{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    return next((path for path in paths if path.exists()), None)
+    path = Path(__file__).with_name("_native.so")
+    return path if path.exists() else None
 
 
 @functools.cache
@@ -102,7 +101,7 @@ def why_not() -> str:
         return "it needs Linux with memfd_create"
     path = find_library()
     if path is None:
-        return "its C core is not built: install Paceline again where a C compiler is"
+        return "its C core is not built: install a wheel of Paceline, or install it again where a C compiler is"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -9,6 +9,19 @@
 #include <time.h>
 #include <unistd.h>
 
+/* glibc 2.34 gave these new versions, without a change. Wheels take those before, and so run with older ones, too. */
+#if defined(PLN_OLD_GLIBC)
+#if defined(__x86_64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
+__asm__(".symver pthread_condattr_setclock, pthread_condattr_setclock@GLIBC_2.3.3");
+#elif defined(__aarch64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.17");
+__asm__(".symver pthread_join, pthread_join@GLIBC_2.17");
+__asm__(".symver pthread_condattr_setclock, pthread_condattr_setclock@GLIBC_2.17");
+#endif
+#endif
+
 static void conclude(pln_group *g, int code)
 {
     g->finished++;
