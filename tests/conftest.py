@@ -69,11 +69,16 @@ def run_as_if_fresh(fn: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a rank that computes by the kernels of a fresh process.
 
     On a CPU without bf16, torch turns oneDNN off for good at the first bf16 product; the next test would compute other
-    bits than a rank that did not run that one.
+    bits than a rank that did not run that one. Accelerate keeps the world that it first saw.
     """
     import torch
 
     torch._C._set_mkldnn_enabled(True)
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
     return fn(*args)
 
 

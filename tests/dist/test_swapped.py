@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.parallel import DDP, is_torchs
+from paceline.transport import why_not
 from tests.dist import user_programs
 from tests.dist.user_programs import FRAMEWORKS, PROGRAMS, Net, draw, in_float64
 from tests.dist.wrapped import error_of
@@ -67,6 +68,7 @@ def compare_framework(name: str, folder: Path, options: dict[str, Any], backend:
     """Train and save with each wrapper, and go on from both checkpoints with each: six runs, two different results."""
     program = functools.partial(FRAMEWORKS[name], **options)
     with paceline.init(announce=None, backend=backend) as world:
+        assert world.backend == ("gloo" if backend == "gloo" or why_not() else "shm")
         folders = {is_ours: folder / f"ours {is_ours}" for is_ours in (False, True)}
         if world.rank == 0:
             for each in folders.values():
@@ -102,11 +104,8 @@ def test_losses_and_checkpoints_of_frameworks(job, tmp_path, name, options, back
 
 def run_accelerates_tests() -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
     from accelerate.test_utils.scripts import test_sync
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     with paceline.init(announce=None):
         paceline.swap_wrapper()
         try:
@@ -137,7 +136,10 @@ def swap() -> None:
         before = DistributedDataParallel(Net())
         paceline.swap_wrapper(check_replicas_every=3, bucket_cap_mb=2)
         try:
-            ours = nn.parallel.DistributedDataParallel(module=Net(), bucket_cap_mb=7)
+            for given in ((None, None, 0, True, True, None, 7), ()):
+                ours = nn.parallel.DistributedDataParallel(Net(), *given, static_graph=True)
+                assert ours.bucket_bytes_cap == 2 << 20 and ours.static_graph
+            ours = nn.parallel.DistributedDataParallel(module=Net(), bucket_cap_mb_list=[7, 9])
             assert type(ours) is DDP and isinstance(ours, DistributedDataParallel) and not is_torchs(ours)
             assert ours._options.check_every == 3 and ours.bucket_bytes_cap == 2 << 20
             assert type(Named(Net())) is Named
@@ -188,11 +190,8 @@ def test_a_model_that_is_wrapped_is_not_wrapped_again(job):
 
 def prepare_what_is_wrapped(folder: Path) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
     from safetensors.torch import load_file
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     with paceline.init(announce=None) as world:
         net = Net()
         model = DDP(net)

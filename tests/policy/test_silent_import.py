@@ -18,6 +18,19 @@ from paceline.cli.main import main
 main()
 """
 
+_COMPARE_TORCHS_CLASS = """
+from torch.nn.parallel import DistributedDataParallel
+before = dict(vars(DistributedDataParallel))
+import paceline.parallel
+from paceline.transport import register
+register()
+assert dict(vars(DistributedDataParallel)) == before, "import"
+paceline.swap_wrapper(False)
+assert dict(vars(DistributedDataParallel)) == before, "swap_wrapper(False)"
+paceline.swap_wrapper()
+print(*vars(DistributedDataParallel).keys() - before.keys())
+"""
+
 
 def find_import_noise(path: Path | None = None) -> list[str]:
     """What `import paceline` prints, warns of, or loads that is heavy."""
@@ -84,6 +97,11 @@ def test_public_name_resolves(name: str) -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         paceline.nonsense  # noqa: B018
+
+
+def test_torchs_wrapper_is_left_alone_until_ours_is_asked_for() -> None:
+    done = run_python("-c", _COMPARE_TORCHS_CLASS)
+    assert (done.stdout.split(), done.returncode) == (["__new__"], 0), done.stderr
 
 
 @pytest.mark.parametrize("words", ["", "bench", "bench allreduce", "bench wrappers", "doctor"])

@@ -155,9 +155,9 @@ class OwnJob:
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
         self.module, self._step = self._spare
-        trained, is_wrapped = [p for p in self.module.parameters() if p.requires_grad], DistributedDataParallel
+        trained, kind = [p for p in self.module.parameters() if p.requires_grad], type(self.module)
         refuse(
-            (isinstance(self.module, is_wrapped), f"{type(self.module).__name__} is a wrapper: pass the bare module"),
+            (issubclass(kind, DistributedDataParallel), f"{kind.__name__} is a wrapper: pass the bare module"),
             (not trained, "the module has no parameter that requires a gradient: nothing to measure"),
         )
         self.steps_per_turn = 4 if self.is_shared else 1  # to put another wrapper around it is costly

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,9 +71,6 @@ class DDP(DistributedDataParallel):
     logger = mixed_precision = None
     is_multi_device_module = False
     require_forward_param_sync = True
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    )
 
     def __init__(
         self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
@@ -93,6 +90,7 @@ class DDP(DistributedDataParallel):
             return
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        _take_over()
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
@@ -204,7 +202,9 @@ class DDP(DistributedDataParallel):
             self._finalizer()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with record_function("DistributedDataParallel.forward"):
+        if not profiler._is_profiler_enabled:  # a range costs time also where nothing records it
+            return self._run_forward(args, kwargs)
+        with profiler.record_function("DistributedDataParallel.forward"):
             return self._run_forward(args, kwargs)
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
@@ -220,8 +220,7 @@ class DDP(DistributedDataParallel):
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
-            # Where torch.compile looks for the size of the buckets: it takes none below the first one's. Where nothing is
-            # compiled, do not load it.
+            # Here torch.compile looks for the size of the buckets. It takes none below the first one's.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
             with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
                 output = self.module(*args, **kwargs)
@@ -405,6 +404,7 @@ class DDP(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        _take_over()
         self._group, self._gradient_group, self._sync = None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
@@ -533,6 +533,7 @@ class _TorchReducer:
 
 
 _in_place: dict[str, Any] | None = None  # the options of `swap_wrapper`
+_BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # a wrapper takes one of them
 
 
 def swap_wrapper(enable: bool = True, **options: Any) -> None:
@@ -545,6 +546,8 @@ def swap_wrapper(enable: bool = True, **options: Any) -> None:
     if unknown := options.keys() - inspect.signature(DDP.__init__).parameters.keys():
         raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): paceline.DDP has no such argument")
     _in_place = options if enable else None
+    if enable:
+        _take_over()
 
 
 class _InPlace(DDP):
@@ -552,7 +555,10 @@ class _InPlace(DDP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.__class__ = DDP  # type: ignore[assignment]
-        DDP.__init__(self, *args, **{**kwargs, **(_in_place or {})})
+        options = _in_place or {}
+        given = inspect.signature(DDP.__init__).bind(self, *args, **kwargs).arguments
+        unused = _BUCKETS if _BUCKETS & options.keys() else frozenset()
+        DDP.__init__(**{**{name: value for name, value in given.items() if name not in unused}, **options})
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -571,8 +577,13 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(_InPlace if _in_place is not None and not isinstance(module, nn.ParameterList) else cls)
 
 
-_new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
-DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
+def _take_over() -> None:
+    """Let torch's class call `_new`: when a wrapper of ours is made or wanted, not when paceline is imported. It is not
+    undone: a class that once had a `__new__` takes no arguments without it."""
+    if "__new__" in vars(DistributedDataParallel):
+        return
+    _new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
+    DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
 
 
 class _TorchJoinHook(JoinHook):

@@ -26,7 +26,6 @@ def register() -> None:
             for name in ("shm", "paceline"):
                 dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
             _patch_monitored_barrier(dist)
-            _patch_built_in_hooks(dist)
 
 
 def _patch_monitored_barrier(dist: Any) -> None:
@@ -44,21 +43,3 @@ def _patch_monitored_barrier(dist: Any) -> None:
         return original(group, timeout, wait_all_ranks)
 
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
-
-
-def _patch_built_in_hooks(dist: Any) -> None:
-    """torch's built-in hooks are C++, and take no Future that Python has completed: ours runs their twins in Python."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    original = DistributedDataParallel._register_builtin_comm_hook
-
-    @functools.wraps(original)
-    def register_hook(self: Any, comm_hook_type: Any) -> Any:
-        if self.process_group.name() != "shm":
-            return original(self, comm_hook_type)
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
-        return self.register_comm_hook(self.process_group, hook)
-
-    DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]

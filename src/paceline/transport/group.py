@@ -58,6 +58,7 @@ class PacelineGroup(_TorchGroup):
         self._cuda: Any = None
         self._futures, self._pending = works.Futures(), dict[int, works.NativeWork]()
         self._serial = self._num_started = 0
+        _patch_built_in_hooks()
         self._open(names)
 
     def _open(self, names: list[int]) -> None:
@@ -354,4 +355,22 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
 for _name in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",
               "allgather_coalesced"):  # fmt: skip
     setattr(PacelineGroup, _name, _delegate(_name))
-works.untraced(PacelineGroup)
+works.keep_from_compiler(PacelineGroup)
+
+
+@functools.cache
+def _patch_built_in_hooks() -> None:
+    """torch's built-in hooks are C++, and take no Future that Python has completed: here their twins in Python run."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    original = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(original)
+    def register_hook(self: Any, comm_hook_type: Any) -> Any:
+        if not isinstance(self.process_group, PacelineGroup):
+            return original(self, comm_hook_type)
+        hook = getattr(default_hooks, f"{comm_hook_type.name.lower()}_hook")
+        return self.register_comm_hook(self.process_group, hook)
+
+    DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]

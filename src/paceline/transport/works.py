@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch._C._dynamo import eval_frame
 
 from paceline.errors import PacelineError
 from paceline.transport import native
 
 Tensors = Sequence[torch.Tensor]
-_Class = TypeVar("_Class", bound=type)
 # What is left to do when an operation has finished.
 After = Callable[[], Any] | None
 Actions = Sequence[Callable[[], Any]]
@@ -59,19 +59,6 @@ def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
-def untraced(kind: _Class) -> _Class:
-    """A class whose methods torch.compile runs as they are. It would compile what is called while a compiled step runs,
-    by torch's own C++, too, and refuses an object such as a process group."""
-    from torch._C._dynamo import eval_frame
-
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for value in vars(kind).values():
-        if isinstance(value, FunctionType):
-            eval_frame.set_code_exec_strategy(value.__code__, skip)
-    return kind
-
-
-@untraced
 class TensorWork(Work):
     """A Work whose result is tensors; subclasses have `wait`, `is_completed` and `exception`."""
 
@@ -103,7 +90,6 @@ class TensorWork(Work):
         return None
 
 
-@untraced
 class FinishedWork(TensorWork):
     """An operation that had finished when the call returned."""
 
@@ -122,7 +108,6 @@ class FinishedWork(TensorWork):
         return future
 
 
-@untraced
 class NativeWork(TensorWork):
     """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller that looks does what comes `after`.
 
@@ -174,6 +159,17 @@ class NativeWork(TensorWork):
     def exception(self) -> Exception | None:
         """The error, if the operations have finished with one."""
         return self.find_error() if self.is_finished() else None
+
+
+def keep_from_compiler(*classes: type) -> None:
+    """torch.compile compiles what is called while a compiled step runs, also by torch's own C++, and fails on an object
+    such as a process group. It runs the methods of these classes as they are."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for method in (value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)):
+        eval_frame.set_code_exec_strategy(method.__code__, skip)
+
+
+keep_from_compiler(TensorWork, FinishedWork, NativeWork)
 
 
 class Futures:
