@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from paceline.records.steps import RACED
 from paceline.records.store import Run
 from paceline.report.attached import NOW, AttachedResult, _write_cap
 from paceline.units import KIB, MIB
+from paceline.verbs.attach import _build_record, _Files
 from tests.unit.made_ddp import build_document, made_job, made_on_gpu
 
 SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
@@ -166,3 +169,40 @@ def test_a_program_that_failed_is_a_failure(one_bucket):
 @pytest.mark.parametrize(("cap_bytes", "text"), [(100 * MIB, "100"), (4404019, "4.2"), (MIB // 8, "0.125")])
 def test_a_cap_is_written_as_short_as_torch_understands_it(cap_bytes, text):
     assert _write_cap(cap_bytes / MIB) == text
+
+
+def write_rank(folder: Path, name: str, rank: int, numbers: range, **more: object) -> str:
+    steps = [(number, 0.01 * number, 0.001) for number in numbers]
+    head = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "threads": 1}
+    text = json.dumps(head | more | {"steps": steps}) + "\n"
+    with (folder / f"rank-{name}.jsonl").open("a") as file:
+        file.write(text)
+    return text
+
+
+def test_files_of_ranks_are_read_as_they_grow(tmp_path, capsys):
+    files = _Files(tmp_path, every=4)
+    assert files.read() == [] and not files.is_over()
+    text = write_rank(tmp_path, "1-11", 1, range(2, 5))
+    path = tmp_path / "rank-1-11.jsonl"
+    path.write_text(text + text[:20])  # the second line is half written
+    assert [len(rank.steps) for rank in files.read()] == [3]
+    path.write_text(text + write_rank(tmp_path, "unused", 1, range(5, 10), num_steps=9))
+    (tmp_path / "rank-unused.jsonl").unlink()
+    assert not files.is_over()  # one of two ranks
+    write_rank(tmp_path, "0-10", 0, range(2, 10), num_steps=9)
+    write_rank(tmp_path, "0-12", 0, range(2, 4))  # another process that says to be rank 0
+    files.show()
+    assert files.is_over() and [(r.about["rank"], len(r.steps)) for r in files.read()] == [(0, 8), (1, 8)]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in lines] == [" step 4", " step 8"] and "30.00 ms" in lines[0]
+
+
+def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
+    wrapper = {"model": "Net", "wrapper": "torch", "cap_bytes": MIB, "bucket_bytes": [3 * MIB, MIB]}
+    for rank in (0, 1):
+        write_rank(tmp_path, str(rank), rank, range(2, 13), recorded=[6, 9], wrappers=[wrapper])
+    record = _build_record(_Files(tmp_path, 0).read())
+    assert [row[0] for row in record.timing.seconds] == pytest.approx([0.05, 0.10, 0.11, 0.12])
+    assert len(record.timing.warmup_seconds) == 3 and record.phase("data_wait").median_s == 0.001
+    assert (record.model, record.wrapper, record.bucket_bytes) == ("Net", "torch", (3 * MIB, MIB))
