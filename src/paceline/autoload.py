@@ -8,7 +8,7 @@ import os
 
 # The variable, the module that it needs, and the function there.
 _CALLS = (
-    ("PACELINE_WRAPPER", "paceline.integrations", "swap_wrapper"),
+    ("PACELINE_WRAPPER", "paceline.parallel", "swap_wrapper"),
     ("PACELINE_ATTACH", "paceline.measure.attach", "attach"),
 )
 

@@ -70,17 +70,17 @@ def test_the_late_rank_is_the_one_whose_messages_take_least():
 
 def test_what_recording_cost_is_taken_from_the_steps():
     records = [made_step(0, n, (0.004,), before=0.01 + 0.001 * n) for n in range(3)]  # 27 ms in the median
-    found = remove_recording(records, 0.024)
-    assert [step.step_s for step in found] == pytest.approx([0.023, 0.024, 0.025])
+    found = remove_recording(records, 0.0155)  # half of 23 ms of its own work
+    assert [step.step_s for step in found] == pytest.approx([0.015, 0.0155, 0.016])
     assert [step.exposed_s for step in found] == pytest.approx([0.004] * 3)
-    assert [step.before_s for step in remove_recording(records, 0.030)] == pytest.approx([0.013, 0.014, 0.015])
-    little = remove_recording([made_step(0, 0, (0.004,), before=0.001)], 0.0155)
-    assert (little[0].before_s, little[0].after_s) == pytest.approx((0.0, 0.0015))
+    assert [(step.backward_s, step.ready_s, step.after_s) for step in found] == [(0.005, (0.0025,), 0.001)] * 3
+    assert [step.messages[0].launch_s for step in found] == pytest.approx([0.005] * 3)
+    assert remove_recording(records, 0.001) == found  # never more than half
 
 
 def test_the_bottleneck_is_the_one_with_most_to_gain():
     data = Samples(((0.03, 0.02),) * 3)
-    late, buckets, messages = Lateness(1, 0.9, 0.05), ("cap", 0.02), (0.04, 0.01, 0.05)
+    late, buckets, messages = Lateness(1, 0.9, 0.05), ("cap", 0.02), (0.02, 0.01, 0.05)
     kinds = [one.kind for one in list_bottlenecks(0.1, data, late, buckets, messages)]
     assert kinds == ["late rank", "data", "buckets", "network", "computing"]
     (only,) = list_bottlenecks(1.0, data, None, None, None)
@@ -90,6 +90,8 @@ def test_the_bottleneck_is_the_one_with_most_to_gain():
 def test_a_step_that_sends_for_longer_than_it_computes_has_too_small_a_batch():
     first, *_ = list_bottlenecks(0.1, NOTHING, None, None, (0.06, 0.05, 0.04))
     assert first.kind == "batch"
+    first, *others = list_bottlenecks(0.1, NOTHING, None, ("cap", 0.02), (0.06, 0.05, 0.04))
+    assert (first.kind, others[0].kind) == ("buckets", "batch")  # what costs nothing comes first
 
 
 def test_ranks_that_take_turns_are_not_late_and_one_that_waits_for_data_is_late_because_of_that():
@@ -104,7 +106,7 @@ def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(on
     result = build((made_steps((recorded_s * 0.97,) * 9), *one_bucket))
     assert result.verdict == "use" and result.bottleneck.kind == "buckets"
     assert result.step_s == pytest.approx(recorded_s * 0.97)
-    assert result.buckets is not None and result.buckets.traced.step_s == pytest.approx(result.step_s)
+    assert result.buckets is not None and result.buckets.traced.step_s == pytest.approx(result.step_s, rel=1e-3)
     cap = f"bucket_cap_mb={result.buckets.best.cap_mib:g}"
     assert result.lines["torch"] == f"DistributedDataParallel(model, {cap})"
     assert result.lines["transformers"] == f"TrainingArguments(..., ddp_{cap})"
@@ -116,7 +118,7 @@ def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(on
     assert [row.rank for row in result.rows] == [0, 1]
     for row in result.rows:
         parts = (row.data_s, row.forward_s, row.backward_s, row.exposed_s, row.after_s)
-        assert sum(part or 0.0 for part in parts) == pytest.approx(row.step_s, rel=1e-6)
+        assert sum(part or 0.0 for part in parts) == pytest.approx(row.step_s, rel=1e-3)
 
 
 def test_the_caps_of_a_list_make_the_buckets_of_the_plan(one_bucket):
@@ -125,7 +127,6 @@ def test_the_caps_of_a_list_make_the_buckets_of_the_plan(one_bucket):
     gradients = result.buckets.job.gradients
     plan = plan_by_cuts(gradients, range(len(gradients)), (1, 2, 5, 8), "free")
     vars(result.buckets)["plan"] = plan
-    del vars(result)["cap_list"], vars(result)["lines"]
     caps = [int(cap * MIB) for cap in result.cap_list]
     order = [index for indices in plan.partition for index in indices]
     assert caps and plan_like_torch(plan.gradients, order, caps).partition == plan.partition

@@ -88,7 +88,10 @@ class AttachedResult(Result):
             self.saves = 1 - gain.value, 1 - gain.high, 1 - gain.low
             self.cap_mib = self.config["plans"][self.race.winner]
         self.rows = self._list_rows(recorded)
-        saved = None if self.cap_mib is None else (self.lines["torch"], self.step_s * self.saves[0])
+        saved = None
+        if self.buckets is not None and self.verdict in ("use", "undecided"):  # what may well be, also where not sure
+            cap = self.cap_mib or self.buckets.candidate.cap_mib or 0.0
+            saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
         late, messages = find_late_rank(recorded), self._find_messages()
         self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)
         self.bottleneck = self.bottlenecks[0]
