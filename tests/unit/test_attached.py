@@ -149,6 +149,15 @@ def test_a_race_has_the_last_word(one_bucket):
         assert (result.bottleneck.kind == "buckets") == (verdict == "use")
 
 
+def test_a_race_of_few_rounds_decides_nothing_and_has_no_interval(one_bucket):
+    given = {"note": RACED, "steps_per_turn": 3, "bucket_bytes": SIZES}
+    turns = [made_steps((0.05 * factor,) * 6, label=name, **given) for name, factor in ((NOW, 1.0), ("4 MiB", 0.8))]
+    result = build((made_steps((0.05,) * 9), *one_bucket, *turns), plans={NOW: None, "4 MiB": 4.0})
+    assert result.verdict == "undecided" and result.lines == {} and "2 rounds" in result.answer
+    assert result.table("race").rows_json()[1]["ratio_high"] is None
+    json.dumps(result.to_json(), allow_nan=False)
+
+
 def test_a_program_that_sends_nothing_has_its_data_and_no_buckets():
     waits = Samples(tuple((0.02,) for _ in range(6)))
     alone = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -206,7 +207,8 @@ class AttachedResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         predicted = {} if self.buckets is None else self.buckets.to_json()
-        gain = dict(zip(("gain", "gain_low", "gain_high"), self.saves, strict=True)) if self.verdict else {}
+        known = [value if math.isfinite(value) else None for value in self.saves]  # of few rounds there is no interval
+        gain = dict(zip(("gain", "gain_low", "gain_high"), known, strict=True)) if self.verdict else {}
         return predicted | super().to_json() | gain | {
             "step_s": self.step_s, "exposed_s": self.exposed_s, "world_size": self.steps.world_size,
             "backend": self.steps.backend, "device": self.steps.device, "num_steps": self.steps.timing.count,
