@@ -36,7 +36,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 CASES = {
     "wide": "--width 768 --depth 8 --batch-size 32",
     "deep": "--width 384 --depth 24 --batch-size 32",
-    "flat": "--width 64 --depth 2 --batch-size 2048",
+    "flat": "--width 64 --depth 2 --batch-size 8192 --steps 160",
 }
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
@@ -88,7 +88,7 @@ def judge_link(rate: str, steps: int) -> None:
         raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
     with linked_hosts(rate) as names:
         for name, arguments in CASES.items():
-            command = [sys.executable, __file__, "ranks", *names, "--", *arguments.split(), "--steps", "400"]
+            command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *arguments.split()]
             tuned = paceline.attach(command, race=True, steps=steps, progress=False)
             print(f"\n{name}: {tuned.answer}", flush=True)
             for warning in tuned.warnings:

@@ -267,7 +267,8 @@ def list_scores(points: Sequence[Judged]) -> list[str]:
     if not points:
         return [""] * len(SCORES)
     scores = score_predictions(points)
-    return [str(len(points)), *(percent(scores[name]) for name in ("mape", "max_error", "coverage", "width"))]
+    names = ("mape", "max_error", "coverage", "width") if scores["width"] else ("mape", "max_error")  # no interval
+    return [str(len(points)), *map(percent, map(scores.get, names)), *[""] * (4 - len(names))]
 
 
 def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:

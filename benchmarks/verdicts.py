@@ -30,7 +30,7 @@ from paceline.report.predictions import TuneResult
 from paceline.training.settings import TrainSettings
 
 TWIN = "twin"
-Trial = tuple[float, str, int, float, float]
+Trial = tuple[float, str, int, float, float, bool]
 
 
 class Trials(_Variants):
@@ -61,7 +61,8 @@ class Trials(_Variants):
 
 
 def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
-    """For each trial its effect, verdict, rounds, seconds and the ratio that was found; on every rank alike."""
+    """For each trial its effect, verdict, rounds, seconds, the ratio that was found, and whether it was shown to differ
+    from 1; on every rank alike."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     found = []
     with open_job(settings, is_bare=True) as (world, job):
@@ -75,7 +76,8 @@ def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
             trials._settings = TuneSettings(race_s=budget_s)
             for number, trials.effect in enumerate(effects):
                 race, took_s = trials.race(plan)
-                found.append((trials.effect, race.verdict, race.num_rounds, took_s, race.to_default[TWIN].value))
+                ratio = race.to_default[TWIN]
+                found.append((trials.effect, race.verdict, race.num_rounds, took_s, ratio.value, ratio.is_clear))
                 if world.rank == 0 and number % 20 == 19:
                     print(f"  {number + 1} of {len(effects)} trials", flush=True)
         finally:
@@ -88,7 +90,8 @@ def describe(name: str, found: list[Trial]) -> None:
     times_s, ratios = sorted(one[3] for one in found), sorted(one[4] for one in found)
     middle, listed = len(found) // 2, ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
     print(
-        f"{name}: {len(found)} trials: {listed}; {times_s[middle]:.1f} s each (median; at most {times_s[-1]:.1f}); "
+        f"{name}: {len(found)} trials: {listed}; {sum(one[5] for one in found)} show a difference, either way; "
+        f"{times_s[middle]:.1f} s each (median; at most {times_s[-1]:.1f}); "
         f"the other plan over the default: median {ratios[middle]:.4f}, from {ratios[0]:.4f} to {ratios[-1]:.4f}"
     )
 

@@ -60,10 +60,27 @@ def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, sketched
 def test_the_best_buckets_stay(tmp_path):
     cuts = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, (8,)))).best.estimate.cuts
     result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, COSTS, cuts), "again.json"))
-    assert result.verdict == "flat" and result.best is result.now
+    assert result.verdict == "keep" and result.best is result.now
+    assert max(row.gain[2] for row in result.rows) <= 0.01 and "(flat)" not in result.answer
     assert result.candidate.gain[0] == pytest.approx(0, abs=0.01)
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
     assert result.next_steps and not paceline.predict_trace(tmp_path / "again.json", network="hdr").next_steps
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "cuts", "verdict"),
+    [(1e-3, 2e9, tuple(range(1, 9)), "undecided"), (1e-4, 2e10, (8,), "flat"), (1e-3, 1e9, (2, 4, 6, 8), "use")],
+)
+def test_intervals_decide_and_not_the_value_alone(tmp_path, latency_s, bytes_per_s, cuts, verdict):
+    costs = MachineCosts(FamilyCurve("line", 2, latency_s, bytes_per_s), contention=Contention())
+    result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, costs, cuts)))
+    highest, lowest = max(row.gain[2] for row in result.rows), min(row.gain[1] for row in result.rows)
+    assert (result.verdict, result.to_json()["verdict"]) == (verdict, verdict)
+    if verdict == "undecided":  # no value is above 1 %, but an interval is
+        assert max(row.gain[0] for row in result.rows) < 0.01 < highest and "not sure" in result.answer
+    if verdict == "flat":
+        assert lowest >= -0.01 and highest <= 0.01 and "(flat)" in result.answer
+    assert (result.best is result.now) == (verdict != "use")
 
 
 def test_the_plan_is_that_of_the_verdict(one_bucket):

@@ -40,7 +40,7 @@ def train_traced(folder: str) -> tuple[list[int], list[int]]:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             for _ in range(5):
                 step(*small)
-            time.sleep(0.2)  # the thread of gloo notes the end of its last message by itself
+            time.sleep(0.2)  # the thread of gloo may note the end of the last message later
         profiler.export_chrome_trace(f"{folder}/plain-{world.rank}.json")
         # Marked, on a schedule, compressed, and with a micro-batch whose gradients stay here.
         handler = tensorboard_trace_handler(f"{folder}/board", f"rank-{world.rank}.trace", use_gzip=True)
@@ -79,7 +79,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert own["label"] == "traced" and own["num_buckets"] == len(buckets)
     assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)  # its own buckets are reproduced
     assert own["low_s"] < own["step_s"] < own["high_s"] and own["gain"] == 0
-    assert document["verdict"] in ("use", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
+    assert document["verdict"] in ("use", "keep", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
     loaded = paceline.load_result(document["run"])
     assert loaded.to_json()["caps"] == document["caps"] and loaded.answer == document["answer"]
     assert (Path(document["run"]) / "caps.png").stat().st_size > 0

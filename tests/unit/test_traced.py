@@ -181,6 +181,9 @@ def test_ranks_are_compared_in_the_steps_that_both_have_whole():
     both = TracedJob([*first, *other[:-1], cut])
     assert both.compared == [0, 1] and [step.number for step in both.steps] == [step.number for step in first[:-1]]
     assert TracedJob([*first, *other[:-1]]).compared == [0]  # traced for unequal times
+    split = [replace(step, messages=step.messages[: None if step.number else -1]) for step in other[:2]]
+    assert TracedJob([*first[:2], *split]).compared == [0, 1]
+    assert TracedJob([*first, *(replace(step, number=step.number + 9) for step in other)]).compared == [0]
 
 
 def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():

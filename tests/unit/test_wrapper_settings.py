@@ -76,12 +76,14 @@ def test_in_turns_each_follows_every_other_equally_often(count):
 
 def test_orders_that_are_drawn_are_independent_from_round_to_round():
     """A race of equal plans is a fair coin only then: runs of equal signs must be as long as those of a coin."""
-    first = [draw_turns(2, repetition)[0] for repetition in range(4000)]
+    first = [draw_turns(2, repetition, seed=3)[0] for repetition in range(4000)]
     assert abs(sum(first) / 4000 - 0.5) < 0.03
     for apart in (1, 2, 3, 4):
         equal = sum(a == b for a, b in zip(first, first[apart:], strict=False))
         assert abs(equal / (4000 - apart) - 0.5) < 0.03, apart
-    assert sorted(draw_turns(6, 7)) == list(range(6)) and draw_turns(6, 7) == draw_turns(6, 7)
+    assert sorted(draw_turns(6, 7, 3)) == list(range(6)) and draw_turns(6, 7, 3) == draw_turns(6, 7, 3)
+    other = [draw_turns(2, repetition, seed=4)[0] for repetition in range(4000)]  # of another race
+    assert abs(sum(a == b for a, b in zip(first, other, strict=True)) / 4000 - 0.5) < 0.03
 
 
 def _names(module, plan=None):

@@ -386,6 +386,7 @@ class StepBench:
         self.meeting = build_control(world)
         self.variants = list[Variant]()
         self.num_warmup = self.num_warm_steps = 0  # rounds, and steps of each kind
+        self.order_seed: int | None = None
 
     def __enter__(self) -> StepBench:
         return self
@@ -406,18 +407,20 @@ class StepBench:
     def run(
         self, pace: Pace, iters: int | None = None, warmup: int | None = None, report: Report | None = None, *,
         after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
-        is_over: Callable[[int], bool] = lambda number: False, draws: bool = False,
+        is_over: Callable[[int], bool] = lambda number: False, seed: int | None = None,
     ) -> None:  # fmt: skip
         """All rounds. In each, every variant that is not dropped takes one step of each of its kinds, in an order that
-        changes; if it `draws`, one that is drawn for each round. `after(place, num_places, round)` is called after each
+        changes; with a `seed`, one that is drawn for each round. `after(place, num_places, round)` is called after each
         turn; `end_warmup` after the warm-ups; `is_over(number)` after each further round."""
+
+        self.order_seed = seed
 
         def run_round(repetition: int) -> float:
             begin_s, running = time.perf_counter(), [variant for variant in self.variants if not variant.is_dropped]
             turns = [[(variant, kind)] for variant in running for kind in variant.kinds]
             if self.steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
                 turns = [[(v, kind) for kind in v.kinds for _ in range(self.steps_per_turn)] for v in running]
-            order = (draw_turns if draws else order_turns)(len(turns), repetition)
+            order = order_turns(len(turns), repetition) if seed is None else draw_turns(len(turns), repetition, seed)
             for place, index in enumerate(order):
                 for variant, kind in turns[index]:
                     self._take(variant, kind)
@@ -509,14 +512,15 @@ class StepBench:
             "bucket_bytes": buckets,
             **agreed._asdict(),
             "steps_per_turn": self.steps_per_turn,
+            "order_seed": self.order_seed,
         }
         return StepRecord(timing=timing, **found, **(defaults | labels))
 
 
-def draw_turns(count: int, repetition: int) -> list[int]:
-    """An order that is drawn for this round alone, alike on all ranks: which of two equal variants is faster in a round
-    is then an independent fair coin, even where a disturbance lasts for several rounds."""
-    return random.Random(repetition).sample(range(count), count)
+def draw_turns(count: int, repetition: int, seed: int) -> list[int]:
+    """An order that is drawn for this round alone, alike on all ranks. What disturbs whichever variant is running then
+    meets either of two equal ones with the same chance, in each round anew, however long it lasts."""
+    return random.Random(f"{seed} {repetition}").sample(range(count), count)
 
 
 def order_turns(count: int, repetition: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -165,7 +166,8 @@ class _Variants:
             return race.is_decided or spent >= 1
 
         pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
-        bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over, draws=True)
+        seed = self._world.share(secrets.randbits(32))[0]
+        bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over, seed=seed)
         return [dataclasses.replace(bench.build_record(variant), note=RACED) for variant in bench.variants]
 
     def close(self) -> None:

@@ -99,8 +99,9 @@ class TracedJob:
         # Where ranks were traced for unequal times, nothing tells which of their steps belong together.
         like = [rank for rank in used if len(by_rank[rank]) == len(by_rank[self.rank])]
         whole = set.intersection(*({step.number for step in used[rank]} for rank in like))
-        self.compared = like if whole else [self.rank]
-        if whole:  # the last step of a trace may lack messages on some ranks
+        self.compared = [self.rank]
+        if 2 * len(whole) >= len(used[self.rank]):  # the last step of a trace may lack messages on some ranks
+            self.compared = like
             used |= {rank: [step for step in used[rank] if step.number in whole] for rank in like}
         self.ranks, self.steps, of_rank = tuple(sorted(used)), used[self.rank], by_rank[self.rank]
         self.num_left_out = sum(1 for step in of_rank if step.messages) - len(self.steps)

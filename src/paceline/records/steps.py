@@ -51,7 +51,7 @@ class StepRecord(Record):
     `num_parameters` counts tensors. `num_wrong` counts the parameters that differed between ranks, or from torch's, out
     of `num_checked`. `held_bytes` is what the replica and its wrapper hold between steps, `peak_step_bytes` what a step
     adds at its peak, each on the rank with the most; 0 where it was not counted. `steps_per_turn` repetitions in a row
-    were one turn of this variant.
+    were one turn of this variant; the order of the turns was drawn with `order_seed`, where there is one.
     """
 
     kind: ClassVar[str] = "step"
@@ -93,6 +93,7 @@ class StepRecord(Record):
     held_bytes: int = 0
     peak_step_bytes: int = 0
     steps_per_turn: int = 1
+    order_seed: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -60,9 +60,10 @@ class AttachedResult(Result):
     in the recorded steps: from the end of a rank's own backward to that of the last message.
 
     `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
-    the plans that the program ran with. `verdict` is "use", "default", "flat" or "undecided", by the race where there
-    was one; empty without either. `saves` is what the best buckets save of a step, at least and at most: measured by
-    the race, else predicted. `cap_mib` is the `bucket_cap_mb` to use, None where its buckets should stay as they are.
+    the plans that the program ran with. `verdict` is that of the race ("use", "default", "flat" or "undecided"), else
+    that of `buckets`; empty without either. `rival` is the bucket size to compare with its own, `saves` what it saves
+    of a step, at least and at most: measured by the race, else predicted. `cap_mib` is the `bucket_cap_mb` to use, None
+    where its buckets should stay as they are.
     """
 
     def _derive(self) -> None:
@@ -80,7 +81,8 @@ class AttachedResult(Result):
                 self.doubt = f"nothing is predicted: {error}"
         if self.buckets is not None:
             self.exposed_s, self.verdict = self.buckets.traced.exposed_s, self.buckets.verdict
-            self.saves = self.buckets.candidate.gain
+            self.rival = self.buckets.candidate if self.verdict == "use" else self.buckets.find_rival()
+            self.saves = self.rival.gain
             self.cap_mib = self.buckets.best.cap_mib if self.verdict == "use" else None
         self.raced = {record.label: record for record in timed if record.note == RACED}
         if self.raced:
@@ -91,7 +93,7 @@ class AttachedResult(Result):
         self.rows = self._list_rows(recorded)
         saved = None
         if self.buckets is not None and self.verdict in ("use", "undecided"):  # what may well be, also where not sure
-            cap = self.cap_mib or self.buckets.candidate.cap_mib or 0.0
+            cap = self.cap_mib or self.rival.cap_mib or 0.0
             saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
         late, messages = find_late_rank(recorded), self._find_messages()
         self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)
@@ -162,12 +164,11 @@ class AttachedResult(Result):
         if self.verdict == "use":
             return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} it takes {gain} less ({basis})."
         if self.verdict == "flat":
-            return f"Flat: no other buckets save more than 1 % ({basis.partition(',')[0]})."
+            return f"Flat: all other buckets are within 1 % ({basis})."
+        if self.verdict in ("keep", "default"):
+            return f"Keep its buckets: no others save more than 1 % ({basis})."
         if race is None:
-            cap = self.buckets.candidate.cap_mib
-            return f"Undecided: bucket_cap_mb={cap:g} saves {gain} ({basis}); `paceline tune --` measures it."
-        if race.verdict == "default":
-            return f"Keep its buckets: none that ran is better ({basis})."
+            return f"Undecided: {self.rival.name} saves {gain} ({basis}); `paceline tune --` measures it."
         return f"Undecided after {race.num_rounds} rounds: about {race.rounds_to_decide} more would decide."
 
     @property

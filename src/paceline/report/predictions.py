@@ -702,7 +702,8 @@ def describe_answer(tuning: Tuning) -> str:
     rounds, count = format_number_of(race.num_rounds, "round"), len(tuning.candidates)
     if count == 1:
         return f"flat: all plans have the buckets of {what}"
-    regret = f"regret at most {race.regret[2]:.1%}"
+    most = race.regret[2]
+    regret = f"regret at most {most:.1%}" if math.isfinite(most) else "too few rounds for a bound of the regret"
     if race.verdict == "use":
         less = f"{1 - race.gain.value:.1%} less than the default [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
         return f"use {what}: {less}, {rounds} in turns; {regret}"

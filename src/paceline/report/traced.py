@@ -47,6 +47,10 @@ class CapRow:
     def cap_mib(self) -> float | None:
         return self.cap_bytes / MIB if self.cap_bytes else None
 
+    @property
+    def name(self) -> str:
+        return f"bucket_cap_mb={self.cap_mib:g}" if self.cap_bytes else self.label or "another"
+
 
 CAPS = (
     Column("bucket_cap_mb", "cap_mib", "{:.4g}".format, "bucket_cap_mb", is_key=True),
@@ -77,8 +81,8 @@ MESSAGES = (
 
 class TracedResult(Result):
     """`predict --trace`: `best` is the bucket size to use and `now` the traced buckets, with their predicted steps;
-    `verdict` is "use", "flat" (no bucket size saves more than 1 %) or "undecided" (one may, not surely). `rows`
-    are bucket sizes, `elsewhere` networks and numbers of ranks."""
+    `verdict` is "use", "keep" (by its interval no bucket size saves more than 1 %), "flat" (by theirs all are within
+    1 %) or "undecided". `rows` are bucket sizes, `elsewhere` networks and numbers of ranks."""
 
     def _derive(self) -> None:
         self.traced = TracedJob(self.only(TracedStepRecord))
@@ -91,7 +95,8 @@ class TracedResult(Result):
         self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self.build_row("best", choice.estimate.cuts)
-        self.verdict = "flat" if self.candidate.gain[0] <= PLATEAU else "undecided"
+        lows, highs = zip(*(row.gain[1:] for row in self.rows), strict=True)
+        self.verdict = "undecided" if max(highs) > PLATEAU else "keep" if min(lows) < -PLATEAU else "flat"
         if _is_sure(self.candidate.gain):
             self.verdict = "use"
         self.best = self.candidate if self.verdict == "use" else self.now
@@ -142,13 +147,20 @@ class TracedResult(Result):
                 f"{format_ms(best.estimate.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
                 f"{low:.1%} to {high:.1%}). Simulated."
             )
-        other, (gain, low, high) = self.candidate.cap_mib, self.candidate.gain
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
-        reason = "no bucket size is predicted to save more than 1 %"
-        if self.verdict == "undecided":
-            reason = f"bucket_cap_mb={other:g} saves {gain:.1%} (90 %: {low:.1%} to {high:.1%}), which is not sure"
+        other = self.find_rival()
+        saves = "{} saves {:.1%} (90 %: {:.1%} to {:.1%})".format(other.name, *other.gain)
+        reason = {
+            "keep": f"no bucket size saves more than 1 %: {saves}",
+            "flat": f"all bucket sizes are within 1 %: {saves}",
+            "undecided": f"{saves}, which is not sure",
+        }[self.verdict]
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
-        return f"{where}: {self.verdict}: {kept}: {reason}; {added}. Simulated."
+        return f"{where}: {kept}{'' if self.verdict == 'keep' else f' ({self.verdict})'}: {reason}; {added}. Simulated."
+
+    def find_rival(self) -> CapRow:
+        """Of the other bucket sizes the one that may save most."""
+        return max(self.rows[1:], key=lambda row: row.gain[2], default=self.now)
 
     @cached_property
     def rows(self) -> list[CapRow]:
@@ -167,7 +179,7 @@ class TracedResult(Result):
     def findings(self) -> Sequence[str]:
         traced, plan = self.traced, self.plan
         count, left_out = len(traced.steps), traced.num_left_out
-        without = f"; {left_out} with other buckets left out" if left_out else ""
+        without = f"; {left_out} left out, with other buckets or not whole on all ranks" if left_out else ""
         off = f"{abs(traced.fit.error):.1%} {'more' if traced.fit.error > 0 else 'less'}"
         free = self.model.estimate(self.model.cut_like(plan.bucket_bytes))
         spread = f"their median is known to {self.model.noise:.1%}{' (assumed)' if traced.is_short else ''}"

@@ -44,8 +44,8 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
     where = (rendezvous, str(place.master_addr), str(place.master_port))
     key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
     if key not in _stores:
-        _stores[key] = _connect_store(rendezvous, place, timeout_s), Counter()
         atexit.register(close_stores)
+        _stores[key] = _connect_store(rendezvous, place, timeout_s), Counter()
     store, counts = _stores[key]
     counts[topic] += 1
     return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
@@ -99,7 +99,8 @@ def _leave(store: Any, place: Place) -> None:
 
 
 def close_stores() -> None:
-    """Close every store that this process opened, and remove its files; does nothing the second time."""
+    """Close every store that this process opened; does nothing the second time. Rank 0 removes the file that ranks meet
+    at, and the last rank that of the store."""
     atexit.unregister(close_stores)
     _stores.clear()
     _closers.close()
@@ -186,8 +187,10 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
 
 
 def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:
-    with contextlib.suppress(RuntimeError):  # the folder is gone, or the disk is full
-        if store.add("closed", 1) >= world_size:
+    store.set_timeout(timedelta(seconds=1))
+    with contextlib.suppress(RuntimeError, OSError):  # the disk is full, or the folder may not be written any more
+        # A store makes its file again: it is gone with its folder, or rank 0 has opened the next one at this place.
+        if file.exists() and store.add("closed", 1) >= world_size:
             file.unlink(missing_ok=True)
 
 

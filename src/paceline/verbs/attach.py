@@ -265,12 +265,11 @@ def _race(
     if seen.buckets is None:
         session.warnings.append("there is no race: nothing that it sends was recorded")
         return []
-    best = seen.buckets.candidate
-    if not caps and best.estimate.cuts == seen.buckets.now.estimate.cuts:
-        session.warnings.append("there is no race: the buckets that it has are those that are predicted best")
+    if not caps and (seen.verdict in ("keep", "flat") or not seen.rival.cap_bytes):
+        session.warnings.append("there is no race: no other buckets are predicted to save more than 1 %")
         return []
     plans: dict[str, float | None] = {NOW: None}
-    plans |= {format_bytes(cap): cap / MIB for cap in caps or [best.cap_bytes]}
+    plans |= {format_bytes(cap): cap / MIB for cap in caps or [seen.rival.cap_bytes]}
     session.config["plans"] = plans
     length = _SWITCH_STEPS + _TURN_STEPS
     rounds = _RACE_STEPS // (length * len(plans))
