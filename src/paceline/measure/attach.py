@@ -90,24 +90,24 @@ class Observer:
         register_optimizer_step_post_hook(self._after_optimizer)
 
     def _patch(self, kind: Any, name: str, around: Callable[..., Any]) -> None:
-        """Call `around(original, ...)` instead of this method, until all is observed."""
+        """Call `around(original, args, kwargs)` instead of this method, until all is observed."""
         original = getattr(kind, name)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
+            return around(original, args, kwargs)
 
         setattr(kind, name, call)
         self._undo.append(lambda: setattr(kind, name, original))
 
-    def _note_wrapper(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        original(wrapper, *args, **kwargs)
-        self._wrapped.append(weakref.ref(wrapper))
+    def _note_wrapper(self, original: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._wrapped.append(weakref.ref(args[0] if args else kwargs["self"]))
 
-    def _time_data(self, original: Any, iterator: Any) -> Any:
+    def _time_data(self, original: Any, args: Any, kwargs: Any) -> Any:
         begin_s = time.perf_counter()
         try:
-            return original(iterator)
+            return original(*args, **kwargs)
         finally:
             if threading.get_ident() == self._thread:
                 self._data_s += time.perf_counter() - begin_s
@@ -205,11 +205,11 @@ class Observer:
         self._mark()
         self._patch(profile, "start", self._make_way)
 
-    def _make_way(self, original: Any, other: Any) -> Any:
+    def _make_way(self, original: Any, args: Any, kwargs: Any) -> Any:
         """The program's own profile comes first."""
         if self._profiler is not None:
             self._stop_recording()
-        return original(other)
+        return original(*args, **kwargs)
 
     def _mark(self) -> None:
         """A range for each step, up to the last that is recorded."""
