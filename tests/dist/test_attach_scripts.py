@@ -92,7 +92,9 @@ def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_
     (losses, weights), (others, other_weights) = found
     assert len(losses) >= 2 and losses == pytest.approx(others, rel=1e-6)
     assert weights.keys() == other_weights.keys()
-    assert all(torch.allclose(weights[key], other_weights[key], rtol=1e-6, atol=1e-12) for key in weights)
+    # Running statistics are those of rank 0 with torch's wrapper, and of all ranks with ours.
+    names = [name for name in weights if "running_" not in name]
+    assert all(torch.allclose(weights[name], other_weights[name], rtol=1e-6, atol=1e-12) for name in names)
 
 
 @pytest.mark.slow
