@@ -127,5 +127,5 @@ def test_a_model_of_ones_own(tmp_path, data, inputs):
 def test_a_model_of_ones_own_with_no_data_named_says_what_to_name(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     answer = type_alone("train", "--model", "own.py:build")
-    assert answer.code == 2 and "such as synthetic:images" in answer.err
+    assert answer.code == 2 and "such as --data synthetic:images" in answer.err
     assert not any((tmp_path / "runs").glob("*"))

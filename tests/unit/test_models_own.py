@@ -144,7 +144,7 @@ def test_a_missing_name_is_refused_before_anything_runs(file, function, words):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("build_both", "build_both needs width, depth: it is called with the form of the data, or with nothing"),
+        ("build_both", "build_both needs width, depth: it is called with the form of the data, and batch_size, rank"),
         ("build_nothing", "build_nothing returned a NoneType: it must return a torch.nn.Module"),
         ("build_broken", "build_broken raised KeyError: 'weights'"),
         ("SIZE", "defines SIZE of type int"),
@@ -159,8 +159,8 @@ def test_a_function_that_does_not_serve_is_named(file, function, words):
     ("source", "words"),
     [
         ("def build(:\n", "is not Python: invalid syntax"),
-        ("import no_such_module\ndef build(): pass\n", "cannot be imported: ModuleNotFoundError: .*no_such_module"),
-        ("def build(): pass\nraise SystemExit('usage')\n", "cannot be imported: SystemExit: usage"),
+        ("import no_such_module\ndef build(): pass\n", "raised ModuleNotFoundError: .*no_such_module.*line 1: import"),
+        ("def build(): pass\nraise SystemExit('usage')\n", "raised SystemExit: usage .nets.py, line 2"),
         ("from os import *\n", "defines no build"),
     ],
 )

@@ -149,6 +149,21 @@ def test_the_slowest_rank_is_the_job_and_messages_count_from_its_arrival():
     assert costs[0] == pytest.approx(costs[1]) and costs[2] > costs[1]
 
 
+def test_the_threads_of_gloo_may_begin_neighbours_in_the_other_order():
+    cuts = (7, 8)  # buckets of unlike sizes
+    made = made_on_cpu(JOB, FREE, cuts, num_steps=1)
+    (plain,) = read(made)
+    first, second = (event for event in made.events if event["name"] == "gloo:all_reduce")
+    for event, message in zip((first, second), plain.messages, strict=True):
+        event["args"] = {"Input Dims": [[message.num_bytes // 4]], "Input type": ["float"]}
+    late = second["ts"] + 5 - first["ts"]
+    first.update(ts=first["ts"] + late, dur=first["dur"] - late)
+    (step,) = read(made)
+    assert step.layout == plain.layout and len(set(step.layout)) == 2
+    assert [m.launch_s for m in step.messages] == [m.launch_s for m in plain.messages]
+    assert [m.done_s for m in step.messages] == pytest.approx([m.done_s for m in plain.messages])
+
+
 def test_the_flags_of_unused_parameters_are_no_bucket():
     made = made_on_cpu(JOB, FREE, CUTS, num_steps=1)
     end = max(e["ts"] + e["dur"] for e in made.events if e["name"].startswith(NODE)) / 1e3

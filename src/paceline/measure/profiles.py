@@ -313,7 +313,8 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
     ranks of one host cost each other. Unless requested otherwise, each has its share of the cores. Nothing where the
     data does not do for all. Collective: every rank must call this."""
     requested = given.threads if isinstance(given, TrainSettings) else given[3]["threads"]
-    if isinstance(given, TrainSettings):  # a rank has as many samples among others as alone
+    if isinstance(given, TrainSettings) and given.global_batch_size is not None:
+        # A rank has as many samples among others as alone.
         size, parts = given.batches.batch_size, given.batches.accumulate
         given = dataclasses.replace(given, batch_size=size, accumulate=parts, global_batch_size=None)
     try:

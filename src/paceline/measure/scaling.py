@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
@@ -34,6 +34,7 @@ from paceline.training.build import Job, build_job, build_learner, load_sets, op
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseClock
+from paceline.workloads.data.own import OwnData
 
 _PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
 # How torch reports that memory is exhausted: on a GPU by the error's class, on a CPU only by its text.
@@ -56,7 +57,8 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.job.batches.accumulate)
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        with StepBench(world, job.labels | more) as bench:
+        # A wait for the user's loader is part of a step.
+        with StepBench(world, job.labels | more, loads_inside=isinstance(job.job.train, OwnData)) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
             for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # what it does to one rank
@@ -125,18 +127,20 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
         times: list[tuple[float, float]] = []
         # A short batch would appear in the table as the larger one.
-        is_large = job.batches.global_batch_size > len(job.train)
-        failure = f"more than the {len(job.train)} samples of an epoch" if is_large else ""
+        num_samples = job.batch_schedule.num_samples
+        is_large = job.batches.global_batch_size > num_samples
+        failure = f"more than the {num_samples} samples of an epoch" if is_large else ""
         try:
             times.extend(() if failure else _time_epochs(job))
-        except (RuntimeError, MemoryError) as error:
-            if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error))):
+        except (RuntimeError, MemoryError, ConfigError) as error:
+            cause = error.__cause__ or error  # a step of the user's own may have raised it
+            if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
         timing, data_wait = (None if failure else build_samples([[row[i] for row in times]], 1) for i in (0, 1))
         record = BatchRecord(
             model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
-            threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=len(job.train),
+            threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=num_samples,
             num_steps=job.batch_schedule.count_steps(0), timing=timing, data_wait=data_wait,
             peak_bytes=_read_peak(world.device), failure=failure,
         )  # fmt: skip
@@ -183,7 +187,9 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
     """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change. Collective: call
     on every rank of the launched world."""
     with open_world(settings) as world:
-        train, _ = load_sets(settings, world)
+        train, test = load_sets(settings, world)
+        needed = "test losses of runs of whole epochs are compared: return (train, test), each with a length"
+        refuse((train.is_stream or test is None, f"data {train.name}: {needed}"), code="own-type")
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
         return len(train), any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
@@ -226,6 +232,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
             total = loss_sum.cpu()
             if world.world_size > 1:
                 dist.all_reduce(total, group=world.control)
+            assert job.test is not None
             train_loss, test = float(total) / num_targets, evaluate(job.learner, job.test, world)
             if not (math.isfinite(train_loss) and math.isfinite(test.loss)):
                 failure = f"the loss was no number after {step} updates"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import random
@@ -35,7 +36,8 @@ from paceline.records.steps import EXTRA_SAMPLES, PHASES
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
-from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
+from paceline.training.own import wrap_models
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, list_models, mark_phases, take_step
 from paceline.units import MIB
 from paceline.workloads.data.sharding import EpochOrder
 
@@ -64,19 +66,24 @@ class Replica:
 
     def close(self) -> None:
         self.finish()
-        if isinstance(self.model, DDP):
-            self.model.stop()
+        for model in list_models(self.model):
+            if isinstance(model, DDP):
+                model.stop()
 
 
 def wrap(
     module: nn.Module, wrapper: str, group: dist.ProcessGroup | None = None, plan: Plan | None = None,
     cap_bytes: int = 0, **options: Any,
 ) -> nn.Module:  # fmt: skip
-    """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults."""
+    """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults. Of
+    several models each gets its own."""
+    if list_models(module) != [module]:
+        return wrap_models(module, lambda part: wrap(part, wrapper, group, plan, cap_bytes, **options))
     if cap_bytes:
         options["bucket_cap_mb"] = cap_bytes / MIB
     if wrapper == "paceline":
-        return DDP(module, process_group=group, plan=plan, **options)
+        # Steps without communication take the replicas of a job that learns apart, which is no fault here.
+        return DDP(module, process_group=group, plan=plan, **{"check_replicas_every": 0} | options)
     options |= {} if plan is None else plan.as_torch_kwargs()
     return DistributedDataParallel(module, process_group=group, **options)
 
@@ -92,6 +99,8 @@ def list_gradients(module: nn.Module) -> tuple[Gradient, ...]:
 
 def read_buckets(model: nn.Module) -> tuple[int, ...]:
     """The bytes of each bucket in launch order, as the wrapper reports them; none for a bare model."""
+    if (models := list_models(model)) != [model]:
+        return tuple(size for part in models for size in read_buckets(part))
     if isinstance(model, DDP):
         return model.plan.bucket_bytes if model.plan is not None else ()
     if isinstance(model, DistributedDataParallel):
@@ -104,7 +113,7 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
 
 class TrainingJob:
     """A job of our own, built from settings. `labels` are fields of its records. Its steps take whole global batches,
-    and learn nothing: replicas must not drift apart."""
+    and learn nothing: replicas must not drift apart. A step of the user's own may learn; each replica has its own."""
 
     steps_per_turn = 1
 
@@ -120,7 +129,8 @@ class TrainingJob:
         """A replica, bare or in a wrapper, with the values of the job's own; its windows and ranks, unless given, are
         those of the job. Collective where the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
-        learner = build_learner(bare, self.job.world, self.job.train, like=self.module)
+        like = self.module if self.job.learner.own_step is None else None
+        learner = build_learner(bare, self.job.world, self.job.train, like=like)
         if wrap is not None:
             learner.model = wrap(learner.module)
         learner.world_size = num_ranks or learner.world_size
@@ -128,7 +138,9 @@ class TrainingJob:
 
     def build_own(self) -> Replica:
         """A replica in the job's own wrapper. Collective where the wrapper is."""
-        job = self.job
+        job, wrapper = self.job, self.job.settings.wrapper
+        if job.learner.own_step is not None and wrapper != "none":
+            return self.build(functools.partial(wrap, wrapper=wrapper), self._windows)
         learner = self._built.pop() if self._built else build_learner(job.settings, job.world, job.train)
         return self._take_steps(learner, self._windows)
 
@@ -248,7 +260,7 @@ MeasuredJob = TrainingJob | OwnJob
 def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") -> None:
     found = f"{job.train.describe()}: less than one global batch of {size}"
     refuse(
-        (len(job.train) < size, f"{found}; use {smaller}, or more --samples"),
+        (not job.train.is_stream and len(job.train) < size, f"{found}; use {smaller}, or more --samples"),
         (job.settings.batch_growth, "--batch-growth: steps are measured at one batch size; leave it out"),
     )
 
@@ -257,10 +269,13 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
     """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step. Micro-batches
     and ranks are those of the job unless given."""
     batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size
-    size = batch_size * world_size * job.batches.accumulate
+    size, data = batch_size * world_size * job.batches.accumulate, job.train.at(batch_size)
     for epoch in itertools.count():
-        order = EpochOrder(len(job.train), size, job.settings.seed, epoch, "drop")
-        yield from load_windows(job.train, order, 0, job.world.rank, world_size, batch_size, job.world.device)
+        order = EpochOrder(size if data.is_stream else len(data), size, job.settings.seed, epoch, "drop", data.shuffles)
+        windows = load_windows(data, order, 0, job.world.rank, world_size, batch_size, job.world.device)
+        with contextlib.closing(windows):
+            # A loader may end an epoch with a smaller batch; one that has nothing else is measured as it is.
+            yield from (w for w in windows if w.number == 0 or not w.is_last or w.num_samples == size)
 
 
 class TimedMessages:

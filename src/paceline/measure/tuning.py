@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, refuse
 from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Timed, Timing, agree_on_max, build_samples, follow, time_once
 from paceline.measure.profiles import Given, Layers, open_job
@@ -39,6 +39,7 @@ from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
+from paceline.training.step import list_models
 from paceline.units import format_bytes
 
 # With less than twice this there is no curve.
@@ -60,6 +61,9 @@ Tuned = tuple[list[Record], tuple[Gradient, ...], Plan, list[dict[str, Any]]]
 def tune_job(settings: TuneSettings, given: Given) -> Tuned:
     """Measure on all ranks, predict on rank 0, race on all. Collective: every rank must call this."""
     with open_job(given, is_bare=True) as (world, job):
+        several = list_models(job.module)
+        text = f"the job has {len(several)} models, and a plan is of one: tune each alone, or profile the job"
+        refuse((several != [job.module], text), code="several")
         variants = _Variants(settings, job, world)
         try:
             records, default_plan = variants.calibrate()

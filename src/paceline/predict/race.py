@@ -85,7 +85,7 @@ def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float)
 
 def _estimate_inflation(values: Sequence[float]) -> float:
     """How many times the variance of independent values that of the count below the median is, by how often nearby ones
-    are on one side of it; 1 where they are independent."""
+    are on one side of it; 1 where they are independent, or too few to tell."""
     n, median = len(values), statistics.median(values)
     sides = [(value > median) - (value < median) for value in values]
     reach = min(n - 1, math.ceil(2 * n ** (1 / 3)))
@@ -93,7 +93,7 @@ def _estimate_inflation(values: Sequence[float]) -> float:
     alike = sum(w * sum(map(operator.mul, sides, sides[lag:])) for lag, w in enumerate(weights, 1))
     # The median is theirs, which makes them look less alike than they are: by one in n, at each distance.
     found = (1 + 2 * alike / sum(map(abs, sides))) / max(0.5, 1 - 2 * sum(weights) / n) if any(sides) else 1.0
-    return max(1.0, found)
+    return max(1.0, found) if n >= _FIRST_LOOK else 1.0
 
 
 @dataclass(frozen=True)

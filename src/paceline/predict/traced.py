@@ -191,8 +191,8 @@ class _Sent(NamedTuple):
 
 
 def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> _Sent:
-    """The all-reduces of a backward. Every backend begins them in the order of the calls, so that the first ones are
-    its own; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket; nor
+    """The all-reduces of a backward. A backend begins them in the order of the calls, so that the first ones are its
+    own, but for the threads of gloo, which may swap neighbours; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket; nor
     is what another node of autograd than a gradient's hook launches, such as that of SyncBatchNorm."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
@@ -200,7 +200,11 @@ def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
     # Where no hook launched one, those behind the nodes are of the end of backward.
     rest = [] if any(_is_of_hook(backward, e) for e in own) else [None] * max(0, len(sent) - len(own))
-    pairs = [_Pair(call, event) for call, event in zip([*own, *rest], sent, strict=False)]
+    pairs = list[_Pair]()
+    for call in [*own, *rest][: len(sent)]:
+        alike = (event for event in sent[: max(SERVERS.values())] if _find_elements(event) == _find_elements(call))
+        pairs.append(_Pair(call, next(alike, sent[0])))
+        sent.remove(pairs[-1].message)
     pairs = [pair for pair in pairs if not _name_type(pair.message, pair.call).startswith(_INTEGERS)]
     buckets = [pair for pair in pairs if _is_of_hook(backward, pair.call)]
     return _Sent(buckets, len(pairs) - len(buckets))
@@ -306,10 +310,14 @@ def _find_within(event: Event | None, others: list[Event]) -> list[Event]:
 def _count_bytes(*events: Event | None) -> int:
     """The bytes that the arguments of the first event that has them speak of; 0 where none has."""
     for event in events:
-        count = _get(event, "In msg nelems") or _count_elements(_get(event, "Input Dims"))
+        count = _find_elements(event)
         if num_bytes := _get(event, "bytes") or count * _ITEM_BYTES.get(_name_type(*events), 4):
             return int(num_bytes)
     return 0
+
+
+def _find_elements(event: Event | None) -> int:
+    return _get(event, "In msg nelems") or _count_elements(_get(event, "Input Dims"))
 
 
 def _count_elements(dims: Any) -> int:

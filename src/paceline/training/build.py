@@ -5,24 +5,27 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
 from paceline.plan import Plan
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.training.optimizers import LAMB, LARS, split_parameters
+from paceline.training.own import OwnState, Sets, load_own, open_parts, open_whole, settle, wrap_models
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
 from paceline.training.step import Learner, settled_kernels
+from paceline.workloads.data import is_own, is_own_data
+from paceline.workloads.data.own import OWN_FORM, OwnData
 from paceline.workloads.data.sets import DataSet, load_data
 from paceline.workloads.data.sharding import EpochOrder
-from paceline.workloads.external import is_own
+from paceline.workloads.external import OwnParts
 from paceline.workloads.models import find_blocks
 from paceline.workloads.registry import build_model, default_form
 
@@ -34,20 +37,30 @@ class Job:
     settings: TrainSettings
     world: World
     batches: Batches
-    train: DataSet
-    test: DataSet
+    train: DataSet | OwnData
+    test: DataSet | OwnData | None
     learner: Learner
     schedule: Schedule
     batch_schedule: BatchSchedule
 
+    def check_length(self) -> None:
+        """Refuse to train for whole epochs of a stream that does not say how long they are."""
+        train, parts = self.train, self.batches.accumulate
+        if isinstance(train, OwnData) and train.is_stream and self.settings.steps is None:
+            unknown = f"{train.describe()}: the length of an epoch is not known; give --steps, or the data a __len__"
+            refuse((not train.count_windows(parts, self.world.world_size), unknown), code="no-length")
+
     def order(self, epoch: int) -> EpochOrder:
-        """The windows of an epoch: the same on every rank and for every number of ranks."""
+        """The windows of an epoch: the same on every rank and for every number of ranks. Of a stream, all are alike."""
+        size, seed, tail = self.batches.global_batch_size, self.settings.seed, self.settings.tail
+        if self.train.is_stream:
+            return EpochOrder(size, size, seed, epoch)
         sizes = self.batch_schedule.window_sizes(epoch)
-        return EpochOrder(len(self.train), sizes, self.settings.seed, epoch, self.settings.tail)
+        return EpochOrder(len(self.train), sizes, seed, epoch, tail, self.train.shuffles)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
         """The most samples of a rank's micro-batch, in all windows of an epoch or in each."""
-        if self.settings.grow == "accumulate":
+        if self.settings.grow == "accumulate" or self.train.is_stream:
             return self.batches.batch_size
         parts = self.batches.world_size * self.batches.accumulate
         return tuple(size // parts for size in self.batch_schedule.window_sizes(epoch))
@@ -63,22 +76,31 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
         yield world
 
 
-def build_job(
-    settings: TrainSettings, world: World, plan: Plan | None = None, sets: tuple[DataSet, DataSet] | None = None
-) -> Job:
+def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, sets: Sets | None = None) -> Job:
     """Build everything; `sets` is data that is already loaded. Collective: call on every rank."""
+    parts = None
+    if sets is None and settings.is_whole:
+        parts, sets = open_whole(settings, world)
     train, test = load_sets(settings, world) if sets is None else sets
-    if len(train) < world.world_size:
+    num_samples = len(train)
+    if num_samples < world.world_size and not train.is_stream:
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
-    learner = build_learner(settings, world, train, plan)
+    learner = build_learner(settings, world, train, plan, parts=parts)
+    settings, train = settle(settings, world, train, learner)
+    test = test if learner.own_step is None or learner.own_evaluate is not None else None
+    if isinstance(train, OwnData) and train.is_stream:
+        # The global batches that are expected, one where that is not known.
+        per_epoch = train.count_windows(settings.batches.accumulate, world.world_size)
+        num_samples = (per_epoch or settings.steps or 1) * settings.batches.global_batch_size
     size, epochs, num_steps = settings.batches.global_batch_size, settings.epochs, settings.steps
     # Refuses data that is smaller than one batch.
-    per_epoch = EpochOrder(len(train), size, settings.seed, 0, settings.tail).num_windows
+    per_epoch = EpochOrder(num_samples, size, settings.seed, 0, settings.tail).num_windows
     if num_steps is not None:
         epochs = -(-num_steps // per_epoch)
     batch_schedule = BatchSchedule(
-        global_batch_size=size, num_samples=len(train), epochs=epochs, growths=settings.batch_growth, tail=settings.tail
-    )
+        global_batch_size=size, num_samples=num_samples, epochs=epochs, growths=settings.batch_growth,
+        tail=settings.tail,
+    )  # fmt: skip
     batch_schedule.check()
     num_steps = num_steps or batch_schedule.num_steps
     if settings.lr_warmup >= num_steps:
@@ -90,8 +112,10 @@ def build_job(
     return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 
-def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
-    """The training set and the test set, in the form that suits the model."""
+def load_sets(settings: TrainSettings, world: World) -> Sets:
+    """The training set and the test set, in the form that suits the model; of own data there may be no test set."""
+    if is_own_data(settings.data):
+        return load_own(settings, world)
     # A user's own model has no default data; it needs none where a data set or a kind is named.
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
@@ -112,17 +136,24 @@ def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
 
 
 def build_learner(
-    settings: TrainSettings, world: World, data: DataSet, plan: Plan | None = None, like: nn.Module | None = None
-) -> Learner:
+    settings: TrainSettings, world: World, data: DataSet | OwnData, plan: Plan | None = None,
+    like: nn.Module | None = None, parts: OwnParts | None = None,
+) -> Learner:  # fmt: skip
     """The model in its wrapper with its optimizer. `plan` is used where the settings name no plan of their own.
 
-    `like` is a bare model of the same settings: its copy is used, which takes less time than another one.
+    `like` is a bare model of the same settings: its copy is used, which takes less time than another one. `parts` are
+    those of a user's function that was called already.
     """
     set_seed(settings.seed)
-    if like is None:
-        module = build_model(settings.model, data.form, settings.model_options).to(world.device)
-    else:
+    if like is not None:
         module = copy.deepcopy(like)
+    elif is_own(settings.model):
+        parts = parts or open_parts(settings, world, None if settings.is_whole else data.form)[0]
+        module = parts.model.to(world.device)
+        two = f"--data {settings.data}: model {settings.model} returned data of its own; leave it out"
+        refuse((parts.data is not None and not settings.is_whole, two), code="unused")
+    else:
+        module = build_model(settings.model, data.form, settings.model_options).to(world.device)
     ghost = settings.ghost_batchnorm
     if settings.sync_batchnorm or ghost is not None:
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
@@ -139,11 +170,16 @@ def build_learner(
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
-    optimizer = _build_optimizer(module, settings, world.device)
+    if parts is None or parts.step is None:
+        optimizer = _build_optimizer(module, settings, world.device)
+    else:
+        optimizer = cast(torch.optim.Optimizer, OwnState(settings.model, parts.state))
+    own = (parts.step, parts.evaluate) if parts is not None else (None, None)
+    form = data.form if own[0] is None else OWN_FORM
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(
-        _wrap(module, settings, plan), module, optimizer, scaler, data.form, world.device, world.world_size,
-        settings.precision, settings.clip, settings.label_smoothing,
+        wrap_models(module, lambda part: _wrap(part, settings, plan)), module, optimizer, scaler, form, world.device,
+        world.world_size, settings.precision, settings.clip, settings.label_smoothing, settings.model, *own,
     )  # fmt: skip
 
 

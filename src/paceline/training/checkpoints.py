@@ -24,6 +24,7 @@ from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
 from paceline.training.settings import TrainSettings, parse_save_every
+from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
 # The ranks of a run that was killed live on for a moment, and hold its lock.
@@ -101,6 +102,10 @@ class RunFiles:
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.scaler.load_state_dict(state["scaler"])
         position = Position(meta["epoch"], meta["window"], meta["step"])
+        if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
+            before, now = meta["world_size"], self._world.world_size
+            moved = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
+            refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
         if meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:

@@ -120,8 +120,10 @@ class Journal:
             loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            times = {"step_s": lap.read()["step"], "data_wait_s": taken.data_wait_s}
-            times |= {f"{phase}_s": seconds for phase, seconds in phases.read().items()}
+            parts_s = phases.read()  # a step of a user's own may load more data itself
+            waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
+            times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
+            times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}
             sent.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
         report = Exchange(tuple(sent), bad, self.request.number, is_save_due)
         reports: list[Exchange] = self.world.share(report)

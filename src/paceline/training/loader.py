@@ -1,20 +1,27 @@
 """Micro-batches on the device: gathered, pinned and copied ahead of time on CUDA, in place on the CPU.
 
-Which samples belong to which rank is decided in `workloads.data.sharding`.
+Which samples of a set belong to which rank is decided in `workloads.data.sharding`, and of a stream here.
 """
 
 import collections
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from paceline.workloads.data import Batch
+from paceline.errors import refuse
+from paceline.workloads.data import Batch, OwnBatch
+from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
 _AHEAD = 3  # windows that are copied ahead of time
+
+# From the samples of this rank in its next window (0: there is none) to those of all; 0 where some rank has none.
+Agree = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -32,15 +39,17 @@ class Window:
     number: int
     num_samples: int
     batches: tuple[LoadedBatch, ...]
+    is_last: bool = False
 
 
 def load_windows(
-    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int | tuple[int, ...],
-    device: torch.device,
+    data: DataSet | OwnData, order: EpochOrder, start: int, rank: int, world_size: int,
+    batch_size: int | tuple[int, ...], device: torch.device, agree: Agree | None = None,
 ) -> Generator[Window, None, None]:  # fmt: skip
     """This rank's share of every window of the epoch, from window `start` on.
 
-    `batch_size` is the most samples of a micro-batch, in all windows or in each.
+    `batch_size` is the most samples of a micro-batch, in all windows or in each. With `agree`, ranks that have streams
+    of their own end their epochs together; it is called for each window, on every rank.
     """
 
     def split(number: int) -> tuple[int, Sequence[MicroBatch]]:
@@ -51,11 +60,24 @@ def load_windows(
     def prepare(micro: MicroBatch, batch: Batch) -> LoadedBatch:
         return LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted)
 
-    numbers = range(start, order.num_windows)
+    if data.is_stream:
+        assert isinstance(data, OwnData) and isinstance(batch_size, int)
+        yield from _load_stream(data, order, start, rank, world_size, batch_size, device, agree)
+        return
+    last, numbers = order.num_windows - 1, range(start, order.num_windows)
+    if isinstance(data, OwnData):
+        parts = (micro.indices.tolist() for number in numbers for micro in split(number)[1])
+        with contextlib.closing(data.load(parts, order.epoch)) as contents:
+            for number in numbers:
+                num_samples, micros = split(number)
+                loaded = (LoadedBatch(OwnBatch(next(contents)).to(device), micro.num_counted) for micro in micros)
+                yield Window(number, num_samples, tuple(loaded), number == last)
+        return
     if device.type != "cuda" or data.inputs.device.type != "cpu":
         for number in numbers:
             num_samples, micros = split(number)
-            yield Window(number, num_samples, tuple(prepare(micro, data.take(micro.indices)) for micro in micros))
+            prepared = tuple(prepare(micro, data.take(micro.indices)) for micro in micros)
+            yield Window(number, num_samples, prepared, number == last)
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -83,6 +105,40 @@ def load_windows(
                 for tensor in (batch.inputs, batch.targets, batch.mask):
                     if tensor is not None:
                         tensor.record_stream(current)  # its memory was allocated on the other stream
-            yield Window(number, num_samples, tuple(map(prepare, micros, batches)))
+            yield Window(number, num_samples, tuple(map(prepare, micros, batches)), number == last)
     finally:
         thread.shutdown(cancel_futures=True)
+
+
+def _load_stream(
+    data: OwnData, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device,
+    agree: Agree | None,
+) -> Generator[Window, None, None]:  # fmt: skip
+    """The windows of a stream, which is read up to the window `start`. An epoch ends with the last step for which every
+    rank has all its batches."""
+    size = order.global_batch_size
+    assert isinstance(size, int)
+    turn, others = (0, 1) if data.is_sharded else (rank, world_size)
+    count, number = size // (batch_size * world_size) * others, -1
+
+    def read() -> Generator[tuple[int, list[Any]], None, None]:
+        """The samples of all ranks in a window, and the batches of it that this rank reads."""
+        with contextlib.closing(data.read(order.epoch, count)) as found:
+            while True:
+                group = next(found, [])
+                total = sum(len(OwnBatch(content)) for content in group) if len(group) == count else 0
+                if data.is_sharded:  # where nobody asks: as if all had as many
+                    total = total * world_size if agree is None else agree(total)
+                if not total:
+                    return
+                yield total, group
+
+    with contextlib.closing(read()) as groups:
+        ahead = next(groups, None)  # one window, to know the last one
+        while ahead is not None:
+            (num_samples, group), ahead, number = ahead, next(groups, None), number + 1
+            if number >= start:
+                mine = (OwnBatch(content).to(device) for content in group[turn::others])
+                yield Window(number, num_samples, tuple(LoadedBatch(b, len(b)) for b in mine), ahead is None)
+    what = f"data {data.name}, epoch {order.epoch + 1}: the stream ended before global batch {start + 1} of {size}"
+    refuse((number < start, f"{what} samples on {world_size} ranks; use a smaller batch or fewer ranks"), code="empty")

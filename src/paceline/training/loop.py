@@ -5,6 +5,7 @@ One step is in `step`, what ranks exchange in `journal`, what is on disk in `che
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -26,11 +27,13 @@ from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.journal import Journal, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
+from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings
-from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, take_step
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, list_models, take_step
 from paceline.units import format_number_of, format_speed
+from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet
-from paceline.workloads.data.sharding import cut_range
+from paceline.workloads.external import own_errors
 from paceline.workloads.models import compute_outcome
 from paceline.workloads.registry import describe_model
 
@@ -46,12 +49,14 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
     What happens between steps (evaluations, probes, checkpoints, progress) is up to the caller, and so is an early end.
     Nothing here waits for a GPU or another rank. Collective: iterate on every rank.
     """
+    job.check_length()
     world, learner, position, num_steps = job.world, job.learner, start, job.schedule.num_steps
     learner.model.train()
     while position.step < num_steps:
         epoch = position.epoch
         order, sizes = job.order(epoch), job.micro_batch_sizes(epoch)
-        windows = load_windows(job.train, order, position.window, world.rank, world.world_size, sizes, world.device)
+        where = (world.rank, world.world_size, sizes, world.device, functools.partial(_agree, world))
+        windows = load_windows(job.train, order, position.window, *where)
         with contextlib.closing(windows):
             begin_s = time.perf_counter()
             for window in windows:
@@ -59,7 +64,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
                 outcome = take_step(learner, window.batches, num_targets, rate, phases)
-                ends = window.number == order.num_windows - 1
+                ends = window.is_last
                 place = (epoch + 1, 0) if ends else (epoch, window.number + 1)
                 position = Position(*place, position.step + 1)
                 is_last = position.step == num_steps
@@ -69,6 +74,13 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 if is_last:
                     return
                 begin_s = time.perf_counter()
+
+
+def _agree(world: World, num_samples: int) -> int:
+    """The samples of the next window of all ranks; 0 where some rank has none. Collective."""
+    counts = torch.tensor([num_samples > 0, num_samples])
+    dist.all_reduce(counts, group=world.control)
+    return int(counts[1]) if counts[0] == world.world_size else 0
 
 
 @dataclass(frozen=True)
@@ -83,30 +95,31 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
+def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluation:
     """Loss and accuracy on a whole data set, each sample counted once. Collective: call on every rank.
 
     Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
     """
-    if is_torchs(learner.model):
+    if any(is_torchs(model) for model in list_models(learner.model)):
         # torch makes buffers equal only in the next training forward.
         for buffer in learner.module.buffers():
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    # Loss, correct, and of class 1: predicted rightly, and predicted plus present.
-    sums = torch.zeros((4,), dtype=torch.float64, device=learner.device)
+    # Loss, correct, of class 1: predicted rightly, and predicted plus present; samples.
+    sums = torch.zeros((5,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
-    starts = range(0, len(data), size)
     try:
-        for start in cut_range(starts, world.rank, world.world_size):
-            indices = torch.arange(start, min(start + size, len(data)))
-            batch = data.prepare(data.take(indices).to(learner.device), indices, 0)
-            with learner.autocast():
+        for batch in data.cut(size, world.rank, world.world_size, learner.device):
+            sums[4] += len(batch)
+            if learner.own_evaluate is not None:
+                sums[0] += learner.call_own("evaluate", learner.module, batch).double() * len(batch)
+                continue
+            with learner.autocast(), own_errors(learner.name):
                 outcome = compute_outcome(learner.module, batch, learner.form)
             sums[0] += outcome.loss_sum.double()
             if outcome.predicted is not None and outcome.num_correct is not None:
-                said, there = outcome.predicted == 1, batch.targets.reshape(-1) == 1
+                said, there = outcome.predicted == 1, batch.split()[1].reshape(-1) == 1
                 sums[1] += outcome.num_correct
                 sums[2] += (said & there).sum()
                 sums[3] += said.sum() + there.sum()
@@ -115,11 +128,10 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
     sums = sums.cpu()
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)
-    num_targets = len(data) * learner.form.targets_per_sample
-    loss_sum, num_correct, num_right, num_ones = sums.tolist()
-    classes, count = learner.form.num_classes, max(1, num_targets)
+    loss_sum, num_correct, num_right, num_ones, num_samples = sums.tolist()
+    classes, count = learner.form.num_classes, max(1.0, num_samples * learner.form.targets_per_sample)
     f1 = 2 * num_right / max(1.0, num_ones) if classes == 2 else None
-    return Evaluation(loss_sum / count, num_correct / count if classes else None, f1, len(data))
+    return Evaluation(loss_sum / count, num_correct / count if classes else None, f1, int(num_samples))
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
         if world.rank == 0:
-            for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
+            for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
         step, number = _run(job, files, request, start)
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
@@ -179,6 +191,14 @@ def _describe(job: Job, start: Position) -> str:
         f"global batch {batches.global_batch_size} = {made_of}, {sizes}{length}"
         + (f"; resumes at step {start.step}" if start.step else "")
     )
+
+
+def _warn(job: Job) -> str:
+    """What a step of the user's own lacks."""
+    own, learner = job.learner.optimizer, job.learner
+    lacks = ["state, without which it cannot be resumed"] if isinstance(own, OwnState) and own.parts is None else []
+    lacks += ["evaluate, without which it is not tested"] if learner.own_step and not learner.own_evaluate else []
+    return f"{learner.name} returned no {', and no '.join(lacks)}" if lacks else ""
 
 
 def _count_elements(module: nn.Module) -> int:
@@ -218,7 +238,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
         found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
         raise _not_finite(files, bad_step, found)
-    if taken.is_epoch_end or taken.is_last:
+    if (taken.is_epoch_end or taken.is_last) and job.test is not None:
         test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}
@@ -255,6 +275,9 @@ def _describe_rows(rows: list[dict[str, Any]]) -> str:
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:
     """Seconds of the last step in which this rank waited for communication; None where the wrapper does not say."""
+    if (models := list_models(model)) != [model]:
+        parts = [read_exposed(part, world_size) for part in models]
+        return None if None in parts else sum(filter(None, parts))
     if not isinstance(model, DataParallel):
         return None if hasattr(model, "no_sync") else 0.0
     return model.exposed_s if world_size > 1 else 0.0

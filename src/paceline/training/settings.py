@@ -18,7 +18,8 @@ from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.plan import Plan
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
-from paceline.workloads.data import TAILS, DataRequest, check_request, parse_data
+from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
+from paceline.workloads.external import check_own
 from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
 
 WRAPPERS = ("paceline", "torch", "none", "dp")
@@ -150,6 +151,11 @@ class TrainSettings:
         return DataRequest(name=name, path=path, **{field: getattr(self, field) for field in shared})
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the model is a user's function that also has to return its data, for none is named."""
+        return is_own(self.model) and self.data == "synthetic"
+
+    @property
     def model_options(self) -> ModelOptions:
         return ModelOptions(channels=self.channels, hidden=self.hidden, dropout=self.dropout)
 
@@ -224,6 +230,8 @@ def check_job(settings: TrainSettings) -> None:
         raise ConfigError(f"{found}: {instead}, so start a new one here")
     check_model(settings.model, settings.model_options)
     check_request(settings.data_request)
+    if is_own_data(settings.data):
+        check_own(settings.data, "data")
     smoothing = f"--label-smoothing {settings.label_smoothing}"
     refuse((settings.label_smoothing and settings.predicts_numbers, f"{smoothing}: targets are numbers; leave it out"))
     if settings.plan is not None:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.errors import ConfigError
 from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
 from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.external import own_errors
 from paceline.workloads.models import compute_outcome
 
 _OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
@@ -81,7 +83,8 @@ def settled_kernels(device: torch.device, precision: str) -> contextlib.Abstract
 
 @dataclass
 class Learner:
-    """What learns on one rank: the model in its wrapper, the bare module, its optimizer and how it computes."""
+    """What learns on one rank: the model in its wrapper, the bare module, its optimizer and how it computes. `name` is
+    that of the model. With a step of the user's own, `optimizer` is what that has of state."""
 
     model: nn.Module
     module: nn.Module
@@ -93,6 +96,9 @@ class Learner:
     precision: str
     clip: float | None
     label_smoothing: float = 0.0
+    name: str = ""
+    own_step: Callable[..., Any] | None = None
+    own_evaluate: Callable[..., Any] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -108,6 +114,17 @@ class Learner:
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.map(lambda tensor: tensor[:0])
+
+    def call_own(self, what: str, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """A step of the user's own, or its evaluation: the mean loss over the batch that it returned."""
+        function: Any = {"step": self.own_step, "evaluate": self.own_evaluate}[what]
+        with own_errors(self.name, always=True):
+            loss = function(model, batch.content)
+        if isinstance(loss, int | float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+            return torch.as_tensor(loss, dtype=torch.float32, device=self.device).detach().reshape(())
+        found = f"a {type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
+        needed = "it must return its mean loss over the batch, a number or a tensor with one element"
+        raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
 
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""
@@ -140,6 +157,8 @@ def take_step(
     which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
     rank, with the same number of micro-batches.
     """
+    if learner.own_step is not None:
+        return _take_own_step(learner, window, phases)
     # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
     total = StepOutcome(torch.zeros((), device=learner.device), correct)
@@ -148,7 +167,7 @@ def take_step(
         with contextlib.nullcontext() if number == len(window) - 1 else no_sync():
             phases.enter("forward")
             batch, smoothing = learner.fill(loaded), learner.label_smoothing
-            with learner.autocast():
+            with learner.autocast(), own_errors(learner.name):
                 outcome = compute_outcome(learner.model, batch, learner.form, label_smoothing=smoothing)
             weight = 1.0 if loaded.num_counted else 0.0
             loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
@@ -165,6 +184,25 @@ def take_step(
     return total
 
 
+def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phases) -> StepOutcome:
+    """A step of the user's own: forward, backward and update with one batch."""
+    (loaded,) = window
+    with mark_phases(learner.model, phases):
+        loss = learner.call_own("step", learner.model, loaded.batch)
+    outcome = StepOutcome(loss * loaded.num_counted, None)
+    if learner.device.type == "cpu" and not math.isfinite(outcome.loss_sum.item()):
+        outcome.bad_parameter = find_bad_parameter(learner.module)
+    return outcome
+
+
+def list_models(model: nn.Module) -> list[nn.Module]:
+    """The models that a step gets: one, or those of an `nn.ModuleDict`, each of which has a wrapper of its own."""
+    # One that can be called is a model.
+    if isinstance(model, nn.ModuleDict) and type(model).forward is nn.ModuleDict.forward:
+        return list(model.values())
+    return [model]
+
+
 @contextlib.contextmanager
 def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
     """Mark the phases of a step that does not mark its own, by the model's forward, `torch.autograd.backward` and the
@@ -176,7 +214,10 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
     backward, depth = torch.autograd.backward, 0
     handles = [
         # Before the hooks of a profile, whose times are part of forward.
-        model.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True),
+        *(
+            part.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True)
+            for part in list_models(model)
+        ),
         register_optimizer_step_pre_hook(lambda *_: phases.enter("optimizer")),
     ]
 

@@ -16,6 +16,7 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import NAMES, TrainSettings, check_job
 from paceline.units import parse_size, parse_sizes
+from paceline.workloads.data import is_own, is_own_data
 
 Place = str | Path | None
 Build = Callable[[Run, Path | None], Any]
@@ -78,6 +79,11 @@ def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], l
     text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
     refuse((not fitting, text), code="launched")
     return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
+
+
+def brings_data(model: str, data: str | None) -> bool:
+    """Whether a job has data of the user's own, which may have a batch size of its own."""
+    return is_own_data(data) if data else is_own(model)
 
 
 def build_settings(**job: Any) -> TrainSettings:

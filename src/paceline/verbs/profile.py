@@ -14,7 +14,7 @@ from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run
 from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
-from paceline.verbs.jobs import Counts, Place, build_settings, choose_worlds, finish, list_counts, open_job
+from paceline.verbs.jobs import Counts, Place, brings_data, build_settings, choose_worlds, finish, list_counts, open_job
 from paceline.verbs.predict import find_profile, list_carried, list_doubts
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ def profile(
     verb, is_named, sizes = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str), tuple[int, ...]()
     if is_named and kind == "phases":
         size, counts = job.pop("batch_size", None), choose_worlds(ranks, 2)
-        sizes = list_counts(DEFAULT_BATCH_SIZE if size is None else size, "batch_size")
-        jobs: list[Any] = [build_settings(model=model, ranks=n, batch_size=b, **job) for n in counts for b in sizes]
+        if size is not None or not brings_data(model, job.get("data")):
+            sizes = list_counts(DEFAULT_BATCH_SIZE if size is None else size, "batch_size")
+        asked = sizes or (None,)  # that of the data
+        jobs: list[Any] = [build_settings(model=model, ranks=n, batch_size=b, **job) for n in counts for b in asked]
         config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
         opened: Any = open_session(verb, config, ranks=max(counts), out=out, progress=progress)
     elif is_named and kind == "layers":

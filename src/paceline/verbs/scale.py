@@ -28,7 +28,7 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
 from paceline.training.recipes import NO_RECIPE, Recipe
 from paceline.training.settings import TrainSettings, check_job
-from paceline.verbs.jobs import Counts, Names, Place, choose_world, finish, list_counts, list_names
+from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, finish, list_counts, list_names
 from paceline.workloads.data import parse_data
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def _build_ranks(
     strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
     # A rank has the same number of threads alone as among others: the study compares ranks, not machines.
     job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
-    if job.get("samples") is None and job.get("data", "synthetic").startswith("synthetic"):
+    is_made = not brings_data(job["model"], job.get("data")) and job.get("data", "synthetic").startswith("synthetic")
+    if job.get("samples") is None and is_made:
         job["samples"] = max(2048, max(max(sizes) * most, *strong, 0) * accumulate)
     train = TrainSettings(batch_size=sizes[0], wrapper="none", backend="gloo", device=device, **job)
     return ScaleSettings(
@@ -186,6 +187,8 @@ def _build_large_batch(
     check_counts(base_batch_size=base_batch_size, seeds=seeds)
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
+    whole = f"model {model}: its step would decide learning rates and batches; return a module, and name the data"
+    refuse((brings_data(model or "", job.get("data")) and not job.get("data"), whole), code="own-type")
     if job.get("data", "synthetic") == "synthetic":
         job = {"samples": 1024} | job
     job = {"global_batch_size": base_batch_size} | job

@@ -22,7 +22,7 @@ from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of
-from paceline.verbs.jobs import Counts, Place, choose_world, choose_worlds, list_counts
+from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts
 from paceline.workloads.data import parse_data
 
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
@@ -38,8 +38,9 @@ def train(
 ) -> Any:  # fmt: skip
     """Train a model, and return its epochs, its metrics and where the time went (a `TrainRunResult`).
 
-    `model`: a name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION". `data`: "synthetic"
-    (the default) or "mnist:FOLDER" and so on. `ranks`: by default those of the launched world or, in a plain process,
+    `model`: a name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION", which returns a
+    module, or a whole job: (model, data, step). `data`: "synthetic" (the default), "mnist:FOLDER" and so on, or
+    "FILE.py:FUNCTION". `ranks`: by default those of the launched world or, in a plain process,
     1. Several numbers (`ranks=(1, 2)`) train the same job with the same global batches, one run after the other, and
     return what they learned and how fast (a `TrainComparisonResult`, whose `parts` are the runs). `epochs`: 1 by
     default. `settings` are the fields of `TrainSettings`, named as the options of `paceline train`:
@@ -199,6 +200,11 @@ def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]
         given = {"ranks": choose_world(given.get("ranks"), 1)} | given
     metrics = run / METRICS_FILE
     rows = load_metrics(metrics) if metrics.exists() else []  # none where only a part of the first was written
+    is_moved = given.get("ranks", saved.ranks) != saved.ranks
+    is_datas = saved.batch_size is None and saved.global_batch_size is None
+    if rows and is_moved and is_datas and brings_data(saved.model, None if saved.data == "synthetic" else saved.data):
+        # The size of its batches is that of the data, which the ranks have found.
+        saved = dataclasses.replace(saved, global_batch_size=rows[0]["samples"])
     return change_settings(saved, given), rows[-1]["step"] if rows else 0
 
 

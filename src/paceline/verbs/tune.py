@@ -9,7 +9,7 @@ from paceline.errors import refuse
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
 from paceline.training.settings import TrainSettings, takes_cap_lists
-from paceline.verbs.jobs import Place, Sizes, choose_world, finish, list_sizes, open_job
+from paceline.verbs.jobs import Place, Sizes, brings_data, choose_world, finish, list_sizes, open_job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,9 @@ def tune(
     count = choose_world(ranks, 2 if network is None else 1)
     settings.check(count)
     if isinstance(model, str):
-        job = JOB_DEFAULTS | {name: value for name, value in job.items() if value is not None}
+        job = {name: value for name, value in job.items() if value is not None}
+        if not brings_data(model, job.get("data")):
+            job = JOB_DEFAULTS | job
     opened, given = open_job("tune", model, step, count, job, out, progress)
     parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
     refuse((parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"))

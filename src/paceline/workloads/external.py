@@ -1,24 +1,29 @@
-"""Models that Paceline does not bring: those of `transformers`, and a user's own file.
+"""What Paceline does not bring: models of `transformers`, and a user's own file with models, data and steps.
 
 Loads without torch. Checking runs no code of the user's, and code that comes with a model of the hub never runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import json
+import linecache
 import os
 import re
 import symtable
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import ConfigError, suggest
-from paceline.workloads.data import DataForm, import_hf, shorten_error
+from paceline.errors import ConfigError, PacelineError, refuse, suggest
+from paceline.runtime.worker import find_code
+from paceline.workloads.data import DataForm, import_hf, is_own, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,87 +162,171 @@ def _load_config(folder: Path) -> Any:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error
 
 
-_GIVE = "give the name of a function in it that returns the module"
+_GIVE = "give the name of a function in it"
+# What a function may take by name, besides the form of the data.
+FACTS = ("batch_size", "rank", "world_size", "device", "seed")
 
 
-def is_own(name: str) -> bool:
-    """Whether the name of a model is that of a user's file, with or without a function in it."""
-    return name.rpartition(":")[0].endswith(".py") or name.endswith(".py")
-
-
-def check_own(name: str) -> None:
+def check_own(name: str, what: str = "model") -> None:
     """Refuse a file that is not there or not Python, and a name that it does not define."""
-    path, function = _split(name)
+    path, function = _split(name, what)
     try:
         text = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except OSError as error:
-        raise ConfigError(f"model file {path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{what} file {path} cannot be read: {error.strerror or error}") from error
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"model file {path} is not Python: {error}") from error
+        raise ConfigError(f"{what} file {path} is not Python: {error}") from error
     names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     # What a star brings, only running would show.
     if function not in names and not re.search(r"import\s*\*", text):
-        raise ConfigError(f"model file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
+        raise ConfigError(f"{what} file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
 
-def _split(name: str) -> tuple[Path, str]:
+def _split(name: str, what: str) -> tuple[Path, str]:
     file, _, function = name.rpartition(":")
     if not file or not function:
-        raise ConfigError(f"model {name!r} names no function: write FILE.py:FUNCTION, such as {name.rstrip(':')}:build")
+        write = f"write FILE.py:FUNCTION, such as {name.rstrip(':')}:build"
+        raise ConfigError(f"{what} {name!r} names no function: {write}")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"model file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
+        raise ConfigError(f"{what} file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
     return path, function
 
 
-def build_own(name: str, form: DataForm) -> nn.Module:
-    """Call the user's function, with the form of the data if it takes one argument."""
+class OwnParts(NamedTuple):
+    """What a user's function for `--model` returned: a module, or several in an `nn.ModuleDict`, and where it is more
+    than a model: data, what a step does with a batch, how a batch is evaluated, and what else has a state."""
+
+    model: nn.Module
+    data: Any = None
+    step: Callable[..., Any] | None = None
+    evaluate: Callable[..., Any] | None = None
+    state: Mapping[str, Any] | None = None
+
+
+_RETURNS = "a torch.nn.Module, (model, step), (model, data, step), or a dict with model, data, step, evaluate, state"
+
+
+def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, frozenset[str]]:
+    """Call the user's function for `--model`. Returns what it made, and the names of the facts that it took."""
     from torch import nn
 
-    path, function = _split(name)
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)  # the file may import its neighbours, also from inside the function
+    found, taken = call_own(name, "model", form=form, **facts)
+    if isinstance(found, nn.Module):
+        return OwnParts(found), taken
+    if isinstance(found, tuple) and len(found) in (2, 3):
+        found = dict(zip(("model", "data", "step") if len(found) == 3 else ("model", "step"), found, strict=True))
+    keys, said = (list(map(str, found)) if isinstance(found, Mapping) else []), f"model {name} returned a"
+    what = f"{said} {type(found).__name__}{' with ' * bool(keys)}{', '.join(keys)}: it must return {_RETURNS}"
+    refuse((not {"model", "step"} <= set(keys) <= set(OwnParts._fields), what), code="own-type")
+    parts = OwnParts(**found)
+    odd = [key for key, part in (parts.state or {}).items() if not hasattr(part, "load_state_dict")]
+    refuse(
+        (not isinstance(parts.model, nn.Module),
+         f"{said} {type(parts.model).__name__} as model: a torch.nn.Module is needed, or several in an nn.ModuleDict"),
+        (not callable(parts.step), f"{said} {type(parts.step).__name__} as step: a function (model, batch) is needed"),
+        (odd, f"{said} state without load_state_dict: {', '.join(odd)}; an optimizer has one"),
+        code="own-type",
+    )  # fmt: skip
+    return parts, taken
+
+
+def build_own(name: str, form: DataForm) -> nn.Module:
+    """The module that the user's function returns, which may take the form of the data."""
+    parts, _ = open_own(name, form)
+    if parts.step is not None:
+        raise ConfigError(f"model {name} returned a step, too: here a torch.nn.Module alone is needed", code="own-type")
+    return parts.model
+
+
+def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
+    """Call the user's function with what it takes. Returns its answer, and the names of what it took."""
+    path, function = _split(name, what)
+    with own_errors(name, what, always=True):
+        stat = path.stat()
+        module = _load_file(path.resolve(), (stat.st_mtime_ns, stat.st_size))
+        found = getattr(module, function, None)
+        if callable(found):
+            return _call(f"{what} {name}", found, facts)
+    kind = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
+    raise ConfigError(f"{what} file {path} defines {kind}: {suggest(function, vars(module))}{_GIVE}")
+
+
+@contextlib.contextmanager
+def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
+    """Report an error that is raised in the user's file, or in a file next to it, with its line; others pass unless it
+    is `always`. Inside, the file can import its neighbours. Does nothing where the name is none of a user's file."""
+    if not is_own(name):
+        yield
+        return
+    folder = _find_folder(name)
+    sys.path.insert(0, folder)
     try:
-        module = _call(name, _load_function(path, function), form)
-    except ConfigError:
+        yield
+    except (PacelineError, MemoryError):
         raise
-    except Exception as error:
-        raise ConfigError(f"model {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        line = _find_line(error, folder)
+        if find_code(error) or (line is None and not always):  # a rank that lost another is not what failed
+            raise
+        lines = str(error).splitlines() or [""]
+        said = f"{type(error).__name__}: {lines[0]}"
+        if "Original Traceback" in str(error):  # of a loader's worker, which sends it as a text
+            said = lines[-1]
+        raise ConfigError(f"{what} {name} raised {said}{f' ({line})' if line else ''}", code="own-error") from error
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model {name} returned a {type(module).__name__}: it must return a torch.nn.Module")
-    return module
 
 
-def _load_function(path: Path, function: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path.resolve())
+@lru_cache
+def _find_folder(name: str) -> str:
+    return str(Path(name.rpartition(":")[0]).expanduser().resolve().parent)
+
+
+def _find_line(error: BaseException, folder: str) -> str | None:
+    """The last line of a user's file that is in the traceback of an error, or in its text."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames += [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    library = str(Path(__file__).parents[1])
+    for file, number in reversed(frames):
+        if file.startswith(folder + os.sep) and not file.startswith(library) and "site-packages" not in file:
+            source = linecache.getline(file, number or 0).strip()
+            return f"{os.path.relpath(file, folder)}, line {number}: {source}"
+    return None
+
+
+@lru_cache(maxsize=8)
+def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
+    """The file as a module. Loaded once as long as it does not change, so that it can keep what it has read."""
+    spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickles look for their module there.
     sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"model file {path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        what = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
-        raise ConfigError(f"model file {path} defines {what}: {suggest(function, vars(module))}{_GIVE}")
-    return found  # type: ignore[no-any-return]
+    spec.loader.exec_module(module)
+    return module
 
 
-def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
-    """Hand over the form as the one argument that must be given, or as the one called `form`."""
+def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:
+    """Hand over each fact that is a parameter, and the form as the one other argument that must be given."""
     found = inspect.signature(function).parameters.values()
-    needed = [p for p in found if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(needed) > 1:
-        what = f"needs {', '.join(parameter.name for parameter in needed)}"
-        raise ConfigError(f"model {name} {what}: it is called with the form of the data, or with nothing")
-    for parameter in needed or (p for p in found if p.name == "form"):
-        # By position where it must be given: a decorator may hide its name.
-        by_position = parameter.POSITIONAL_OR_KEYWORD if needed else parameter.POSITIONAL_ONLY
-        return function(form) if parameter.kind <= by_position else function(**{parameter.name: form})
-    return function()
+    by_name = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in found if p.default is p.empty}
+    taken = {key: value for key, value in facts.items() if key in by_name and value is not None}
+    taken = {key: value for key, value in taken.items() if key != "form" or key not in required}
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in found if p.default is p.empty and p.kind not in variable and p.name not in taken]
+    form, what = facts.get("form"), ", ".join(p.name for p in needed)
+    first = "the form of the data, and " * ("form" in facts)
+    unknown = f"{name} takes the form of the data: name the data, such as --data synthetic:images"
+    text = f"{name} needs {what}: it is called with {first}{', '.join(FACTS)} where it takes them by name"
+    refuse((len(needed) > ("form" in facts), text), code="own-type")
+    refuse((needed and form is None, unknown), code="no-data")
+    for parameter in needed:
+        # By position where it comes first: a decorator may hide its name.
+        if parameter is next(iter(found)) and parameter.kind != parameter.KEYWORD_ONLY:
+            return function(form, **taken), frozenset(taken)
+        taken[parameter.name] = form
+    return function(**taken), frozenset(taken)

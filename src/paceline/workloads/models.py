@@ -1,7 +1,7 @@
 """The models that Paceline brings, in plain torch, with their loss and their blocks."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -189,8 +189,14 @@ def compute_outcome(
 ) -> Outcome:
     """Cross-entropy where there are classes (targets of -100 count nowhere), squared error where numbers are predicted;
     summed, in float32."""
-    output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
-    predicted, targets = getattr(output, "logits", output), batch.targets.reshape(-1)
+    inputs, targets = batch.split()
+    if batch.mask is not None:
+        output = model(inputs, attention_mask=batch.mask)
+    elif isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    predicted, shape, targets = getattr(output, "logits", output), targets.shape, targets.reshape(-1)
     if not isinstance(predicted, torch.Tensor):
         kind = type(predicted).__name__
         raise ConfigError(f"the model returned {kind}: it must return a tensor, or an object with `logits`")
@@ -202,8 +208,8 @@ def compute_outcome(
         return Outcome((errors * errors).sum(), None)
     classes = predicted.shape[-1] if predicted.dim() else 0
     if classes == 0 or predicted.numel() != targets.numel() * classes or classes < form.num_classes:
-        what = f"targets of shape {tuple(batch.targets.shape)} and {form.num_classes} classes"
-        raise ConfigError(f"{returned} for {what}: {(*batch.targets.shape, form.num_classes)} is needed")
+        what = f"targets of shape {tuple(shape)} and {form.num_classes} classes"
+        raise ConfigError(f"{returned} for {what}: {(*shape, form.num_classes)} is needed")
     logits = predicted.reshape(-1, classes)
     loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
     found = logits.detach().argmax(dim=-1)

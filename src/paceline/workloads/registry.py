@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError, refuse, suggest
 from paceline.workloads import external
-from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.data import Batch, DataForm, is_own
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
 def check_model(name: str, options: ModelOptions) -> None:
     """Refuse an unknown name, options that the model does not take, and invalid values. Imports no torch."""
     taken: tuple[str, ...] = ()
-    if external.is_own(name):
+    if is_own(name):
         external.check_own(name)
     elif name.startswith(HF_PREFIX):
         external.check_source(name.removeprefix(HF_PREFIX))
@@ -93,8 +93,9 @@ def check_model(name: str, options: ModelOptions) -> None:
 
 def default_form(name: str) -> DataForm:
     """The form of the synthetic data on which a checked model is trained where no data is named. Imports no torch."""
-    if external.is_own(name):
-        raise ConfigError(f"model {name} does not say what data it takes: name it, such as synthetic:images")
+    if is_own(name):
+        advice = "name it, such as synthetic:images, or return it: (model, data, step)"
+        raise ConfigError(f"model {name} does not say what data it takes: {advice}", code="no-data")
     if name.startswith(HF_PREFIX):
         vocabulary, context = external.read_limits(name.removeprefix(HF_PREFIX))
         return DataForm("tokens", (min(128, context),), vocabulary, vocabulary)
@@ -110,15 +111,18 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     """The module that learns data of this form, with float32 parameters. It gives (batch, num_classes) for images and
     pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
     check_model(name, options)
-    if external.is_own(name):
+    if is_own(name):
         return external.build_own(name, form)
     is_hf = name.startswith(HF_PREFIX)
     kinds = _HF_KINDS if is_hf else MODELS[name].kinds
     if form.kind not in kinds:
         fit = [known for known, model in MODELS.items() if form.kind in model.kinds]
-        fit += [_OTHERS[0]] if form.kind in _HF_KINDS else []
+        fit += [_OTHERS[0]] * (form.kind in _HF_KINDS) + [_OTHERS[1]] * (form.kind == "own")
         what = f"model {name} takes {' or '.join(kinds)}, and the data is {form.kind}"
         raise ConfigError(f"{what}: models for {form.kind} are {', '.join(fit)}")
+    if form.num_classes < 0:
+        advice = "give the data set num_classes, or classes, or use a model of your own"
+        raise ConfigError(f"model {name} needs the number of classes, which the data does not say: {advice}")
     if is_hf:
         return external.build_hf(name.removeprefix(HF_PREFIX), form)
     return _build(name, form, options)

@@ -6,15 +6,16 @@ Loads without torch. `formats` reads the files, `sets` holds the samples, `shard
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from paceline.errors import ConfigError, suggest
 from paceline.runtime.environment import read_place
@@ -43,7 +44,9 @@ def import_hf(name: str) -> Any:
 class DataForm:
     """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`:
     inputs (batch, features), a number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
-    `pairs`: the same inputs with a mask, padded at the end to the longest of the batch, and a class for each pair."""
+    `pairs`: the same inputs with a mask, padded at the end to the longest of the batch, and a class for each pair.
+    `own`: any inputs of a user's data; its shape is the number of targets of a sample. -1 classes: their number is not
+    known."""
 
     kind: str
     shape: tuple[int, ...]
@@ -54,27 +57,89 @@ class DataForm:
     @property
     def targets_per_sample(self) -> int:
         """How many targets one sample has: what a loss is averaged over."""
-        return self.shape[0] if self.kind == "tokens" else 1
+        return self.shape[0] if self.kind in ("tokens", "own") else 1
 
 
 @dataclass(frozen=True)
 class Batch:
     """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens."""
 
-    inputs: torch.Tensor
+    inputs: Any  # a tensor; of a user's data also tensors in a dict or a tuple
     targets: torch.Tensor
     mask: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.targets)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    @property
+    def content(self) -> Any:
+        """What a step of a user's own gets."""
+        return (self.inputs, self.targets) if self.mask is None else (self.inputs, self.targets, self.mask)
+
+    def split(self) -> tuple[Any, torch.Tensor]:
+        """Inputs and targets, for a step of ours."""
+        return self.inputs, self.targets
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The batch with each of its tensors changed."""
-        return Batch(change(self.inputs), change(self.targets), None if self.mask is None else change(self.mask))
+        return replace(self, **{name: map_tensors(part, change) for name, part in vars(self).items()})
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The same batch on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+@dataclass(frozen=True)
+class OwnBatch(Batch):
+    """A batch of a user's own data, as it is: tensors in dicts, lists and tuples, all in `inputs`."""
+
+    targets: Any = None
+
+    def __len__(self) -> int:
+        """The samples in it: the length of its first tensor or, where there is none, of its first list."""
+        sizes = [len(leaf) if leaf.dim() else 1 for leaf in list_leaves(self.inputs) if hasattr(leaf, "dim")]
+        return sizes[0] if sizes else len(self.inputs) if hasattr(self.inputs, "__len__") else 1
+
+    @property
+    def content(self) -> Any:
+        return self.inputs
+
+    def split(self) -> tuple[Any, torch.Tensor]:
+        found, inputs, targets = self.inputs, cast(Any, None), cast(Any, None)
+        if isinstance(found, Mapping):
+            inputs = {name: value for name, value in found.items() if name != "labels"}
+            targets = found.get("labels")
+        elif isinstance(found, list | tuple) and len(found) > 1:
+            *first, targets = found
+            inputs = first[0] if len(first) == 1 else tuple(first)
+        if not hasattr(targets, "is_floating_point"):
+            keys = f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
+            needed = "(inputs, targets), or a dict with labels, of tensors is needed, or a step of your own"
+            raise ConfigError(f"a batch is a {type(found).__name__}{keys}: {needed}", code="batch")
+        return inputs, targets.float() if targets.is_floating_point() else targets.long()
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Nested dicts, lists and tuples with each tensor in them changed."""
+    if hasattr(value, "is_floating_point"):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)  # of its own class, such as that of a tokenizer's answer
+        changed.update({key: map_tensors(item, change) for key, item in value.items()})
+        return changed
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def list_leaves(value: Any) -> Iterator[Any]:
+    """What nested dicts, lists and tuples hold, in order."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from list_leaves(item)
+    else:
+        yield value
 
 
 SPLITS = ("train", "test")
@@ -224,13 +289,26 @@ class DataRequest:
         return self.name == "cifar10" if self.augment is None else self.augment
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is that of a user's file, with or without a function in it."""
+    return name.rpartition(":")[0].endswith(".py") or name.endswith(".py")
+
+
+def is_own_data(text: str) -> bool:
+    """The same of data, whose name may also be before the path of a file."""
+    return is_own(text) and text.partition(":")[0] not in DATA_NAMES
+
+
 def parse_data(text: str) -> tuple[str, str | None]:
-    """The name and the path of `NAME`, `NAME:PATH` or `synthetic:KIND`; the latter is a name as a whole."""
+    """The name and the path of `NAME`, `NAME:PATH` or `synthetic:KIND`; the latter is a name as a whole, and so is
+    `FILE.py:FUNCTION`."""
+    if is_own_data(text):
+        return text, None
     name, _, rest = text.partition(":")
     if name == "synthetic":
         name, rest = text.rstrip(":"), ""
     if name not in DATA_NAMES:
-        known = f"known are {', '.join(DATA_NAMES)}; files are NAME:PATH"
+        known = f"known are {', '.join(DATA_NAMES)} and FILE.py:FUNCTION; files are NAME:PATH"
         raise ConfigError(f"data {name!r} is unknown: {suggest(name, DATA_NAMES)}{known}")
     return name, rest or None
 
@@ -245,6 +323,8 @@ def check_request(request: DataRequest) -> None:
     if request.cutout and not (name in _IMAGES and request.is_augmented):
         text = f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented"
         raise ConfigError(f"{text}: leave it out")
+    if is_own_data(name):
+        return
     if name.startswith("synthetic"):
         if request.path is not None or tokenizer != "auto":
             raise ConfigError(f"{name} data is generated: leave out path and tokenizer")

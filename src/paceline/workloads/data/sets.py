@@ -2,9 +2,10 @@
 
 import functools
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.errors import ConfigError
 from paceline.workloads.data import Batch, DataForm, DataRequest, check_request, find_files, formats, load_from_hub
-from paceline.workloads.data.sharding import derive_seed
+from paceline.workloads.data.sharding import cut_range, derive_seed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DataSet:
     """Samples in memory. `source` says in words where they are from."""
+
+    is_stream: ClassVar[bool] = False
+    shuffles: ClassVar[bool] = True
 
     name: str
     form: DataForm
@@ -51,6 +55,16 @@ class DataSet:
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
         """What a model takes, made on the batch's device from what `take(indices)` gave."""
         return batch
+
+    def at(self, batch_size: int) -> Self:
+        """The same data for batches of this size."""
+        return self
+
+    def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
+        """This rank's share of all samples on a device, in whole batches of `size`."""
+        for start in cut_range(range(0, len(self), size), rank, world_size):
+            indices = torch.arange(start, min(start + size, len(self)))
+            yield self.prepare(self.take(indices).to(device), indices, 0)
 
     def describe(self) -> str:
         """One line for people."""

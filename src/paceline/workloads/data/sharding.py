@@ -19,13 +19,15 @@ from paceline.workloads.data import TAILS
 class EpochOrder:
     """The samples of one epoch in the order of training, cut into windows: one window is one global batch. `tail` says
     what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples of the
-    same order. `global_batch_size` is that of all windows, or a tuple of that of each."""
+    same order. `global_batch_size` is that of all windows, or a tuple of that of each. Unless it
+    `shuffles`, samples stay in the order of the data."""
 
     num_samples: int
     global_batch_size: int | tuple[int, ...]
     seed: int
     epoch: int
     tail: str = "keep"
+    shuffles: bool = True
 
     def __post_init__(self) -> None:
         size = self.global_batch_size
@@ -56,6 +58,8 @@ class EpochOrder:
 
     @cached_property
     def _order(self) -> torch.Tensor:
+        if not self.shuffles:
+            return torch.arange(self.num_samples)
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.epoch))
         return torch.randperm(self.num_samples, generator=generator)
 

@@ -1,0 +1,160 @@
+"""A user's own data and step in a job: what the functions of a file returned, checked and put where ours would be."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import ConfigError, refuse
+from paceline.runtime.world import World, set_seed
+from paceline.training.settings import TrainSettings
+from paceline.training.step import Learner, list_models
+from paceline.workloads.data import DataForm
+from paceline.workloads.data.own import OwnData, find_form, open_data
+from paceline.workloads.data.sets import DataSet
+from paceline.workloads.external import OwnParts, call_own, open_own
+
+# The training set, and the test set if there is one.
+Sets = tuple[DataSet | OwnData, DataSet | OwnData | None]
+# What has no effect on a step of the user's own.
+_OURS = (
+    "optimizer", "lr", "momentum", "trust_coefficient", "weight_decay", "schedule", "lr_warmup", "lr_drops", "clip",
+    "label_smoothing", "precision", "batch_growth",
+)  # fmt: skip
+
+
+def _list_facts(settings: TrainSettings, world: World) -> dict[str, Any]:
+    """What a user's function may take."""
+    facts = {"rank": world.rank, "world_size": world.world_size, "device": world.device, "seed": settings.seed}
+    return facts | {"batch_size": settings.batches.batch_size}
+
+
+def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> tuple[OwnParts, frozenset[str]]:
+    """What the user's function for the model returned, and the names of what it took."""
+    parts, taken = open_own(settings.model, form, **_list_facts(settings, world))
+    name, models, defaults = settings.model, list_models(parts.model), TrainSettings(accumulate=1)
+    several, params = models != [parts.model], [p for model in models for p in model.parameters() if p.requires_grad]
+    refuse(
+        (several and parts.step is None, f"model {name} returned several models: return a step with them"),
+        (len(set(params)) < len(params),
+         f"two models of {name} share a parameter, and each has a wrapper of its own: put what they share into one"),
+        (several and settings.plan, f"--plan: {name} has several models, and a plan is of one; leave it out"),
+        code="own-type",
+    )  # fmt: skip
+    given = {option: getattr(settings, option) for option in _OURS} | {"accumulate": settings.batches.accumulate}
+    for option, value in given.items() if parts.step is not None else ():
+        what = f"--{option.replace('_', '-')} {value}: the step of {name} decides it; leave it out"
+        refuse((value != getattr(defaults, option), what), code="unused")
+    return parts, taken
+
+
+def open_whole(settings: TrainSettings, world: World) -> tuple[OwnParts, Sets]:
+    """The model, data and step of a user's function that returns all of them."""
+    set_seed(settings.seed)  # all ranks build equal models
+    parts, taken = open_parts(settings, world, None)
+    if parts.data is None:
+        advice = "name it, such as --data synthetic:images or --data FILE.py:FUNCTION, or return (model, data, step)"
+        raise ConfigError(f"model {settings.model} returned no data: {advice}", code="no-data")
+    return parts, _open_sets(parts.data, settings, settings.model, taken)
+
+
+def load_own(settings: TrainSettings, world: World) -> Sets:
+    """What the user's function for the data returned."""
+    found, taken = call_own(settings.data, "data", **_list_facts(settings, world))
+    return _open_sets(found, settings, settings.data, taken)
+
+
+def _open_sets(found: Any, settings: TrainSettings, name: str, taken: frozenset[str]) -> Sets:
+    """One set, or (train, test). A function that takes the rank has sharded its streams."""
+    two = found if isinstance(found, tuple) else (found, None)
+    refuse((len(two) != 2, f"data {name} returned {len(two)} sets: one is needed, or (train, test)"), code="own-type")
+    shared: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batches.batch_size}
+    shared["is_sharded"] = not taken.isdisjoint(("rank", "world_size"))
+    train = open_data(two[0], name, "train", **shared)
+    test = None if two[1] is None else open_data(two[1], name, "test", **shared)
+    train = train if settings.samples is None else train.first(settings.samples)
+    train.form = train.form if settings.is_whole else find_form(train)
+    return train, test if test is None or settings.test_samples is None else test.first(settings.test_samples)
+
+
+def settle(
+    settings: TrainSettings, world: World, train: DataSet | OwnData, learner: Learner
+) -> tuple[TrainSettings, DataSet | OwnData]:
+    """The settings that follow from a user's data and step, and the data in batches of their size. Collective."""
+    if isinstance(train, OwnData):
+        if settings.batch_size is None and settings.global_batch_size is None:
+            settings = replace(settings, batch_size=train.batch_size)
+        tail, grows = f"--tail {settings.tail}: {train.describe()}", settings.batch_growth
+        refuse(
+            (train.is_stream and settings.tail != "keep", f"{tail}; its own end decides (drop_last), leave it out"),
+            (train.is_stream and grows, f"--batch-growth: {train.describe()}; a stream has batches of one size"),
+        )
+        train = train.at(settings.batches.batch_size)
+        _check_shares(train, world)
+    rest = len(train) % settings.batches.global_batch_size
+    # A step of the user's own counts every sample that it gets, so no rank can do without one.
+    needs_all = learner.own_step is not None and 0 < rest < world.world_size
+    if needs_all or (isinstance(train, OwnData) and train.drops_last):
+        settings = replace(settings, tail="drop")
+    return settings, train
+
+
+def _check_shares(train: OwnData, world: World) -> None:
+    """Refuse ranks that have other data than the first, or the same where each should have its own. Collective."""
+    name, everyone = f"data {train.name}", world.share((len(train), train.checksum))
+    if train.is_sharded:
+        train.checksum = 0  # a checkpoint has one for all ranks
+    advice = "make the order of the stream follow from the seed, or shard it yourself by rank and world_size"
+    if not train.is_stream:
+        advice = "return the same whole set on every rank, whose samples are then shared out"
+    for rank in range(1, world.world_size):
+        before = [other for other in range(rank) if everyone[other][1] == everyone[rank][1]]
+        refuse(
+            (train.is_sharded and before,
+             f"{name}: ranks {(*before, 0)[0]} and {rank} get the same samples; give each its own part, by the rank "
+             "and world_size that the function takes"),
+            (not train.is_sharded and everyone[rank] != everyone[0],
+             f"{name}: rank {rank} has other samples than rank 0, and would take its share of another set; {advice}"),
+            code="shares",
+        )  # fmt: skip
+
+
+class OwnState:
+    """What a step of the user's own has of state, saved and loaded as an optimizer is; None: it did not say."""
+
+    def __init__(self, name: str, parts: Mapping[str, Any] | None) -> None:
+        self._name, self.parts = name, parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in (self.parts or {}).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        odd = ", ".join(sorted(state.keys() ^ (self.parts or {}).keys()))
+        found = f"model {self._name} and the checkpoint differ in their state: {odd}"
+        if self.parts is None:
+            found = f"model {self._name} returned no state of its optimizers, so no checkpoint holds it"
+        refuse((self.parts is None or odd, f"{found}; return it in a dict, and start a new run"), code="mismatch")
+        for name, part in (self.parts or {}).items():
+            part.load_state_dict(state[name])
+
+
+class Models(nn.ModuleDict):
+    """Several models, each in a wrapper of its own."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for model in self.values():
+                stack.enter_context(getattr(model, "no_sync", contextlib.nullcontext)())
+            yield
+
+
+def wrap_models(module: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The module in a wrapper; of several models, each that is trained."""
+    if list_models(module) == [module]:
+        return wrap(module)
+    assert isinstance(module, nn.ModuleDict)
+    trains = {name: any(p.requires_grad for p in part.parameters()) for name, part in module.items()}
+    return Models({name: wrap(part) if trains[name] else part for name, part in module.items()})
