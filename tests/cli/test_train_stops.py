@@ -5,6 +5,7 @@ The real command, mostly in a process of its own; what ranks do is tested in `te
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -148,6 +149,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, t
         pytest.param(signal.SIGTERM, os.kill, marks=pytest.mark.slow),
         (signal.SIGTERM, os.killpg),
         pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, os.kill, marks=pytest.mark.slow),  # from Slurm, before the time limit
     ],
 )
 def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
@@ -230,6 +232,41 @@ def test_a_finished_run_is_shown_and_more_epochs_are_remembered(command, whole, 
         assert len(document["epochs"]) == epochs == load_config(folder)["settings"]["epochs"]
         assert {"table.csv", "table.md", "training.png"} <= {path.name for path in folder.iterdir()}
     assert_nothing_temporary(folder)
+
+
+def test_a_job_that_is_started_again_resumes_its_run(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_RUN", "job-7")
+    for epochs in ("1", "2"):
+        with one_launched_rank():
+            answer = command(*(epochs if word == "20" else word for word in TRAIN), "--out", str(tmp_path))
+        assert answer.code == 0, answer.err
+        assert ("resumes at step 32" in answer.err) == (epochs == "2")
+        assert the_run(tmp_path).name == "job-7" and read_steps(tmp_path) == 32 * int(epochs)
+
+
+def test_ranks_end_once_the_checkpoint_is_on_disk(warm_pool, tmp_path):
+    """A launcher ends the others as soon as one rank has ended, and rank 0 may still be writing."""
+    assert warm_pool.run(train_with_a_slow_disk, (tmp_path,), num_ranks=2) == [True, True]
+
+
+def train_with_a_slow_disk(folder: Path) -> bool:
+    """Whether the checkpoint of the end is there when this rank is done."""
+    from paceline.training import checkpoint_files, loop
+
+    wait = checkpoint_files.CheckpointStore.wait
+
+    def wait_longer(self):
+        if self._writer is not None:
+            time.sleep(0.5)
+            (folder / "written").touch()
+        wait(self)
+
+    checkpoint_files.CheckpointStore.wait = wait_longer
+    try:
+        loop.train(dataclasses.replace(SETTINGS, epochs=1, schedule="constant"), folder / "run")
+    finally:
+        checkpoint_files.CheckpointStore.wait = wait
+    return (folder / "written").exists()
 
 
 def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):

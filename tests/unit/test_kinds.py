@@ -17,6 +17,7 @@ from paceline.records.kinds import (
     CheckRecord,
     ChunksRecord,
     CollectiveRecord,
+    LinkRecord,
     MemoryRecord,
     bus_factor,
     record_from_json,
@@ -291,6 +292,9 @@ RECORDS = {
     "memory": st.builds(
         MemoryRecord, operation=st.sampled_from(["add", "copy"]), num_bytes=COUNT,
         **{name: value for name, value in TIMED.items() if name != "backend"} | {"timing": samples()},
+    ),
+    "link": st.builds(
+        LinkRecord, sender=TEXT, receiver=TEXT, interface=TEXT, num_bytes=COUNT, timing=samples(), short=samples()
     ),
     "chunks": st.builds(ChunksRecord, total_bytes=st.just(2**50), chunk_bytes=COUNT, **TIMED),
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),

@@ -114,6 +114,11 @@ def test_the_sweep_of_all_reduces_reaches_all_gradients_at_once(num_bytes):
     sweep.check()
 
 
+def test_the_sweep_uses_shared_memory_where_all_ranks_are_on_one_host():
+    assert RANKS.sweep(MIB).memories == ("ordinary", "shared")
+    assert RANKS.sweep(MIB, on_one_host=False).memories == ("ordinary",)
+
+
 # -- large batches: the runs of a study --------------------------------------------------------------------------------
 
 

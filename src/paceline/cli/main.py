@@ -62,8 +62,28 @@ add_command(
     "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor", "-out",
-    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.",
+    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh -out",
+    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
+    "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and their bandwidth.",
+)  # fmt: skip
+
+
+def _run(*, progress: bool, **given: Any) -> Any:
+    from paceline.verbs.run import run
+
+    def show(stream: str, text: str) -> None:
+        print(text, end="", file=sys.stdout if stream == "out" else sys.stderr, flush=True)
+
+    raise typer.Exit(run(show=show, **given))
+
+
+add_command(
+    app, "run", _run,
+    "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node "
+    "sbatch image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
+    "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
+    "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
+    "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job started again resumes from it.",
 )  # fmt: skip
 
 
@@ -130,7 +150,7 @@ add_command(
     "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
 add_command(
-    profile, "attach", "attach:attach", "command steps:attach stop",
+    profile, "attach", "attach:attach", "command:run steps:attach stop",
     "Your own program, without an edit of it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Where the time of a step goes, what bounds it, and the bucket size to paste, with its predicted gain.",
     command=(),
@@ -189,14 +209,14 @@ def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
 
 add_command(
     app, "tune", _tune,
-    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command steps:tune quick confirm caps network:tune network_ranks "
+    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command:run steps:tune quick confirm caps network:tune network_ranks "
     "iters budget strict",
     "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",
 )  # fmt: skip
 add_command(
-    app, "watch", "attach:attach", "command every",
+    app, "watch", "attach:attach", "command:run every",
     "Watch your own program: a line every so many steps, and at its end where the time of a step went.\n\n"
     "paceline watch -- torchrun --nproc-per-node 2 train.py", command=(), steps=0, every=50,
 )  # fmt: skip
@@ -246,11 +266,7 @@ def _root(
 
 def _join_lists(arguments: list[str]) -> list[str]:
     """`--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`: click's options
-    take one word each. `profile -- COMMAND` is `profile attach -- COMMAND`; what is behind -- stays."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, command = arguments[:place], arguments[place:]
-    if command and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
-        arguments = ["profile", "attach", *arguments[1:]]
+    take one word each."""
     joined: list[str] = []
     for argument in arguments:
         if len(joined) > 1 and joined[-2] == "--channels" and argument.isdigit():
@@ -259,16 +275,19 @@ def _join_lists(arguments: list[str]) -> list[str]:
             joined += ["--trace", argument]
         else:
             joined.append(argument)
-    return joined + command
+    return joined
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
     arguments = sys.argv[1:]
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    debug = "--debug" in own
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, behind = arguments[:end], arguments[end:]  # what follows -- belongs to another program
+    if behind and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
+        arguments.insert(1, "attach")  # the program is behind --
+    debug = "--debug" in arguments
     try:
-        app(args=_join_lists([word for word in own if word != "--debug"] + arguments[len(own) :]))
+        app(args=[*_join_lists([argument for argument in arguments if argument != "--debug"]), *behind])
     except PacelineError as error:
         if debug:
             traceback.print_exc()

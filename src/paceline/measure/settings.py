@@ -355,7 +355,7 @@ class ScaleSettings(StudySettings):
              f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here: leave it out"),
         )  # fmt: skip
 
-    def sweep(self, num_bytes: int) -> CollectiveSettings:
+    def sweep(self, num_bytes: int, on_one_host: bool = True) -> CollectiveSettings:
         """All-reduces alone, up to the size of all gradients: the peak bandwidth, and the base of a prediction."""
         sizes = [1 << 14]
         while sizes[-1] < num_bytes:
@@ -364,7 +364,7 @@ class ScaleSettings(StudySettings):
         return CollectiveSettings(
             backends=self.backends, ranks=tuple(n for n in self.ranks if n > 1), sizes=tuple(sizes),
             device="auto" if "nccl" in self.backends else self.job.device, threads=self.job.threads or 1,
-            memories=("ordinary", "shared") if "shm" in self.backends else ("ordinary",),
+            memories=("ordinary", "shared") if on_one_host and "shm" in self.backends else ("ordinary",),
         )  # fmt: skip
 
     @classmethod

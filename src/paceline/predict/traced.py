@@ -192,8 +192,9 @@ class _Sent(NamedTuple):
 
 def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> _Sent:
     """The all-reduces of a backward. A backend begins them in the order of the calls, so that the first ones are its
-    own, but for the threads of gloo, which may swap neighbours; what the program reduces behind it is not. The flags of unused parameters are integers, and no bucket; nor
-    is what another node of autograd than a gradient's hook launches, such as that of SyncBatchNorm."""
+    own, but for the threads of gloo, which may swap neighbours; what the program reduces behind it is not. The flags of
+    unused parameters are integers, and no bucket; nor is what another node of autograd than a gradient's hook launches,
+    such as that of SyncBatchNorm."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
     sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]

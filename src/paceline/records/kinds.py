@@ -212,6 +212,29 @@ class CheckRecord(Record):
         check_known("status of a check", self.status, ("ok", "warn", "fail"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkRecord(Record):
+    """Messages of `num_bytes` from one host to another over one TCP connection, each timed until its answer of one
+    byte; `short` are messages of one byte."""
+
+    kind: ClassVar[str] = "link"
+    sender: str
+    receiver: str
+    interface: str
+    num_bytes: int
+    timing: Samples
+    short: Samples
+
+    @property
+    def latency_s(self) -> float:
+        """One way: half of the time of a message of one byte and its answer."""
+        return self.short.median_s / 2
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.timing.median_s
+
+
 def record_to_json(record: Record) -> dict[str, Any]:
     """The record as plain JSON values, without derived numbers. `timing` is written as `samples` or `summary`."""
     written = {Samples: "samples", Summary: "summary"}.get(type(getattr(record, "timing", None)), "timing")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import RecordError
 from paceline.records.doubts import NOISY, Doubt, find_doubts
-from paceline.records.kinds import CheckRecord, Record
+from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
-from paceline.report.table import Column, Table, raw_columns, wrap
+from paceline.report.table import Column, Table, raw_columns, text_columns, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -217,7 +217,7 @@ class Result:
 
 
 class DoctorResult(Result):
-    """`paceline doctor`: one record for each check."""
+    """`paceline doctor`: one record for each check and, of several hosts, for each link."""
 
     def _list(self, status: str) -> str:
         return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
@@ -228,9 +228,13 @@ class DoctorResult(Result):
 
     @property
     def answer(self) -> str:
+        hosts = self.config.get("hosts", [])
+        who = f"These {len(hosts)} hosts are" if len(hosts) > 1 else "This host is" if hosts else "This machine is"
         if self.failure:
-            return f"This machine is not ready to train. Failed: {self.failure}. The table says how to fix it."
+            return f"{who} not ready to train. Failed: {self.failure}. The table says how to fix it."
         note = f" Look at: {self._list('warn')}." if self._list("warn") else ""
+        if hosts:
+            return f"{who} ready to train: ranks can start and meet there.{note}"
         if "2-rank all-reduce" not in self._list("ok"):
             return f"Nothing failed, but no rank was started.{note}"
         return f"This machine is ready to train: ranks start, connect and reduce correctly.{note}"
@@ -242,10 +246,34 @@ class DoctorResult(Result):
             *raw_columns("found", "advice"),
             Column("found", lambda check: check.found + (f" -> {check.advice}" if check.advice else ""), "words"),
         )
-        return [Table("checks", "", columns, self.only(CheckRecord))]
+        checks = Table("checks", "", columns, self.only(CheckRecord))
+        return [checks, *self._list_links()]
+
+    def _list_links(self) -> list[Table]:
+        """The links between hosts, for programs one by one, and for people as a matrix of bandwidths."""
+        hosts, links = self.config.get("hosts", []), self.only(LinkRecord)
+        if not links:
+            return []
+        rates = {(link.sender, link.receiver): link.bytes_per_s for link in links}
+        columns = (
+            *text_columns("sender", "receiver", "interface"),
+            *raw_columns("num_bytes", "latency_s"),
+            Column("bandwidth", "bytes_per_s", "GB/s", key="bandwidth_gbps"),
+        )
+
+        def read(receiver: str) -> Callable[[str], float | None]:
+            return lambda sender: rates.get((sender, receiver))
+
+        matrix = [Column("from", lambda sender: sender, key="sender", is_key=True)]
+        matrix += [Column(f"to {host}", read(host), "GB/s", key=f"to_{host}_gbps") for host in hosts]
+        title = "Bandwidth of one TCP connection between hosts"
+        return [Table("links", title, columns, links, shown=[]), Table("bandwidth", title, matrix, hosts)]
 
     @property
     def next_steps(self) -> Sequence[str]:
+        if hosts := ",".join(self.config.get("hosts", [])):
+            run = f"paceline run --hosts {hosts} -- paceline bench allreduce"
+            return (f"paceline doctor --hosts {hosts}" if self.failure else run,)
         return ("paceline doctor",) if self.failure else ("paceline bench allreduce --ranks 2",)
 
     def to_json(self) -> dict[str, Any]:

@@ -127,8 +127,8 @@ class Session:
     def ask(self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, saves: bool = False) -> Any:
         """Call the function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
-        Records that it posts are saved if the run is interrupted. A function that `saves` gets the first Ctrl-C or
-        SIGTERM itself, as SIGTERM, and returns (`signal` notes it); a second one ends the ranks at once.
+        Records that it posts are saved if the run is interrupted. A function that `saves` gets the first Ctrl-C,
+        SIGTERM or SIGUSR1 itself, as SIGTERM, and returns (`signal` notes it); a second one ends the ranks at once.
         """
         with ProgressDisplay(self.verb, self.progress) as display:
             return self._call(Task("", function, args, ranks or self.ranks), display, saves)
@@ -223,7 +223,7 @@ class Session:
 
     @contextlib.contextmanager
     def _forward_signals(self, pool: RankPool) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM asks the ranks to save and stop; the second ends them."""
+        """The first Ctrl-C, SIGTERM or SIGUSR1 asks the ranks to save and stop; the second ends them."""
 
         def forward(number: int) -> None:
             self.signal = number
@@ -235,7 +235,7 @@ class Session:
         def end(number: int) -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-        with handle_requests(forward, end, signal.SIGINT, signal.SIGTERM):
+        with handle_requests(forward, end, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             yield
 
     def share_load(self, whole: Session) -> None:
@@ -416,7 +416,7 @@ def open_session(
         except BaseException as error:
             what = session._save_unfinished()
             if not is_part:
-                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 143):
+                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 138, 143):
                     if what or not getattr(error, "was_reported", False):  # a run inside of this one may have said it
                         session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]

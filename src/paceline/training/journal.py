@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,16 @@ class StopRequest:
 
 @contextlib.contextmanager
 def catch_stop() -> Iterator[StopRequest]:
-    """Record SIGTERM and SIGINT instead of ending the process. A second one acts as it would without this.
+    """Record SIGTERM, SIGUSR1 and SIGINT instead of ending the process. A second one acts as it would without this.
 
-    A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the request on as SIGTERM.
+    A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the request on as SIGTERM. There
+    SIGUSR1 prints the stack; from Slurm it is the request to save before the time limit.
     """
     request = StopRequest()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if os.environ.get("PACELINE_LAUNCHER") != "paceline":
+        numbers.append(signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
 
     def record(number: int) -> None:
         request.number = number

@@ -154,7 +154,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
         files = RunFiles(folder, settings, world)
-        stack.push(lambda kind, *_: files.close(has_failed=kind is not None))
+        stack.push(lambda kind, *_: _close(files, world, kind is not None))
         found = files.lock(resume)
         plan = found.meta.get("plan") if found is not None else None  # by which gradients were sent
         job = build_job(settings, world, None if plan is None else Plan.from_json(plan))
@@ -175,6 +175,13 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
         facts["num_parameters"] = _count_elements(job.learner.module)
         return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else ())
+
+
+def _close(files: RunFiles, world: World, has_failed: bool) -> None:
+    """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
+    files.close(has_failed)
+    if not has_failed:
+        world.barrier()
 
 
 def _describe(job: Job, start: Position) -> str:

@@ -1,24 +1,57 @@
-"""`paceline.doctor`: is this machine ready to train?"""
+"""`paceline.doctor`: is this machine, or are these hosts, ready to train?"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+
+from paceline.errors import refuse
 from paceline.measure.health import check_health
+from paceline.measure.hosts import Wanted, check_links, check_survey, survey_hosts
 from paceline.records.environment import capture_environment
-from paceline.records.kinds import CheckRecord
+from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import Run
 from paceline.report.result import DoctorResult
+from paceline.runtime.hosts import open_agents, parse_hosts
 from paceline.runtime.session import Progress, ProgressDisplay
+from paceline.verbs.run import parse_variables
 
 
-def doctor(*, progress: bool | None = None) -> DoctorResult:
+def doctor(
+    hosts: str = "", *, interface: str = "", port: int = 0, folder: str = "", ssh: str = "ssh", python: str = "",
+    env: Sequence[str] = (), progress: bool | None = None,
+) -> DoctorResult:  # fmt: skip
     """Check everything that ranks need, then run a real all-reduce on two of them.
 
-    `result.failure` names what failed, and is empty on a machine that is ready.
+    With `hosts` ("a,b"), check those over ssh instead: reachability, versions, clocks, interfaces, free space, and the
+    bandwidth between every two. The other arguments are those of `paceline run --hosts`.
+    `result.failure` names what failed, and is empty on a machine, or on hosts, ready to train.
     """
+    given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
+    alone = next((name for name, value in given.items() if value and not hosts), "")
+    refuse((alone, f"--{alone} without --hosts: it is for checks of other hosts; give --hosts, or leave it out"))
     # Without a session: a set-up in which none can be opened must still be reported. There are about 15 checks.
-    environment, checks = capture_environment(), list[CheckRecord]()
+    environment, records, count, names = capture_environment(), list[Record](), 15, list[str]()
+    checks: Iterator[Record] = check_health(environment)
+    if hosts:
+        names = list(parse_hosts(hosts))
+        count = len(names) * (len(names) + 7)
+        wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
+        checks = _check_hosts(names, wanted, ssh, python, parse_variables(env))
     with ProgressDisplay("doctor", progress) as display:
-        for check in check_health(environment):
-            checks.append(check)
-            display.hear("", Progress(min(len(checks), 15), 15, f"{check.name}: {check.status}"))
-    return DoctorResult(Run("doctor", {}, environment, tuple(checks)))
+        for record in checks:
+            records.append(record)
+            if isinstance(record, CheckRecord):
+                done = sum(isinstance(one, CheckRecord) for one in records)
+                display.hear("", Progress(min(done, count), count, f"{record.name}: {record.status}"))
+    return DoctorResult(Run("doctor", {"hosts": names} if hosts else {}, environment, tuple(records)))
+
+
+def _check_hosts(
+    names: Sequence[str], wanted: Wanted, ssh: str, python: str, variables: dict[str, str]
+) -> Iterator[Record]:
+    with open_agents(names, ssh, python, variables) as agents:
+        surveyed = survey_hosts(agents, wanted)
+        yield from check_survey(surveyed, wanted)
+        ready = {name: one for name, one in surveyed.items() if isinstance(one, dict) and one["address"]}
+        yield from check_links([agent for agent in agents if agent.name in ready], ready, wanted)

@@ -144,7 +144,8 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
     """The cells of all ranks, the job's layers on one, and the all-reduces alone."""
 
     def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
-        return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, StepRecord))),)
+        most_bytes, place = max(one.num_bytes for one in records if isinstance(one, StepRecord)), session.place
+        return (settings.sweep(most_bytes, place is None or place.local_world_size in (None, place.world_size)),)
 
     most = settings.num_ranks
     tasks = [Task(cell.name, _ROOM + "measure_scaling", (settings, cell), most, weight=4.0) for cell in settings.cells]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import signal
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from paceline.records.store import Run, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
 from paceline.report.result import Result, load_result
 from paceline.report.training import TrainComparisonResult, TrainRunResult, render_config
-from paceline.runtime.environment import is_launched
+from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
@@ -47,7 +48,8 @@ def train(
     `batch_size`, `lr`, `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
 
     `out`: save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
-    written. `resume`: the folder of a run, which resumes from its newest checkpoint; its own settings hold, and only
+    written. Where a scheduler starts a job again, the variable PACELINE_RUN names that folder, and a run that is there
+    is resumed. `resume`: the folder of a run, which resumes from its newest checkpoint; its own settings hold, and only
     those that do not change the result may be given.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
@@ -68,13 +70,16 @@ def train(
         (resume is not None and len(counts) > 1,
          f"--ranks {','.join(map(str, counts))} with --resume: a run is resumed on one number of ranks; give one"),
     )  # fmt: skip
+    name = os.environ.get("PACELINE_RUN", "") if len(counts) < 2 else ""
+    if resume is None and name and out is not None and _is_begun(Path(out) / name):
+        resume, out = Path(out) / name, None
     if resume is not None:
         wanted, num_before = _load_resumed(Path(resume), given)
         check_job(wanted)
         return _train(wanted, progress, resume=resume, num_before=num_before)
     jobs = _build_jobs(choose_worlds(ranks, 1), given)
     if len(jobs) == 1:
-        return _train(jobs[0], progress, out)
+        return _train(jobs[0], progress, out, name)
     with open_session("train --compare", {}, ranks=max(counts), out=out, progress=progress) as session:
         parts: list[TrainRunResult] = []
         session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
@@ -84,6 +89,16 @@ def train(
             name = format_number_of(job.ranks, "rank").replace(" ", "-")
             parts.append(_train(job, progress, session.folder, name, whole=session))
         return _compare(session, parts)
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether an earlier attempt of this job has begun the run. Collective: rank 0 decides, before it makes one."""
+    found = (folder / CONFIG_FILE).exists()
+    if not is_launched() or read_place().world_size == 1:
+        return found
+    from paceline.runtime.world import share_first
+
+    return bool(share_first(read_place(), found))
 
 
 def compare_runs(runs: Sequence[str | Path | Result], out: Place = None) -> TrainComparisonResult:

@@ -1,0 +1,193 @@
+"""Are these hosts ready to train together? What each has, how they reach each other, and how fast their links are."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import LaunchError, PacelineError
+from paceline.records.kinds import CheckRecord, LinkRecord, Record
+from paceline.records.samples import Samples
+from paceline.runtime.hosts import Agent, ask_all
+from paceline.units import GIB, MIB, format_duration, format_memory
+
+# What a host said of itself (`agent.tell_facts`), with `address` and `interface`, at which the others reach it, and how
+# much its clock is ahead of the launcher's: `offset_s`, to within `within_s`.
+Facts = dict[str, Any]
+
+_ASKS = 5  # for the time; the quickest answer counts
+_SKEW_S = 0.5
+_FULL_BYTES, _LITTLE_BYTES = 100 * MIB, 2 * GIB
+_LINK_BYTES, _BUDGET_S = 16 * MIB, 0.3  # of messages on each link
+_OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the hosts are to run: in which folder, which program and script, over which interface and port ("" and 0:
+    as they choose); whether it needs Paceline there."""
+
+    folder: str
+    program: str = ""
+    script: str = ""
+    interface: str = ""
+    port: int = 0
+    needs_paceline: bool = True
+
+
+def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | PacelineError]:
+    """Ask every host for what it has, all at a time; the error of one that could not be reached."""
+    begin_s = time.monotonic()
+
+    def ask(agent: Agent) -> Facts:
+        facts = agent.ask("tell_facts", folder=wanted.folder, program=wanted.program, script=wanted.script)
+        facts["answered_s"] = time.monotonic() - begin_s
+        times = []
+        for _ in range(_ASKS):
+            sent_s, theirs_s, back_s = time.time(), agent.ask("tell_time")["time_s"], time.time()
+            times.append(((back_s - sent_s) / 2, theirs_s - (sent_s + back_s) / 2))
+        facts["within_s"], facts["offset_s"] = min(times)
+        return facts
+
+    found = dict(zip((agent.name for agent in agents), ask_all(agents, ask), strict=True))
+
+    def choose(agent: Agent) -> Facts:
+        """The address at which others reach this host: that of the interface, or of the route to another host."""
+        own = found[agent.name]
+        if isinstance(own, PacelineError):
+            raise own
+        if wanted.interface:
+            address = own["addresses"].get(wanted.interface, [""])[0]
+            return own | {"address": address, "interface": wanted.interface}
+        places = [one["reached_at"] for one in found.values() if isinstance(one, dict) and one is not own]
+        places.sort(key=lambda address: address.startswith("127."))
+        return own | agent.ask("tell_route", address=(places or [own["reached_at"]])[0])
+
+    return dict(zip(found, ask_all(agents, choose), strict=True))
+
+
+def _report(name: str, found: str, advice: str = "", status: str = "fail") -> CheckRecord:
+    return CheckRecord(name=name, status=status if advice else "ok", found=found, advice=advice)
+
+
+def check_survey(surveyed: Mapping[str, Facts | PacelineError], wanted: Wanted) -> Iterator[CheckRecord]:
+    """One check for each thing that a host needs. Versions are compared with those of the first host that answered."""
+    first = next((name for name, facts in surveyed.items() if isinstance(facts, dict)), "")
+    for name, facts in surveyed.items():
+        if isinstance(facts, PacelineError):
+            found, _, advice = str(facts).removeprefix(f"host {name}: ").partition(": ")
+            yield _report(f"{name}: ssh", found, advice or "try it by hand: ssh " + name)
+        else:
+            yield _report(f"{name}: ssh", f"answered after {format_duration(facts['answered_s'])}")
+            yield from _check_versions(name, facts, first, surveyed[first], wanted)
+            yield _check_clock(name, facts)
+            yield _check_network(name, facts, wanted)
+            yield from _check_files(name, facts, wanted)
+
+
+def _check_versions(name: str, facts: Facts, first: str, others: Any, wanted: Wanted) -> Iterator[CheckRecord]:
+    for title, key in (("Python", "python"), ("torch", "torch"), ("Paceline", "paceline")):
+        here, other, advice = facts[key], others[key], ""
+        kept = 2 if key == "python" else None  # of a Python, the last number makes no difference
+        if key == "python" and tuple(map(int, here.split(".")[:2])) < _OLDEST_PYTHON:
+            advice = "Python 3.11 or newer is needed: install it there, or give it with --python"
+        elif not here:
+            advice = f"install it there, into the Python of the other hosts: pip install {key}"
+        elif here.split(".")[:kept] != other.split(".")[:kept]:
+            advice = f"{first} has {other or 'none'}: install one version on all hosts"
+        status = "warn" if key == "paceline" and not wanted.needs_paceline else "fail"
+        yield _report(f"{name}: {title}", here or "not installed", advice, status)
+
+
+def _check_clock(name: str, facts: Facts) -> CheckRecord:
+    off_s, within_s = facts["offset_s"], facts["within_s"]
+    side = "ahead of" if off_s > 0 else "behind"
+    found = f"{format_duration(abs(off_s))} {side} this machine's, to within {format_duration(within_s)}"
+    advice = "times of files and logs will not fit: set the clocks by NTP, as by `timedatectl set-ntp true`"
+    return _report(f"{name}: clock", found, advice if abs(off_s) - within_s > _SKEW_S else "", "warn")
+
+
+def _check_network(name: str, facts: Facts, wanted: Wanted) -> CheckRecord:
+    address, interface, known = facts["address"], facts["interface"], facts["addresses"]
+    others = ", ".join(key for key, found in known.items() if found[0] not in ("127.0.0.1", "::1"))
+    advice = f"give another with --interface: {others or 'none has an address'}"
+    if not address:
+        return _report(f"{name}: network", f"no interface {wanted.interface}", advice)
+    if not interface:
+        return _report(f"{name}: network", f"{address}, not the first address of an interface", advice, "warn")
+    return _report(f"{name}: network", f"{interface} ({address})")
+
+
+def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecord]:
+    if facts["folder"]:
+        advice = "make it there, share it between the hosts, or give another with --folder"
+        yield _report(f"{name}: folder", f"{wanted.folder}: {facts['folder']}", advice)
+        return
+    for place, free in facts["free_bytes"].items():
+        full, little = free < _FULL_BYTES, free < _LITTLE_BYTES
+        advice = f"{'nothing' if full else 'little'} can be saved there: free some space"
+        found = f"{format_memory(free)} free in {place}"
+        yield _report(f"{name}: disk", found, advice if little else "", "fail" if full else "warn")
+    for what, path in (("script", wanted.script), ("program", wanted.program)):
+        if not facts[what]:
+            advice = "copy it there, or run in a folder that the hosts share (--folder)"
+            yield _report(f"{name}: {what}", f"{path} does not exist", advice)
+
+
+def check_links(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> Iterator[Record]:
+    """Connect every host to every other, and time messages, one link after the other."""
+    for receiver, sender in itertools.permutations(agents, 2):
+        name, where = f"{sender.name} to {receiver.name}", facts[receiver.name]["address"]
+        try:
+            short, long = _connect(sender, receiver, facts, _listen(receiver, facts, wanted), (1, _LINK_BYTES))
+        except PacelineError as error:
+            found, _, advice = str(error).partition(": ")
+            yield _report(name, found, advice)
+        else:
+            link = LinkRecord(
+                sender=sender.name, receiver=receiver.name, interface=facts[sender.name]["interface"],
+                num_bytes=_LINK_BYTES, timing=long, short=short,
+            )  # fmt: skip
+            yield _report(name, f"{where} over {link.interface}, {format_duration(link.latency_s)} one way")
+            yield link
+
+
+def find_port(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> int:
+    """The port of the first host at which ranks meet, once all the others have reached it."""
+    first = agents[0]
+    port = _listen(first, facts, wanted)
+    for found in ask_all(agents[1:], lambda agent: _connect(agent, first, facts, port, ())):
+        if isinstance(found, PacelineError):
+            raise found
+    first.ask("close")
+    return port
+
+
+def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
+    address = facts[host.name]["address"]
+    try:
+        return int(host.ask("listen", address=address, port=wanted.port)["port"])
+    except LaunchError as error:
+        found = f"{host.name} cannot listen on {address}:{wanted.port} ({_reason(error)})"
+        raise LaunchError(f"{found}: end what uses it, or give another with --port", code="port") from None
+
+
+def _connect(
+    sender: Agent, receiver: Agent, facts: Mapping[str, Facts], port: int, sizes: Sequence[int]
+) -> list[Samples]:
+    """Samples of the messages of each size."""
+    here, there = facts[sender.name], facts[receiver.name]["address"]
+    try:
+        found = sender.ask("connect", address=there, port=port, source=here["address"], sizes=sizes, budget_s=_BUDGET_S)
+    except LaunchError as error:
+        text = f"{sender.name} cannot reach {receiver.name} at {there} port {port} over {here['interface']}"
+        advice = "open the port in the firewall (--port chooses it), or give another --interface"
+        raise LaunchError(f"{text} ({_reason(error)}): {advice}", code="port") from None
+    return [Samples(tuple((s,) for s in taken[1:]), ((taken[0],),)) for taken in found["seconds"]]
+
+
+def _reason(error: PacelineError) -> str:
+    return str(error).rpartition(": ")[2].lower()

@@ -1,0 +1,334 @@
+"""`paceline run --hosts` and `doctor --hosts` on two hosts with an sshd each, in namespaces of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.records.training import load_metrics
+from tests.conftest import wait_until
+from tests.dist.made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, run_ip, write_tools
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """\
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+SetEnv PYTHONPATH={path}
+"""
+CLIENT = """\
+Host *
+  IdentityFile {folder}/key
+  UserKnownHostsFile {folder}/known
+  GlobalKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+"""
+# sshd wants a folder there; only it sees this one.
+RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
+TRAIN = [
+    "paceline", "train", "--model", "mlp", "--hidden", "8", "--samples", "64", "--batch-size", "8", "--epochs", "4000",
+    "--save-every", "1000s",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
+    """Two hosts that ssh reaches by their names, a and b."""
+    if shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("SEVERAL HOSTS ARE NOT TESTED: there is no sshd here")
+    folder = tmp_path_factory.mktemp("hosts")
+    with make_hosts(folder) as made:
+        for name in ("host_key", "key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        public = (folder / "host_key.pub").read_text()
+        (folder / "known").write_text("".join(f"{name} {public}[{name}]:2222 {public}" for name in made.names))
+        (folder / "client").write_text(CLIENT.format(folder=folder))
+        (folder / "sshd_config").write_text(CONFIG.format(folder=folder, path=paths()))
+        write_tools(folder, ssh=f'exec {shutil.which("ssh")} -F {folder}/client "$@"')
+        (folder / "examples").mkdir()
+        for example in (ROOT / "examples").glob("*.py"):
+            shutil.copy(example, folder / "examples")
+        add_interface(made, "a", "only-a", "10.93.0.1/24")
+        for name in made.names:
+            serve_ssh(made, name)
+            add_interface(made, name, "apart", "172.17.0.1/16")  # as that of Docker: the same on every host
+        yield made
+        made.expect_nothing_left()
+
+
+def add_interface(made: MadeHosts, name: str, interface: str, address: str) -> None:
+    """An interface that leads nowhere."""
+    space = made.space(name)
+    run_ip("-n", space, "link", "add", interface, "type", "veth", "peer", f"{interface}-peer")
+    run_ip("-n", space, "address", "add", address, "dev", interface)
+    run_ip("-n", space, "link", "set", interface, "up")
+
+
+def serve_ssh(made: MadeHosts, name: str, setup: str = "", port: int = 22) -> subprocess.Popen[str]:
+    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    command = [sshd, "-D", "-e", "-p", str(port), "-f", str(made.folder / "sshd_config")]
+    service = made.serve(name, command, RUN_FOLDER + setup)
+    answers = made.wrap("a", ["sh", "-c", f'"{made.folder}/tools/ssh" -p {port} {name} true'])
+    wait_until(lambda: subprocess.run(answers, capture_output=True, timeout=10).returncode == 0, 10)
+    return service
+
+
+def launch(made: MadeHosts, *words: str, **options) -> subprocess.Popen[str]:
+    """`paceline ...` on host a."""
+    path = f"{made.folder}/tools:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": paths(), "HOME": str(made.folder)}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
+    return made.start("a", ["paceline", *words], **options)
+
+
+def finish(job: subprocess.Popen[str], code: int = 0, timeout_s: float = 100) -> tuple[str, str]:
+    try:
+        out, err = job.communicate(timeout=timeout_s)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+    assert job.returncode == code, f"{job.returncode}\n{out[-3000:]}\n{err[-12000:]}"
+    return out, err
+
+
+def test_doctor_finds_two_hosts_ready_and_measures_their_links(hosts):
+    out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", "--json"))
+    document = json.loads(out)
+    assert document["ok"], document["answer"]
+    found = {check["name"]: check["found"] for check in document["checks"]}
+    assert found["b: network"] == "eth0 (10.92.0.2)" and "10.92.0.1 over eth0" in found["b to a"]
+    assert {(link["sender"], link["receiver"]) for link in document["links"]} == {("a", "b"), ("b", "a")}
+    assert all(link["bandwidth_gbps"] > 0 and link["latency_s"] > 0 for link in document["links"])
+    hosts.expect_nothing_left()
+
+
+def test_two_hosts_train_and_every_line_names_host_and_rank(hosts):
+    job = launch(
+        hosts, "run", "--hosts", "a:2,b:1", "--", "python", "-c", "import os; print('rank', os.environ['RANK'])"
+    )
+    out, _ = finish(job)
+    assert sorted(out.splitlines()) == ["[a:0] rank 0", "[a:1] rank 1", "[b:2] rank 2"]
+    train = [word if word != "4000" else "2" for word in TRAIN]
+    out, err = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", *train, "--out", "trained"))
+    assert "[a:0] " in out and "2 ranks on gloo" in out + err
+    (folder,) = (hosts.folder / "trained").iterdir()
+    assert load_metrics(folder / "metrics.jsonl")[-1]["step"] == 8
+    hosts.expect_nothing_left()
+
+
+def wait_for_steps(job: subprocess.Popen[str], out: Path) -> Path:
+    wait_until(lambda: job.poll() is not None or list(out.glob("*/metrics.jsonl")), 60)
+    assert job.poll() is None, job.communicate()
+    (metrics,) = out.glob("*/metrics.jsonl")
+    return metrics.parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_ends_all_hosts(hosts, number):
+    out = hosts.folder / f"signal-{number}"
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    folder = wait_for_steps(job, out)
+    job.send_signal(number)
+    _, err = finish(job, 128 + number)
+    last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert "ending all hosts" in err and (folder / "checkpoints" / f"step-{last:08}").exists()
+    hosts.expect_nothing_left()
+
+
+def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
+    lines = [
+        line for line in hosts.list_processes() if " -m paceline train" in line and "torch.distributed.run" not in line
+    ]
+    return [int(line.split()[1]) for line in lines if line.startswith(f"{name}: ") and " -m paceline run" not in line]
+
+
+TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
+VERBS = (
+    "bench wrappers --model cnn --batch-size 2 --iters 3", f"profile phases {TINY} --iters 3",
+    f"profile trace {TINY} --steps 2",
+    f"tune {TINY} --caps 16B,1KiB,4MiB --iters 2", f"scale ranks {TINY} --global-batch-size 8 --iters 2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb.split()[:2]))
+def test_every_verb_runs_on_two_hosts(hosts, verb):
+    out, _ = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs"))
+    lines = out.splitlines()
+    assert lines and all(line.startswith("[a:0] ") for line in lines)  # one answer, by the first rank
+    hosts.expect_nothing_left()
+
+
+STUCK = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', flush=True); time.sleep(1000)"
+
+
+def launch_stuck(hosts: MadeHosts) -> subprocess.Popen[str]:
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", STUCK)
+    assert {job.stdout.readline(), job.stdout.readline()} == {"[a:0] stuck\n", "[b:1] stuck\n"}
+    return job
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
+    job = launch_stuck(hosts)
+    job.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    job.send_signal(signal.SIGINT)
+    finish(job, 130, timeout_s=20)
+    hosts.expect_nothing_left(5)
+
+
+def find_agents(hosts: MadeHosts) -> list[int]:
+    """The agent of host b: its parent, then its child."""
+    lines = [line for line in hosts.list_processes(but=()) if line.startswith("b: ")]
+    found = {int(line.split()[1]) for line in lines if "sys.stdin.buffer.read" in line and "sh -c" not in line}
+    parent_of = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+    return sorted(found, key=lambda pid: parent_of[pid] in found)
+
+
+@pytest.mark.parametrize("who", ["launcher", "parent of the agent", "agent", "torchrun", "connection"])
+def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts, who):
+    job = launch_stuck(hosts)
+    lines = hosts.list_processes(but=())
+    victim = {
+        "launcher": lambda: job.pid,
+        "parent of the agent": lambda: find_agents(hosts)[0],
+        "agent": lambda: find_agents(hosts)[1],
+        "torchrun": lambda: next(int(x.split()[1]) for x in lines if x[:2] == "b:" and "-m torch.distributed.run" in x),
+        "connection": lambda: next(
+            int(x.split()[1]) for x in lines if x[:2] == "a:" and "ssh -F" in x and " b env " in x
+        ),
+    }[who]()
+    os.kill(victim, signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode not in (0, None), err
+    if who != "launcher":
+        assert ("host b ended first, with code 137" if who == "torchrun" else "connection to host b") in err, err
+    hosts.expect_nothing_left(30)
+
+
+def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
+    job = launch_stuck(hosts)
+    run_ip("-n", hosts.space("b"), "link", "set", "eth0", "down")
+    try:
+        _, err = finish(job, 2)
+        assert "lost the connection to host b" in err
+        hosts.expect_nothing_left(60)
+    finally:
+        run_ip("-n", hosts.space("b"), "link", "set", "eth0", "up")
+
+
+def test_a_rank_that_is_killed_is_named_and_ends_all_hosts(hosts):
+    out = hosts.folder / "killed"
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
+    wait_for_steps(job, out)
+    os.kill(find_ranks(hosts, "b")[-1], signal.SIGKILL)
+    text = "".join(job.communicate(timeout=60))
+    assert job.returncode not in (0, None) and "Signal 9" in text, text
+    hosts.expect_nothing_left(30)
+
+
+@pytest.mark.timeout(600)
+def test_twenty_of_twenty_runs_leave_nothing(hosts):
+    for number in range(20):
+        code = number % 3
+        words = f"import sys, os; sys.exit({code} if os.environ['RANK'] == '{number % 2}' else 0)"
+        job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
+        _, err = job.communicate(timeout=200)
+        assert (job.returncode != 0) == (code != 0), err
+        hosts.expect_nothing_left()
+    left = [path for path in Path("/tmp").glob("paceline-run-*") if path.stat().st_mtime > hosts.folder.stat().st_ctime]
+    assert not left
+
+
+BAD = {
+    "wrong interface": ("--interface only-a", "", "b: network: no interface only-a"),
+    "interface without a way": ("--interface apart", "", "b cannot reach a at 172.17.0.1 port"),
+    "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 1.0.0"),
+    "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
+    "missing script": (
+        "",
+        "mount -t tmpfs tmpfs {0}/examples;",
+        "b: script: {0}/examples/quick_start.py does not exist",
+    ),
+    "full disk": ("", "mount -t tmpfs -o size=1m tmpfs {0}/full;", "b: disk: 0.0 GiB free"),
+    "clock skew": ("", "mount --bind {0}/late {0}/same;", "b: clock"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_set_up_is_named_within_seconds(hosts, what):
+    options, setup, words = BAD[what]
+    folder = hosts.folder
+    for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "other/torch/__init__.py").write_text("")
+    (folder / "other/torch-1.0.0.dist-info/METADATA").write_text("Version: 1.0.0\n")
+    (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
+    (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "only-a/python").chmod(0o755)
+    (folder / "client-other").write_text("Host b\n  Port 2222\n" + (folder / "client").read_text())
+    service = serve_ssh(hosts, "b", setup.format(folder), 2222)
+    try:
+        extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}", "--ssh", f"ssh -F {folder}/client-other"]
+        extra += ["--folder", str(folder / "full")] if what == "full disk" else []
+        extra += shlex.split(options.format(folder))
+        script = str(folder / "examples/quick_start.py")
+        asked = ["doctor", "--hosts", "a,b"] if what == "clock skew" else ["run", "--hosts", "a:1,b:1"]
+        begin_s = time.monotonic()
+        job = launch(hosts, *asked, *extra, *(["--", script] if what != "clock skew" else []))
+        out, err = finish(job, 0 if what == "clock skew" else 2)
+        print(f"{what}: {time.monotonic() - begin_s:.1f} s")
+        if what == "clock skew":
+            assert re.search(r"warn +b: clock +1 min (29|30) s behind .*NTP", out)
+        else:
+            (line,) = err.splitlines()
+            assert words.format(folder) in line
+    finally:
+        hosts.services.remove(service)
+        hosts.end(service)
+
+
+def refuse(hosts: MadeHosts, words: str, *options: str) -> None:
+    begin_s = time.monotonic()
+    _, err = finish(launch(hosts, "run", "--hosts", "a,b", *options, "--", "true"), 2)
+    print(f"{words}: {time.monotonic() - begin_s:.1f} s")
+    (line,) = err.splitlines()
+    assert words in line
+
+
+def test_an_unknown_host_key_and_a_closed_port_are_named(hosts):
+    known = (hosts.folder / "known").read_text()
+    try:
+        (hosts.folder / "known").write_text("".join(known.splitlines(True)[:2]))
+        refuse(hosts, "host b: its host key is not known here: check it and run `ssh b` once")
+    finally:
+        (hosts.folder / "known").write_text(known)
+    refuse(hosts, "its ssh port is closed", "--ssh", "ssh -p 23")
+    way = ("-n", hosts.space("b"), "route"), ("blackhole", "10.92.0.1/32")
+    run_ip(*way[0], "add", *way[1])
+    try:
+        refuse(hosts, "host b: its ssh port does not answer")
+    finally:
+        run_ip(*way[0], "delete", *way[1])
+
+
+@pytest.mark.parametrize("line", find_commands("--hosts"))
+def test_every_command_over_ssh_in_the_document_runs(hosts, line):
+    finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
+    hosts.expect_nothing_left()

@@ -1,0 +1,250 @@
+"""`paceline run --slurm` on two nodes: real munged, slurmctld and two slurmd, in namespaces of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.records.training import load_metrics
+from tests.conftest import wait_until
+from tests.dist.made_hosts import MadeHosts, find_commands, make_hosts, paths, write_tools
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PATH = f"{os.environ['PATH']}:/usr/sbin"
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
+CONFIG = """\
+ClusterName=made
+SlurmctldHost=n1(10.92.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldPort=6817
+SlurmdPort=6818
+SwitchType=switch/none
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,requeue_delay=0
+ReturnToService=2
+SlurmdTimeout=10
+SlurmctldTimeout=10
+KillWait=10
+InactiveLimit=0
+Waittime=0
+MinJobAge=300
+SlurmdParameters=config_overrides
+PropagateResourceLimits=NONE
+NodeName=n1 NodeAddr=10.92.0.1 NodeHostname=n1 CPUs=2 State=UNKNOWN
+NodeName=n2 NodeAddr=10.92.0.2 NodeHostname=n2 CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+RUN_FOLDER = "mount -t tmpfs tmpfs /run;"
+TRAIN = [
+    "paceline", "train", "--model", "mlp", "--hidden", "8", "--samples", "64", "--batch-size", "8",
+    "--save-every", "1000s", "--backend", "gloo",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[MadeHosts]:
+    """Two nodes, n1 and n2; the controller runs on n1."""
+    if missing := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
+        pytest.skip(f"SLURM IS NOT TESTED: there is no {', '.join(missing)} here")
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o755)
+    with make_hosts(folder, ("n1", "n2")) as made:
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        (folder / "state").mkdir()
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        write_tools(folder)
+        munge = f"--socket={folder}/munge.socket --pid-file={folder}/munge.pid --log-file={folder}/munge.log"
+        more = f"--seed-file={folder}/munge.seed --key-file={key} --foreground --force --num-threads=2"
+        made.serve("n1", [shutil.which("munged", path=PATH), *munge.split(), *more.split()], RUN_FOLDER)
+        wait_until(lambda: (folder / "munge.socket").exists(), 10)
+        start_service(made, "slurmctld", "n1", "-c")
+        for name in made.names:
+            start_service(made, "slurmd", name)
+        wait_until(lambda: ask(made, "sinfo", "-h", "-o", "%t %D") == "idle 2", 60)
+        yield made
+
+
+def make_environment(made: MadeHosts) -> dict[str, str]:
+    variables = {
+        "SLURM_CONF": f"{made.folder}/slurm.conf",
+        "PATH": f"{made.folder}/tools:{PATH}",
+        "PYTHONPATH": paths(),
+    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PACELINE"))}
+    return kept | variables | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def start_service(made: MadeHosts, tool: str, name: str, *options: str) -> subprocess.Popen[str]:
+    command = [shutil.which(tool, path=PATH), "-D", "-f", f"{made.folder}/slurm.conf", *options]
+    return made.serve(name, command, RUN_FOLDER, env=make_environment(made))
+
+
+def find_slurmd(made: MadeHosts, name: str) -> subprocess.Popen[str]:
+    words = [[str(word) for word in one.args] for one in made.services]
+    found = [any(f"hostname {name};" in w for w in one) and any(w.endswith("/slurmd") for w in one) for one in words]
+    return made.services[len(found) - 1 - found[::-1].index(True)]
+
+
+def ask(made: MadeHosts, *command: str) -> str:
+    done = subprocess.run(
+        made.wrap("n1", command),
+        cwd=made.folder,
+        env=make_environment(made),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+def submit(made: MadeHosts, *words: str, name: str) -> str:
+    """Submit a job by `paceline run --slurm`; its number."""
+    done = subprocess.run(
+        made.wrap("n1", ["paceline", "run", "--slurm", "--nodes", "2", "--name", name, *words]),
+        cwd=made.folder, env=make_environment(made), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2" in done.stdout and (made.folder / f"{name}.sbatch").read_text() == done.stdout
+    return re.search(r"submitted job (\d+)", done.stderr)[1]
+
+
+def read_state(made: MadeHosts, job: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S*)", ask(made, "scontrol", "-o", "show", "job", job)))
+
+
+def wait_for(made: MadeHosts, job: str, state: str, name: str, timeout_s: float = 120) -> dict[str, str]:
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def look() -> dict[str, str] | None:
+        found = read_state(made, job)
+        assert found.get("JobState") == state or found.get("JobState") not in ended, read_log(made, name, job)
+        return found if found.get("JobState") == state else None
+
+    return wait_until(look, timeout_s)
+
+
+def read_log(made: MadeHosts, name: str, job: str) -> str:
+    path = made.folder / f"{name}-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for_steps(made: MadeHosts, name: str, job: str) -> Path:
+    folder = made.folder / name / f"job-{job}"
+    wait_until(lambda: (folder / "metrics.jsonl").exists() or read_state(made, job).get("JobState") == "FAILED", 90)
+    assert (folder / "metrics.jsonl").exists(), read_log(made, name, job)
+    return folder
+
+
+def read_weights(folder: Path) -> bytes:
+    return (folder / "weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(cluster) -> Path:
+    """A run on two nodes that nobody interrupts."""
+    job = submit(cluster, "--", *TRAIN, "--epochs", "500", "--out", "whole", name="whole")
+    wait_for(cluster, job, "COMPLETED", "whole")
+    log = read_log(cluster, "whole", job)
+    assert f"job {job}, attempt 1, on n[1-2]" in log and "2 ranks on gloo" in log
+    return cluster.folder / "whole" / f"job-{job}"
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_saves_and_the_requeued_job_resumes_to_the_bit(cluster, whole, number):
+    name = f"asked-{number.lower()}"
+    job = submit(cluster, "--grace", "30", "--", *TRAIN, "--epochs", "500", "--out", name, name=name)
+    folder = wait_for_steps(cluster, name, job)
+    ask(cluster, "scancel", f"--signal={number}", job)
+    wait_until(lambda: read_state(cluster, job).get("Restarts") == "1", 60)
+    (saved,) = (folder / "checkpoints").glob("step-*")
+    assert "is requeued after code" in read_log(cluster, name, job)
+    wait_for(cluster, job, "COMPLETED", name)
+    log = read_log(cluster, name, job)
+    assert "attempt 2, on n[1-2]" in log and f"resumes at step {int(saved.name.removeprefix('step-'))}" in log
+    assert read_weights(folder) == read_weights(whole)
+    losses = [[row["loss"] for row in load_metrics(run / "metrics.jsonl")] for run in (folder, whole)]
+    assert losses[0] == losses[1]
+    cluster.expect_nothing_left()
+
+
+def test_a_cancelled_job_is_not_requeued(cluster):
+    job = submit(cluster, "--", *TRAIN, "--epochs", "100000", "--out", "gone", name="gone")
+    wait_for_steps(cluster, "gone", job)
+    ask(cluster, "scancel", job)
+    wait_for(cluster, job, "CANCELLED", "gone")
+    assert read_state(cluster, job)["Restarts"] == "0" and "requeued" not in read_log(cluster, "gone", job)
+    cluster.expect_nothing_left(30)
+
+
+def test_the_answer_of_every_verb_is_printed_once(cluster):
+    job = submit(
+        cluster, "--", *shlex.split("paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo"), name="bench"
+    )
+    wait_for(cluster, job, "COMPLETED", "bench")
+    assert read_log(cluster, "bench", job).count("busbw") >= 1
+
+
+@pytest.mark.parametrize("line", find_commands("--slurm"))
+def test_every_command_of_slurm_in_the_document_runs(cluster, line):
+    done = subprocess.run(
+        cluster.wrap("n1", shlex.split(line)), cwd=cluster.folder, env=make_environment(cluster), capture_output=True,
+        text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for job in re.findall(r"submitted job (\d+)", done.stderr):
+        ask(cluster, "scancel", job)
+
+
+def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
+    # The last test: node n2 stays down.
+    words = ["paceline", "run", "--slurm", "--wait", "--nodes", "2", "--name", "lost", "--"]
+    command = [*words, *TRAIN, "--epochs", "100000", "--out", "lost"]
+    follower = cluster.start(
+        "n1", command, env=make_environment(cluster), stdout=subprocess.PIPE, stderr=(cluster.folder / "said").open("w")
+    )
+    try:
+        said = cluster.folder / "said"
+        wait_until(lambda: "submitted job" in said.read_text(), 30)
+        job = re.search(r"submitted job (\d+)", said.read_text())[1]
+        wait_for_steps(cluster, "lost", job)
+        slurmd = find_slurmd(cluster, "n2")
+        slurmd.kill()
+        slurmd.wait()
+        wait_until(lambda: "node n2 does not respond" in said.read_text(), 60)
+        wait_until(lambda: read_state(cluster, job)["Restarts"] == "1", 60)
+        # Nobody there ends the ranks of that node: they end by themselves once the others are gone.
+        wait_until(lambda: not [line for line in cluster.list_processes() if " -m paceline train" in line], 60)
+        ask(cluster, "scancel", job)
+        follower.communicate(timeout=60)
+        assert follower.returncode != 0  # it was cancelled
+        cluster.expect_nothing_left(60)
+    finally:
+        if follower.poll() is None:
+            follower.kill()
+        follower.communicate()

@@ -1,0 +1,209 @@
+"""Hosts as text, what ssh's failures mean, what a host runs, and the checks that follow from what hosts say."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError, LaunchError
+from paceline.measure.hosts import Wanted, check_survey
+from paceline.records.environment import capture_environment
+from paceline.records.kinds import CheckRecord, LinkRecord, record_from_json, record_to_json
+from paceline.records.samples import Samples
+from paceline.records.store import Run
+from paceline.report.result import DoctorResult
+from paceline.runtime import agent
+from paceline.runtime.hosts import build_program, build_requests, explain_end, parse_hosts
+from paceline.units import GIB, MIB
+from paceline.verbs.run import parse_variables, run
+
+
+def test_hosts_are_read():
+    found = parse_hosts("a:8, me@b.example:2,[fe80::1]:4,10.0.0.1")
+    assert found == {"a": 8, "me@b.example": 2, "fe80::1": 4, "10.0.0.1": None}
+
+
+@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,,b", "a:1,a:2", "a;b"])
+def test_what_is_no_list_of_hosts_is_refused(text):
+    with pytest.raises(ConfigError, match="--hosts"):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "name", "words"),
+    [
+        (255, "No ED25519 host key is known for b.\r\nHost key verification failed.", "host-key", "run `ssh b` once"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "host-key",
+            "-R b",
+        ),
+        (255, "me@b: Permission denied (publickey).", "no-key", "ssh-copy-id b"),
+        (255, "ssh: Could not resolve hostname b: Name or service not known", "name", "does not resolve"),
+        (255, "ssh: connect to host b port 22: Connection refused", "port", "start sshd there"),
+        (255, "ssh: connect to host b port 22: Connection timed out", "port", "does not answer"),
+        (127, "env: '/x/python': No such file or directory", "no-python", "no Python at /x/python"),
+        (1, '  File "<string>", line 121\nSyntaxError: invalid syntax', "no-python", "too old"),
+        (3, "something else", "ssh", "code 3 (something else)"),
+    ],
+)
+def test_a_connection_that_ends_is_explained_in_one_line(code, said, name, words):
+    error = explain_end("b", code, said, "/x/python")
+    assert error.code == name and words in str(error) and str(error).startswith("host b: ")
+    assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("python train.py --lr 1", "PY train.py --lr 1"),
+        ("python3 -m train", "PY -m train"),
+        ("paceline train", "PY -m paceline train"),
+        ("train.py", "PY train.py"),
+        ("./train x", "./train x"),
+    ],
+)
+def test_programs_run_in_the_python_of_the_hosts(command, program):
+    assert build_program(command.split(), "PY") == program.split()
+
+
+def test_a_launcher_inside_of_the_launcher_is_refused():
+    with pytest.raises(ConfigError, match="torchrun inside of run"):
+        build_program(["torchrun", "--nproc-per-node", "2", "train.py"], "PY")
+
+
+def test_a_host_runs_torchrun_with_its_own_place_and_interface():
+    program, interfaces = ["PY", "-m", "paceline", "train"], {"a": "eth0", "b": "eth1"}
+    _, request = build_requests(program, "PY", {"a": 2, "b": 3}, interfaces, "10.0.0.1", 2000, {"A": "1"}, 30)
+    words = " ".join(request["arguments"])
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 3 --master-addr 10.0.0.1 --master-port 2000" in words
+    assert words.endswith(f"--log-dir {agent.LOGS} --no-python PY -m paceline train")
+    variables = request["variables"]
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"], variables["A"]) == ("eth1", "=eth1", "1")
+    assert variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[b:${rank}] "
+    given = {"GLOO_SOCKET_IFNAME": "ib0"}
+    (request,) = build_requests(program, "PY", {"a": 1}, interfaces, "10.0.0.1", 2000, given, 30)
+    assert request["variables"]["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+GOOD = {
+    "python": "3.12.1", "torch": "2.13.0+cpu", "paceline": "0.1.0", "folder": "", "program": True, "script": True,
+    "free_bytes": {"/data": 50 * GIB, "/tmp": 50 * GIB}, "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    "reached_at": "10.0.0.1", "gpus": 0, "answered_s": 0.2, "offset_s": 0.001, "within_s": 0.0005,
+    "address": "10.0.0.1", "interface": "eth0",
+}  # fmt: skip
+WANTED = Wanted("/data", script="train.py")
+
+
+def check(facts: dict, wanted: Wanted = WANTED) -> list[CheckRecord]:
+    checks = list(check_survey({"a": GOOD, "b": GOOD | facts}, wanted))
+    assert all(one.status == "ok" for one in checks if one.name.startswith("a:"))
+    return [one for one in checks if one.status != "ok"]
+
+
+def test_hosts_that_are_alike_pass():
+    assert check({"python": "3.12.7"}) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "status", "advice"),
+    [
+        ({"torch": "2.11.0"}, "b: torch", "fail", "a has 2.13.0+cpu"),
+        ({"torch": ""}, "b: torch", "fail", "pip install torch"),
+        ({"paceline": ""}, "b: Paceline", "fail", "pip install paceline"),
+        ({"python": "3.11.2"}, "b: Python", "fail", "a has 3.12.1"),
+        ({"python": "3.9.2"}, "b: Python", "fail", "3.11 or newer"),
+        ({"offset_s": 3.0}, "b: clock", "warn", "NTP"),
+        ({"offset_s": -3.0}, "b: clock", "warn", "NTP"),
+        ({"address": "", "interface": "ib9"}, "b: network", "fail", "--interface: eth0"),
+        ({"free_bytes": {"/data": 3 * MIB}}, "b: disk", "fail", "free some space"),
+        ({"free_bytes": {"/data": GIB}}, "b: disk", "warn", "free some space"),
+        ({"free_bytes": {"/data": 9 * GIB, "/tmp": 0}}, "b: disk", "fail", "free some space"),
+        ({"folder": "No such file or directory"}, "b: folder", "fail", "--folder"),
+        ({"script": False}, "b: script", "fail", "copy it there"),
+    ],
+)
+def test_what_is_wrong_on_a_host_is_named_with_what_to_do(facts, name, status, advice):
+    (found,) = check(facts)
+    assert (found.name, found.status) == (name, status) and advice in found.advice
+
+
+def test_a_clock_that_is_only_read_late_is_not_blamed():
+    assert check({"offset_s": 3.0, "within_s": 2.9}) == []
+
+
+def test_paceline_is_only_needed_where_it_is_called():
+    (found,) = check({"paceline": ""}, dataclasses.replace(WANTED, needs_paceline=False))
+    assert found.status == "warn"
+
+
+def test_a_host_that_was_not_reached_is_a_failed_check():
+    error = LaunchError("host b: its ssh port is closed: start sshd there", code="port")
+    found = [one for one in check_survey({"a": GOOD, "b": error}, WANTED) if one.status != "ok"]
+    assert [(one.name, one.found, one.advice) for one in found] == [
+        ("b: ssh", "its ssh port is closed", "start sshd there")
+    ]
+
+
+def make_link(sender: str, receiver: str, seconds: float) -> LinkRecord:
+    timing, short = Samples(((seconds,), (seconds,))), Samples(((2e-4,), (2e-4,)))
+    return LinkRecord(sender=sender, receiver=receiver, interface="eth0", num_bytes=10**8, timing=timing, short=short)
+
+
+def test_links_are_shown_as_a_matrix_and_kept_as_records():
+    links = [make_link("b", "a", 0.1), make_link("a", "b", 0.8)]
+    assert [record_from_json(record_to_json(link)) for link in links] == links
+    assert links[0].latency_s == pytest.approx(1e-4) and links[0].bytes_per_s == pytest.approx(1e9)
+    ready = CheckRecord(name="a: ssh", status="ok", found="answered")
+    result = DoctorResult(Run("doctor", {"hosts": ["a", "b"]}, capture_environment(), (ready, *links)))
+    assert result.answer.startswith("These 2 hosts are ready") and not result.failure
+    rows = [line.split() for line in result.text(80).splitlines() if line.split()[:1] in (["a"], ["b"])]
+    assert rows == [["a", "0.1250"], ["b", "1.00"]]
+    document = result.to_json()["links"]
+    assert [(row["sender"], row["receiver"], row["bandwidth_gbps"]) for row in document] == [
+        ("b", "a", pytest.approx(1.0)), ("a", "b", pytest.approx(0.125)),
+    ]  # fmt: skip
+    assert "paceline run --hosts a,b" in result.text(80)
+
+
+def test_the_agent_is_read_by_an_old_python_and_needs_no_other_package():
+    tree = ast.parse(Path(agent.__file__).read_text(), feature_version=(3, 8))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_variables_are_given_or_taken_from_here(monkeypatch):
+    monkeypatch.setenv("TAKEN", "x=y")
+    assert parse_variables(["A=1", "B=", "TAKEN"]) == {"A": "1", "B": "", "TAKEN": "x=y"}
+    for text in ("1A=2", "NOT_SET_HERE", "=3"):
+        with pytest.raises(ConfigError, match="--env"):
+            parse_variables([text])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "give one of --hosts, --slurm and --kubernetes"),
+        ({"hosts": "a", "slurm": True}, "give one of"),
+        ({"hosts": "a", "nodes": 2}, "--nodes with --hosts"),
+        ({"slurm": True, "ssh": "ssh -p 1", "image": "x"}, "--ssh, --image with --slurm"),
+        ({"kubernetes": True, "image": "x", "wait": True}, "--wait with --kubernetes"),
+        ({"slurm": True, "nodes": 0}, "at least 1 of each"),
+        ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),
+        ({"hosts": "a", "dry_run": True}, "--dry-run with --hosts"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        run(["python", "train.py"], **options)
+
+
+def test_a_command_is_needed():
+    with pytest.raises(ConfigError, match="no command"):
+        run([], hosts="a")
