@@ -195,3 +195,12 @@ def test_a_program_that_begins_to_profile_itself_ends_the_recording(tmp_path):
     program.train(6)
     assert any("SGD" in event.key for event in own.key_averages())
     assert read(tmp_path)["recorded"] == [5, 7]
+
+
+def test_a_wrapper_is_noted_however_its_constructor_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module: torch.nn.Module.__init__(self))
+    observer = observe(tmp_path, steps=8)
+    first, second = (DistributedDataParallel.__new__(DistributedDataParallel) for _ in range(2))
+    DistributedDataParallel.__init__(first, "net")
+    DistributedDataParallel.__init__(self=second, module="net")  # as ours does in the place of torch's
+    assert observer._list_wrappers() == [first, second]
