@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.cli.main import _join_lists
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def test_what_is_behind_the_dashes_belongs_to_the_program():
+    typed = ["profile", "--steps", "9", "--", "python", "train.py", "--trace", "a", "b", "--channels", "1", "2"]
+    assert _join_lists(typed) == ["profile", "attach", *typed[1:]]
+    for words in (["profile", "attach", "--", "x"], ["tune", "--", "x"], ["profile", "phases"], ["--version"]):
+        assert _join_lists(words) == words
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,11 @@ def _root(
 
 def _join_lists(arguments: list[str]) -> list[str]:
     """`--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`: click's options
-    take one word each."""
+    take one word each. `profile -- COMMAND` is `profile attach -- COMMAND`. What follows -- belongs to it, and stays."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, behind = arguments[:end], arguments[end:]
+    if behind and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
+        arguments.insert(1, "attach")
     joined: list[str] = []
     for argument in arguments:
         if len(joined) > 1 and joined[-2] == "--channels" and argument.isdigit():
@@ -275,19 +279,16 @@ def _join_lists(arguments: list[str]) -> list[str]:
             joined += ["--trace", argument]
         else:
             joined.append(argument)
-    return joined
+    return joined + behind
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, behind = arguments[:end], arguments[end:]  # what follows -- belongs to another program
-    if behind and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
-        arguments.insert(1, "attach")  # the program is behind --
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments[:end]
     try:
-        app(args=[*_join_lists([argument for argument in arguments if argument != "--debug"]), *behind])
+        app(args=_join_lists([word for word in arguments[:end] if word != "--debug"] + arguments[end:]))
     except PacelineError as error:
         if debug:
             traceback.print_exc()
