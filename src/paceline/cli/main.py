@@ -266,7 +266,7 @@ def _root(
 
 def _join_lists(arguments: list[str]) -> list[str]:
     """`--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`: click's options
-    take one word each. `profile -- COMMAND` is `profile attach -- COMMAND`. What follows -- belongs to it, and stays."""
+    take one word each. `profile -- COMMAND` is `profile attach -- COMMAND`. What follows -- stays as it is."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, behind = arguments[:end], arguments[end:]
     if behind and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
