@@ -32,6 +32,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 # On more ranks the files of traces would be many, and say the same.
 _MOST_RECORDED = 16
+# The step after which wrappers have their final buckets.
+_SETTLED = 4
 # How often a program may catch the exit that `--stop` asks for.
 _MOST_EXITS = 3
 # Where a wrapper keeps the caps that it was made with: ours, and torch's of several versions.
@@ -169,6 +171,8 @@ class Observer:
     def _advance(self) -> None:
         """After a step: what is due now."""
         settings, number = self._settings, self._num_steps
+        if number == _SETTLED:  # at the end of the program its wrappers may be gone
+            self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
             self._mark()
         elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
@@ -238,8 +242,6 @@ class Observer:
         if self._tail or os.getpid() != self._pid:
             return
         self._tail["num_steps"] = self._num_steps
-        with contextlib.suppress(Exception):
-            self._tail["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
             self._stop_recording()
         self._end()
