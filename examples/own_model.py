@@ -52,7 +52,7 @@ def main():
     lines = [
         f"profile: {profile.answer}",
         f"predicted on 64 ranks: {predicted.step_s * 1e3:.1f} ms ({low_s * 1e3:.1f} to {high_s * 1e3:.1f})",
-        f"tuned: {tuned.verdict}: {len(tuned.plan.buckets)} buckets",
+        f"tuned: {tuned.verdict}, {len(tuned.plan.buckets)} bucket(s)",
     ]
     if paceline.is_launched():
         with paceline.init(announce=None) as world:
