@@ -98,7 +98,7 @@ class TracedResult(Result):
         lows, highs = zip(*(row.gain[1:] for row in self.rows), strict=True)
         self.verdict = "undecided" if max(highs) > PLATEAU else "keep" if min(lows) < -PLATEAU else "flat"
         if _is_sure(self.candidate.gain):
-            self.verdict = "use"
+            self.verdict = "undecided" if self.traced.is_off else "use"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
