@@ -246,9 +246,10 @@ def test_a_stream_that_does_not_repeat_itself_is_refused_inside_an_epoch(here):
 
 
 def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
-    job = ("--model", "job.py:build_net", "--data", "job.py:load", "--batch-size", "4", "--out", str(here))
+    file = here / "changed.py"
+    file.write_text(Path("job.py").read_text())
+    job = ("--model", f"{file}:build_net", "--data", f"{file}:load", "--batch-size", "4", "--out", str(here))
     run = find_run(type_alone("train", *job, "--steps", "3"))
-    file = here / "job.py"
     file.write_text(file.read_text().replace("return Set(), Set()", "return DataLoader(Set(), 4, drop_last=True)"))
     answer = type_alone("train", "--resume", str(run), "--steps", "8")
     assert answer.code == 2 and "was trained with --tail keep, and now it is drop" in answer.err
