@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -247,7 +248,8 @@ def test_a_stream_that_does_not_repeat_itself_is_refused_inside_an_epoch(here):
 
 def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
     file = here / "changed.py"
-    file.write_text(Path("job.py").read_text())
+    shutil.copy("aside.py", here)
+    shutil.copy("job.py", file)
     job = ("--model", f"{file}:build_net", "--data", f"{file}:load", "--batch-size", "4", "--out", str(here))
     run = find_run(type_alone("train", *job, "--steps", "3"))
     file.write_text(file.read_text().replace("return Set(), Set()", "return DataLoader(Set(), 4, drop_last=True)"))
