@@ -83,6 +83,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/validate_ranks.py results/*/scale-ranks
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/validate_tuning.py
+	$(BIN)/python benchmarks/validate_attach.py overhead
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.training.optimizers import LAMB, LARS, split_parameters
     from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench, scale
+    from paceline.verbs.attach import attach
     from paceline.verbs.doctor import doctor
     from paceline.verbs.predict import predict, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
@@ -49,7 +50,7 @@ _HOMES = {
     "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
-    "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.predict": ("predict_trace",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
@@ -60,10 +61,10 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
-    "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "bench", "comm_table",
-    "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict", "predict_trace", "profile",
-    "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "swap_wrapper", "trace", "train",
-    "tune",
+    "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach", "bench",
+    "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict",
+    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters",
+    "swap_wrapper", "trace", "train", "tune",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,10 @@ def load():
 
 def load_workers():
     return DataLoader(Set(), batch_size=4, shuffle=True, num_workers=1), Set()
+
+
+def load_dropping():
+    return DataLoader(Set(), batch_size=4, drop_last=True)
 
 
 def load_stream():
@@ -139,6 +144,14 @@ def build_odd():
 
 def build_misspelt():
     return {"model": build_net(), "data": Set(), "step": make, "optimiser": None}
+
+
+def build_listed():
+    return {"model": build_net(), "data": Set(), "step": make, "state": [1]}
+
+
+def build_judged():
+    return {"model": build_net(), "data": Set(), "step": make, "evaluate": 0.5}
 
 
 def build_number():
@@ -233,6 +246,17 @@ def test_a_stream_that_does_not_repeat_itself_is_refused_inside_an_epoch(here):
     assert answer.code == 2 and "was trained on other samples" in answer.err
 
 
+def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
+    file = here / "changed.py"
+    shutil.copy("aside.py", here)
+    shutil.copy("job.py", file)
+    job = ("--model", f"{file}:build_net", "--data", f"{file}:load", "--batch-size", "4", "--out", str(here))
+    run = find_run(type_alone("train", *job, "--steps", "3"))
+    file.write_text(file.read_text().replace("return Set(), Set()", "return DataLoader(Set(), 4, drop_last=True)"))
+    answer = type_alone("train", "--resume", str(run), "--steps", "8")
+    assert answer.code == 2 and "was trained with --tail keep, and now it is drop" in answer.err
+
+
 def test_a_test_set_is_evaluated_and_where_there_is_none_nothing_is(here):
     tested = list_numbers(find_run(type_alone("train", *JOBS["set"], "--out", str(here))))
     assert [row[4] is None for row in tested] == [False]
@@ -262,6 +286,9 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--model", "job.py:build_silent"), "returned a NoneType: it must return its mean loss"),
         (("--model", "job.py:build_net"), "returned no data: name it"),
         (("--model", "job.py:build_step"), "returned no data: name it"),
+        (("--model", "job.py:build_listed"), "returned a list as state: a dict of optimizers"),
+        (("--model", "job.py:build_judged"), r"returned a float as evaluate: a function \(model, batch\)"),
+        (("--model", "job.py:build_net", "--data", "job.py:load_dropping", "--tail", "pad"), "drop_last=True"),
         (("--model", "job.py:build_twice"), "two models of job.py:build_twice share a parameter"),
         (("--model", "job.py:build", "--data", "job.py:load"), "returned data of its own; leave it out"),
         (("--model", "job.py:build", "--lr", "0.2"), "--lr 0.2: the step of job.py:build decides it"),

@@ -76,6 +76,15 @@ def load_uneven(rank, world_size):
     return Stream(rank, world_size, count=13 - 3 * rank)
 
 
+class Sized(Stream):
+    def __len__(self):
+        return self.count
+
+
+def load_sized(rank, world_size):
+    return Sized(rank, world_size, count=13 - 3 * rank)
+
+
 def load_same(rank, world_size):
     return Stream()
 
@@ -198,6 +207,16 @@ def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps
     assert load_metrics(runs / "metrics.jsonl")[-1]["loss"] == rows[-1]["loss"]
     after = safetensors.torch.load_file(runs / "weights.safetensors")
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_parts_that_say_unequal_lengths_end_together(on_ranks, file, tmp_path):
+    """Of 13 and 10 samples, in batches of 3, both ranks have 4 batches, of which the last has one sample."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = ask(file, "build", "load_sized", epochs=2)
+    outcomes = on_ranks(2, train, settings, folder)
+    assert [outcome.step for outcome in outcomes] == [8, 8]
+    assert [row["epoch"] for row in load_metrics(folder / "metrics.jsonl")] == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,13 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert document["num_steps"] == 4  # the first sends other buckets
     own = document["caps"][0]
     assert own["label"] == "traced" and own["num_buckets"] == len(buckets)
-    assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)  # its own buckets are reproduced
     assert own["low_s"] < own["step_s"] < own["high_s"] and own["gain"] == 0
     assert document["verdict"] in ("use", "keep", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
     loaded = paceline.load_result(document["run"])
+    if loaded.traced.is_off:  # steps of a busy machine; they are then called doubtful
+        assert "do not give the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
+    else:  # its own buckets are reproduced
+        assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)
     assert loaded.to_json()["caps"] == document["caps"] and loaded.answer == document["answer"]
     assert (Path(document["run"]) / "caps.png").stat().st_size > 0
 

@@ -26,6 +26,7 @@ UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
 PREPARED = {
     "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_run": "run:run", "_train": "train:train",
+    "_tune": "tune:tune",
 }  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")
 

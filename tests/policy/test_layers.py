@@ -11,7 +11,7 @@ from .reading import PACKAGE, expect_none, imports, modules, room, where, write_
 
 # From top to bottom; rooms of one level are siblings. docs/architecture.md shows the same picture.
 LEVELS = (
-    ("cli",),  # and `__main__`, its door
+    ("cli", "autoload"),  # and `__main__`, its door; torch calls the other
     ("integrations",),
     ("verbs",),
     ("measure",),

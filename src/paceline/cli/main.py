@@ -149,8 +149,15 @@ add_command(
     f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
     "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
+add_command(
+    profile, "attach", "attach:attach", "command:run steps:attach stop",
+    "Your own program, without an edit of it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
+    "Where the time of a step goes, what bounds it, and the bucket size to paste, with its predicted gain.",
+    command=(),
+)  # fmt: skip
 
 
+_PROFILES = ("phases", "layers", "trace", "comm-table", "attach")
 _FOR_CSV, _FOR_TRACE = "ranks backend measured", "network ranks ranks_per_node inside algorithm"
 
 
@@ -185,13 +192,33 @@ add_command(
     "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
     "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
 )  # fmt: skip
+_FOR_COMMAND = "steps caps budget out progress"
+
+
+def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
+    from paceline.verbs.attach import attach
+    from paceline.verbs.tune import tune
+
+    if not command:
+        refuse(("steps" in given, "--steps is of a command behind --, and there is none: leave it out"))
+        return tune(**{"model": "cnn", **given})
+    others = ", ".join(find_flag(name) for name in given if name not in _FOR_COMMAND.split())
+    refuse((others, f"{others} with a command behind --: your program decides that itself; leave it out"))
+    return attach(command, race=True, **given)
+
+
 add_command(
-    app, "tune", "tune:tune",
-    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters budget "
-    "strict",
+    app, "tune", _tune,
+    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command:run steps:tune quick confirm caps network:tune "
+    "network_ranks iters budget strict",
     "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
-    "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.",
-    model="cnn",
+    "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
+    "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",
+)  # fmt: skip
+add_command(
+    app, "watch", "attach:attach", "command:run every",
+    "Watch your own program: a line every so many steps, and at its end where the time of a step went.\n\n"
+    "paceline watch -- torchrun --nproc-per-node 2 train.py", command=(), steps=0, every=50,
 )  # fmt: skip
 
 
@@ -239,7 +266,11 @@ def _root(
 
 def _join_lists(arguments: list[str]) -> list[str]:
     """`--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`: click's options
-    take one word each."""
+    take one word each. `profile -- COMMAND` is `profile attach -- COMMAND`. What follows -- stays as it is."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, behind = arguments[:end], arguments[end:]
+    if behind and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
+        arguments.insert(1, "attach")
     joined: list[str] = []
     for argument in arguments:
         if len(joined) > 1 and joined[-2] == "--channels" and argument.isdigit():
@@ -248,17 +279,16 @@ def _join_lists(arguments: list[str]) -> list[str]:
             joined += ["--trace", argument]
         else:
             joined.append(argument)
-    return joined
+    return joined + behind
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, behind = arguments[:end], arguments[end:]  # what follows -- belongs to another program
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments[:end]
     try:
-        app(args=[*_join_lists([argument for argument in arguments if argument != "--debug"]), *behind])
+        app(args=_join_lists([word for word in arguments[:end] if word != "--debug"] + arguments[end:]))
     except PacelineError as error:
         if debug:
             traceback.print_exc()

@@ -11,7 +11,7 @@ from paceline.predict.traces import GpuUse, Lateness, Overview
 from paceline.units import format_duration
 
 # Below these shares of the step nothing is advised: noise between runs is of that size.
-_WORTH, _IDLE_WORTH = 0.05, 0.2
+WORTH, _IDLE_WORTH = 0.05, 0.2
 _TINY_KERNEL_S = 10e-6
 # A batch that keeps the GPU busy has this much more work than fills the step as it is.
 _FILL = 1.1
@@ -97,7 +97,7 @@ def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness |
 
 def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Found]:
     exposed_s, message_s = overview.seconds("communication"), overview.message_s
-    if facts.world_size < 2 or exposed_s < _WORTH * overview.step_s:
+    if facts.world_size < 2 or exposed_s < WORTH * overview.step_s:
         return
     exposed, more = format_duration(exposed_s), 2 * facts.accumulate
     found = find_message_share([overview])
@@ -122,7 +122,7 @@ def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator
     if lateness.share >= 0.75:
         text = f"the others wait {late} per step for rank {lateness.rank}, last in {lateness.share:.0%} of steps: look "
         text += "at its cores, its GPU's clock, and the size of its batches"
-    if gain_s >= _WORTH * step_s:
+    if gain_s >= WORTH * step_s:
         yield "late rank", gain_s, "at most", text
 
 
@@ -134,7 +134,7 @@ def _on_waiting(overview: Overview) -> Iterator[Found]:
          "and copy with non_blocking=True"),
     ):  # fmt: skip
         waited_s, share = overview.seconds(category), overview.share(category)
-        if share >= _WORTH:
+        if share >= WORTH:
             yield kind, waited_s, "at most", text.format(format_duration(waited_s), share)
     seconds, passes = overview.phases_s.get("optimizer", 0.0), overview.optimizer_passes
     if seconds >= 0.1 * overview.step_s and passes > 1:
@@ -144,7 +144,7 @@ def _on_waiting(overview: Overview) -> Iterator[Found]:
 
 
 def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found]:
-    step_s, worth_s = overview.step_s, _WORTH * overview.step_s
+    step_s, worth_s = overview.step_s, WORTH * overview.step_s
     idle_s = overview.seconds("cpu") + overview.seconds("other")
     if idle_s >= _IDLE_WORTH * step_s:
         # The host's time is that of its launches, whatever they work on; the GPU's grows with the batch.

@@ -102,11 +102,13 @@ def _find_backwards(timed: Sequence[Event], ranges: Sequence[Event]) -> list[_Ba
 def _find_windows(
     timed: Sequence[Event], ranges: Sequence[Event], backwards: Sequence[_Backward]
 ) -> list[tuple[float, float]]:
-    """Begin and end of each step: its range, if each has an optimizer step, else up to the end of each of those."""
-    ends = [_end(event) for event in ranges if event["name"].startswith(_OPTIMIZER)]
+    """Begin and end of each step: its range, if each has an optimizer step, which may end behind it, else up to the end
+    of each of those."""
+    optimizers = [event for event in ranges if event["name"].startswith(_OPTIMIZER)]
+    ends = [_end(event) for event in optimizers]
     marks = [(event["ts"], _end(event)) for event in ranges if _MARKS.fullmatch(event["name"])]
     used = [mark for mark in marks if any(mark[0] <= backward.begin < mark[1] for backward in backwards)]
-    if used and (not ends or all(any(begin < end <= last for end in ends) for begin, last in used)):
+    if used and (not ends or all(any(begin <= e["ts"] < last for e in optimizers) for begin, last in used)):
         return used
     host = [event for event in timed if event.get("cat") in ("user_annotation", "cpu_op")]
     begins = [backward.begin for backward in backwards]

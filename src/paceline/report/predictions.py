@@ -484,9 +484,9 @@ RACE = (
 
 @dataclass(frozen=True)
 class RaceRow:
-    """One plan of the race: what was predicted and measured, and its step over the default's."""
+    """One plan of the race: predicted (`.label`, `.estimate`), measured, and its step over the default's."""
 
-    candidate: Candidate
+    candidate: Any
     record: StepRecord
     ratio: Interval
     status: str
@@ -537,7 +537,7 @@ class TuneResult(Result):
         if race is None:
             return []
         return [
-            RaceRow(c, tuning.confirmed[c.label], race.to_default[c.label], _say_status(race, c.label))
+            RaceRow(c, tuning.confirmed[c.label], race.to_default[c.label], say_status(race, c.label))
             for c in tuning.candidates
         ]
 
@@ -653,10 +653,10 @@ def _say_difference(ratio: Interval) -> str:
     return f"{ratio.value - 1:+.1%} ({ends})"
 
 
-def _say_status(race: Race, label: str) -> str:
+def say_status(race: Race, label: str) -> str:
     if label == race.winner:
-        return "keep" if label == DEFAULT else "use"
-    if label == DEFAULT:
+        return "keep" if label == race.default else "use"
+    if label == race.default:
         return "beaten"
     if race.to_default[label].is_flat:
         return "within 1 %"

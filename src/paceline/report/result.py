@@ -33,6 +33,7 @@ _CLASSES = {
     "predict csv": "predictions.CapsResult",
     "predict trace": "traced.TracedResult",
     "profile": "profiles.ProfileResult",
+    "profile attach": "attached.AttachedResult",
     "profile --compare": "profiles.ComparisonResult",
     "profile comm-table": "profiles.CommTableResult",
     "profile layers": "profiles.ProfileResult",
@@ -45,6 +46,8 @@ _CLASSES = {
     "train": "training.TrainRunResult",
     "train --compare": "training.TrainComparisonResult",
     "tune": "predictions.TuneResult",
+    "tune attach": "attached.AttachedResult",
+    "watch": "attached.AttachedResult",
 }
 _WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train", "train --compare")
 

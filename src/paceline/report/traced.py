@@ -92,17 +92,17 @@ class TracedResult(Result):
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self._now_cuts, self._default_cuts = map(self.model.cut_like, (self.traced.layout, default.bucket_bytes))
         self.is_default = self._now_cuts == self._default_cuts
-        self.now = self._build_row("traced, default" if self.is_default else "traced", self._now_cuts)
+        self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
-        self.candidate = self._build_row("best", choice.estimate.cuts)
+        self.candidate = self.build_row("best", choice.estimate.cuts)
         lows, highs = zip(*(row.gain[1:] for row in self.rows), strict=True)
         self.verdict = "undecided" if max(highs) > PLATEAU else "keep" if min(lows) < -PLATEAU else "flat"
         if _is_sure(self.candidate.gain):
-            self.verdict = "use"
+            self.verdict = "undecided" if self.traced.is_off else "use"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
-    def _build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
+    def build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
         estimate, gain = self.model.estimate(cuts), self.model.estimate_gain(cuts, self._now_cuts)
         sizes = [bucket.num_bytes for bucket in estimate.step.buckets]
         low, high = min(self.traced.layout), max(self.traced.layout)
@@ -148,7 +148,7 @@ class TracedResult(Result):
                 f"{low:.1%} to {high:.1%}). Simulated."
             )
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
-        other = max(self.rows[1:], key=lambda row: row.gain[2], default=self.now)
+        other = self.find_rival()
         saves = "{} saves {:.1%} (90 %: {:.1%} to {:.1%})".format(other.name, *other.gain)
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
@@ -158,6 +158,10 @@ class TracedResult(Result):
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
         return f"{where}: {kept}{'' if self.verdict == 'keep' else f' ({self.verdict})'}: {reason}; {added}. Simulated."
 
+    def find_rival(self) -> CapRow:
+        """Of the other bucket sizes the one that may save most."""
+        return max(self.rows[1:], key=lambda row: row.gain[2], default=self.now)
+
     @cached_property
     def rows(self) -> list[CapRow]:
         """Bucket sizes over the whole range, no two with the same buckets: the traced ones first, torch's default and
@@ -166,7 +170,7 @@ class TracedResult(Result):
         caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
         for cuts in (self._default_cuts, *map(self.job.cut, caps)):
             if cuts not in rows:
-                rows[cuts] = self._build_row("default" if cuts == self._default_cuts else "", cuts)
+                rows[cuts] = self.build_row("default" if cuts == self._default_cuts else "", cuts)
         rows = {self._now_cuts: self.now} | rows
         first, *others = rows.values()
         return [first, *sorted(others, key=lambda row: row.cap_bytes)]

@@ -88,6 +88,9 @@ class RunFiles:
             ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
              f"{found} is of {meta['num_samples']} samples in batches of {meta['global_batch_size']}, and now it is "
              f"{len(job.train)} in batches of {size}: keep both"),
+            (meta.get("tail", job.settings.tail) != job.settings.tail,
+             f"{found} was trained with --tail {meta.get('tail')}, and now it is {job.settings.tail} (by the loader's "
+             f"drop_last, or by {self._world.world_size} ranks): an epoch has another number of steps; keep it"),
             (grown != wanted,
              f"{found} grows its batch {_say_growth(grown)}, and now "
              f"{_say_growth(wanted)}: keep --batch-growth and --epochs"),
@@ -149,6 +152,7 @@ class RunFiles:
         meta = dataclasses.asdict(position) | {
             "world_size": self._world.world_size, "global_batch_size": job.batches.global_batch_size,
             "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
+            "tail": job.settings.tail,
             "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
         }  # fmt: skip
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms}

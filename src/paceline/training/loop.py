@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ConfigError, TrainingError
+from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
 from paceline.plan import Plan
 from paceline.runtime.session import Progress
@@ -56,7 +56,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
         epoch = position.epoch
         order, sizes = job.order(epoch), job.micro_batch_sizes(epoch)
         where = (world.rank, world.world_size, sizes, world.device, functools.partial(_agree, world))
-        windows = load_windows(job.train, order, position.window, *where)
+        begin, windows = position, load_windows(job.train, order, position.window, *where)
         with contextlib.closing(windows):
             begin_s = time.perf_counter()
             for window in windows:
@@ -74,6 +74,12 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 if is_last:
                     return
                 begin_s = time.perf_counter()
+        refuse(
+            (position == begin,
+             f"epoch {epoch + 1} of {job.train.describe()} has no batch from number {begin.window} on, and "
+             f"{num_steps - position.step} steps are left: does it end sooner than before?"),
+            error=TrainingError,
+        )  # fmt: skip
 
 
 def _agree(world: World, num_samples: int) -> int:

@@ -62,6 +62,7 @@ def open_whole(settings: TrainSettings, world: World) -> tuple[OwnParts, Sets]:
 
 def load_own(settings: TrainSettings, world: World) -> Sets:
     """What the user's function for the data returned."""
+    set_seed(settings.seed)  # a random split is the same on all ranks, and in a run that is resumed
     found, taken = call_own(settings.data, "data", **_list_facts(settings, world))
     return _open_sets(found, settings, settings.data, taken)
 
@@ -96,7 +97,10 @@ def settle(
     rest = len(train) % settings.batches.global_batch_size
     # A step of the user's own counts every sample that it gets, so no rank can do without one.
     needs_all = learner.own_step is not None and 0 < rest < world.world_size
-    if needs_all or (isinstance(train, OwnData) and train.drops_last):
+    drops = isinstance(train, OwnData) and train.drops_last
+    what = f"--tail pad: the loader of {settings.data or settings.model} has drop_last=True; leave one of them out"
+    refuse((drops and settings.tail == "pad", what))
+    if drops or (needs_all and settings.tail == "keep"):
         settings = replace(settings, tail="drop")
     return settings, train
 
@@ -106,6 +110,7 @@ def _check_shares(train: OwnData, world: World) -> None:
     name, everyone = f"data {train.name}", world.share((len(train), train.checksum))
     if train.is_sharded:
         train.checksum = 0  # a checkpoint has one for all ranks
+        train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)  # 0: some rank does not know
     advice = "make the order of the stream follow from the seed, or shard it yourself by rank and world_size"
     if not train.is_stream:
         advice = "return the same whole set on every rank, whose samples are then shared out"

@@ -221,11 +221,16 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
     what = f"{said} {type(found).__name__}{' with ' * bool(keys)}{', '.join(keys)}: it must return {_RETURNS}"
     refuse((not {"model", "step"} <= set(keys) <= set(OwnParts._fields), what), code="own-type")
     parts = OwnParts(**found)
-    odd = [key for key, part in (parts.state or {}).items() if not hasattr(part, "load_state_dict")]
+    state, evaluate = {} if parts.state is None else parts.state, parts.evaluate
+    parts_of = state if isinstance(state, Mapping) else {}
+    odd = [str(key) for key, part in parts_of.items() if not hasattr(part, "load_state_dict")]
     refuse(
         (not isinstance(parts.model, nn.Module),
          f"{said} {type(parts.model).__name__} as model: a torch.nn.Module is needed, or several in an nn.ModuleDict"),
         (not callable(parts.step), f"{said} {type(parts.step).__name__} as step: a function (model, batch) is needed"),
+        (parts_of is not state, f"{said} {type(state).__name__} as state: a dict of optimizers and the like is needed"),
+        (evaluate is not None and not callable(evaluate),
+         f"{said} {type(evaluate).__name__} as evaluate: a function (model, batch) is needed"),
         (odd, f"{said} state without load_state_dict: {', '.join(odd)}; an optimizer has one"),
         code="own-type",
     )  # fmt: skip

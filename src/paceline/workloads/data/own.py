@@ -52,6 +52,7 @@ class OwnData:
     is_sharded: bool = False
     form: DataForm = OWN_FORM
     head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or the first batch of a stream
+    num_batches: int | None = None  # of a stream's epoch, where all ranks agreed on it
     checksum: int = 0  # of the first sample, in a set also of the middle and the last one: another set has another
 
     def __len__(self) -> int:
@@ -60,6 +61,8 @@ class OwnData:
 
     @property
     def _num_batches(self) -> int:
+        if self.num_batches is not None:
+            return self.num_batches
         with contextlib.suppress(TypeError, NotImplementedError):
             return len(self.items)
         return 0

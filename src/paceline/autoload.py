@@ -1,0 +1,27 @@
+"""What torch calls when it is imported (entry point `torch.backends`): nothing, unless a variable asks for it.
+
+PACELINE_WRAPPER=1 puts our wrapper in the place of torch's. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
+observes the training of this process. An error would fail `import torch`, so none leaves this module.
+"""
+
+import os
+
+# The variable, the module that it needs, and the function there.
+_CALLS = (
+    ("PACELINE_WRAPPER", "paceline.parallel", "swap_wrapper"),
+    ("PACELINE_ATTACH", "paceline.measure.attach", "attach"),
+)
+
+
+def start() -> None:
+    for variable, module, function in _CALLS:
+        if os.environ.get(variable, "") not in ("", "0"):
+            try:
+                import importlib
+
+                getattr(importlib.import_module(module), function)()
+            except Exception as error:
+                import sys
+
+                found = f"{type(error).__name__}: {error}".partition("\n")[0]
+                print(f"paceline: {variable} has no effect in this process: {found}", file=sys.stderr)

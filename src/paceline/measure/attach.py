@@ -1,0 +1,312 @@
+"""Inside the ranks of a user's own program: the times of their steps and a trace of a few, without an edit of it.
+
+`paceline.autoload` calls `attach` where PACELINE_ATTACH holds its settings. A step ends with its optimizer. What it is
+made of is seen by torch's profiler, which records some steps: nothing is put between torch's wrapper and its messages,
+so that every result stays as it is. Each rank writes files of its own, and sends nothing. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import json
+import multiprocessing.util
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+# On more ranks the files of traces would be many, and say the same.
+_MOST_RECORDED = 16
+# The step after which wrappers have their final buckets.
+_SETTLED = 4
+# How often a program may catch the exit that `--stop` asks for.
+_MOST_EXITS = 3
+# Where a wrapper keeps the caps that it was made with: ours, and torch's of several versions.
+_OF_BUCKETS = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
+
+
+class Settings(NamedTuple):
+    """Of `steps` (0: all), `record` are recorded, after `warmup` others. `every` so many steps their times are written,
+    not only at the end. `race`: from step `first` on, `turns` of `length` steps, each the number of one of `plans`,
+    which are caps in MiB; None stands for the program's own."""
+
+    folder: str
+    steps: int
+    warmup: int = 0
+    record: int = 0
+    every: int = 0
+    stop: bool = False
+    race: dict[str, Any] | None = None
+
+
+def attach() -> None:
+    """Observe this process as the variable says."""
+    Observer(Settings(**json.loads(os.environ["PACELINE_ATTACH"]))).install()
+
+
+class Observer:
+    """The steps of this process: of each its number, its seconds, and those of them in data loaders.
+
+    The optimizers that step before one of them steps again belong to one step, and the last of them ends it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._undo: list[Callable[[], Any]] = []
+        self._wrapped: list[weakref.ref[Any]] = []
+        self._seen: list[int] = []
+        self._last = 0  # the optimizer that ends a step
+        self._steps: list[tuple[int, float, float]] = []
+        self._num_steps = self._num_exits = self._pid = self._thread = 0
+        self._end_s = self._data_s = 0.0
+        self._profiler: Any = None
+        self._range: Any = None  # of the step that is recorded
+        self._first = 0  # the step after which recording began
+        self._head: dict[str, Any] = {}
+        self._tail: dict[str, Any] = {}
+        self._path = Path(settings.folder)
+
+    def install(self) -> None:
+        (self._path / "seen").touch()
+        ours = sys.modules.get("paceline.parallel.ddp")  # there where it takes the place of torch's
+        for kind in (torch.nn.parallel.DistributedDataParallel, getattr(ours, "DDP", None)):
+            if kind is not None:
+                self._patch(kind, "__init__", self._note_wrapper)
+        self._patch(_BaseDataLoaderIter, "__next__", self._time_data)
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+
+    def _patch(self, kind: Any, name: str, around: Callable[..., Any]) -> None:
+        """Call `around(original, args, kwargs)` instead of this method, until all is observed."""
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(original, args, kwargs)
+
+        setattr(kind, name, call)
+        self._undo.append(lambda: setattr(kind, name, original))
+
+    def _note_wrapper(self, original: Any, args: Any, kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._wrapped.append(weakref.ref(args[0] if args else kwargs["self"]))
+
+    def _time_data(self, original: Any, args: Any, kwargs: Any) -> Any:
+        begin_s = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if threading.get_ident() == self._thread:
+                self._data_s += time.perf_counter() - begin_s
+
+    def _before_optimizer(self, *_: Any) -> None:
+        # Here, not at the end of a step: there the range of the optimizer is still open.
+        if self._profiler is not None and self._range is None and not self._tail:
+            try:
+                self._stop_recording()
+            except Exception as error:
+                self._give_up(error)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        try:
+            if not self._tail:
+                self._note_optimizer(optimizer)
+            elif "error" in self._tail and id(optimizer) == self._last:
+                self._num_steps += 1
+        except Exception as error:
+            self._give_up(error)
+        # What failed here must not keep a program running that is to be stopped.
+        if self._settings.stop and self._tail and self._num_steps >= self._settings.steps:
+            self._exit()
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        now_s = time.perf_counter()
+        if not self._num_steps and id(optimizer) not in self._seen:
+            self._open(optimizer)
+            self._seen.append(id(optimizer))
+        else:
+            self._last = self._last or self._seen[-1]
+            if id(optimizer) != self._last:
+                return
+            self._num_steps = max(1, self._num_steps) + 1
+            self._steps.append((self._num_steps, now_s - self._end_s, self._data_s))
+            self._advance()
+        self._end_s, self._data_s = time.perf_counter(), 0.0
+
+    def _open(self, optimizer: Optimizer) -> None:
+        """This process trains: which rank it is, and where its files are."""
+        if self._head:
+            return
+        is_open = dist.is_available() and dist.is_initialized()
+        rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+        if is_open:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        parameter = next(iter(optimizer.param_groups[0]["params"]), None)
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._head = {
+            "rank": rank, "world_size": world_size, "backend": dist.get_backend() if is_open else "none",
+            "host": socket.gethostname(), "device": "cpu" if parameter is None else parameter.device.type,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+        self._path /= f"rank-{rank}-{self._pid}.jsonl"
+        # A forked process ends without what atexit knows, and one of torch.multiprocessing without the other.
+        atexit.register(self._close)
+        multiprocessing.util.Finalize(None, self._close, exitpriority=1)
+
+    def _advance(self) -> None:
+        """After a step: what is due now."""
+        settings, number = self._settings, self._num_steps
+        if number == _SETTLED:  # at the end of the program its wrappers may be gone
+            self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
+        if self._profiler is not None:
+            self._mark()
+        elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
+            self._start_recording()
+        if settings.race is not None:
+            self._take_turn(**settings.race)
+        if settings.every and number % settings.every == 0:
+            self._write({})
+        if settings.steps and number >= settings.steps:
+            self._finish()
+
+    def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
+        """Between two turns: note the buckets of the one, and give the wrappers those of the other."""
+        turn, place = divmod(self._num_steps - first, length)
+        if place or not 0 <= turn <= len(turns):
+            return
+        for wrapper in self._list_wrappers():
+            if turn:
+                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = _describe(wrapper)["bucket_bytes"]
+            if turn < len(turns):
+                rebucket(wrapper, plans[turns[turn]])
+
+    def _list_wrappers(self) -> list[Any]:
+        return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
+
+    def _start_recording(self) -> None:
+        if torch.autograd._profiler_enabled():  # a second profile would end the first one
+            self._head["not_recorded"] = "the program runs torch's profiler itself"
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+        self._first = self._num_steps
+        self._mark()
+        self._patch(profile, "start", self._make_way)
+
+    def _make_way(self, original: Any, args: Any, kwargs: Any) -> Any:
+        """The program's own profile comes first."""
+        if self._profiler is not None:
+            self._stop_recording()
+        return original(*args, **kwargs)
+
+    def _mark(self) -> None:
+        """A range for each step, up to the last that is recorded."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = None
+        if self._num_steps < self._first + self._settings.record:
+            self._range = record_function(f"ProfilerStep#{self._num_steps}")
+            self._range.__enter__()
+
+    def _stop_recording(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        path = self._path.with_name(f"trace-{self._head['rank']}-{self._pid}.json")
+        profiler.export_chrome_trace(str(path))
+        # The step in which it stopped has the time of writing the file.
+        self._head |= {"trace": path.name, "recorded": [self._first + 1, self._num_steps + 1]}
+
+    def _write(self, more: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(self._head | more | {"steps": self._steps}) + "\n")
+        self._steps = []
+
+    def _finish(self) -> None:
+        """Write what there is, once. Hooks stay, and do nothing: torch goes through them at this moment."""
+        if self._tail or os.getpid() != self._pid:
+            return
+        self._tail["num_steps"] = self._num_steps
+        if self._profiler is not None:
+            self._stop_recording()
+        self._end()
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):  # the folder may be gone
+            self._finish()
+
+    def _give_up(self, error: Exception) -> None:
+        """The program goes on without being observed."""
+        self._tail["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with contextlib.suppress(Exception):
+            self._end()
+
+    def _end(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._write(self._tail)
+
+    def _exit(self) -> None:
+        self._num_exits += 1
+        if self._num_exits > _MOST_EXITS:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        raise SystemExit(0)
+
+
+def rebucket(wrapper: Any, cap_mib: float | None) -> None:
+    """Give a wrapper other buckets between two steps, as if it had been made with this cap; without one, those it was
+    made with. As after its making, the buckets are final from the second step on."""
+    known = vars(wrapper)
+    own = known.setdefault("_own_buckets", {name: known[name] for name in _OF_BUCKETS if name in known})
+    known.update(own)
+    if "_options" in own:  # ours
+        if cap_mib is not None:
+            caps = {"plan": None, "bucket_cap_mb": cap_mib, "bucket_cap_mb_list": None}
+            wrapper._options = dataclasses.replace(own["_options"], **caps)
+        wrapper._set_up()
+        return
+    if wrapper.mixed_precision is not None:
+        raise NotImplementedError("a wrapper with mixed_precision keeps its buckets")
+    if cap_mib is not None and "_bucket_config" in own:
+        wrapper._bucket_config = type(own["_bucket_config"]).create(cap_mib, None, False)
+        wrapper.bucket_bytes_cap = wrapper._bucket_config.bucket_bytes_cap
+    elif cap_mib is not None:  # torch before 2.13
+        wrapper.bucket_bytes_cap, wrapper.bucket_bytes_cap_default = int(cap_mib * 2**20), False
+    is_static, wrapper.static_graph = wrapper.static_graph, False
+    wrapper._remove_autograd_hooks()
+    wrapper.logger = wrapper.reducer = None
+    parameters, expect_sparse = wrapper._build_params_for_reducer()
+    named = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse, named, is_static)
+    wrapper._has_rebuilt_buckets = False
+    if is_static:
+        wrapper._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        dist._register_comm_hook(wrapper.reducer, state, hook)
+
+
+def _describe(wrapper: Any) -> dict[str, Any]:
+    """What a wrapper says of itself, as a record of steps has it."""
+    data = wrapper._get_ddp_logging_data()
+    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "").split(",")
+    return {
+        "model": data["module_name"], "wrapper": "paceline" if hasattr(wrapper, "_options") else "torch",
+        "cap_bytes": max(0, data["bucket_cap_bytes"]), "bucket_bytes": [int(size) for size in sizes if size.strip()],
+    }  # fmt: skip

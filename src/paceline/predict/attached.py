@@ -1,0 +1,89 @@
+"""What the steps of a program that was attached to say: who waits for whom, and what bounds a step. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.predict.advice import WORTH, Advice
+from paceline.predict.traces import Lateness
+from paceline.records.samples import Samples, group_by
+from paceline.records.traced import TracedMessage, TracedStepRecord
+from paceline.units import format_duration
+
+
+def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
+    """The rank that the others wait for, by how long the same message takes on each: it moves at the same time on all,
+    and the rest is waiting, so that no clock is compared. None where fewer than two ranks show the same messages."""
+    late_s, last = [], Counter[int]()
+    for steps in group_by((r for r in records if r.messages), lambda record: record.number).values():
+        if len(steps) < 2 or len({len(step.messages) for step in steps}) > 1:
+            continue
+        took = [[m.done_s - m.start_s for m in messages] for messages in zip(*(s.messages for s in steps), strict=True)]
+        worst = max(took, key=lambda times: sum(times) - len(times) * min(times))
+        late_s.append((sum(worst) - min(worst)) / (len(worst) - 1) - min(worst))
+        last[steps[worst.index(min(worst))].rank] += 1
+    if not late_s:
+        return None
+    rank, times = last.most_common(1)[0]
+    return Lateness(rank, times / len(late_s), statistics.median(late_s))
+
+
+def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
+    """Recorded steps as long, in the median of each rank, as those that were not recorded. What recording cost is taken
+    from the rank's own work, which it slows evenly; messages leave earlier by that, and take as long."""
+    found = []
+    for steps in group_by(records, lambda record: record.rank).values():
+        excess_s = statistics.median(step.step_s for step in steps) - step_s
+        own_s = statistics.median(step.step_s - step.exposed_s for step in steps)
+        factor = max(0.5, 1 - excess_s / own_s)
+        for step in steps:
+            moved = [(m, (1 - factor) * m.launch_s) for m in step.messages]
+            messages = tuple(
+                TracedMessage(m.num_bytes, m.launch_s - by_s, m.start_s - by_s, m.done_s - by_s) for m, by_s in moved
+            )
+            times = {name: getattr(step, name) * factor for name in ("before_s", "backward_s", "after_s")}
+            ready_s = tuple(moment * factor for moment in step.ready_s)
+            found.append(replace(step, **times, ready_s=ready_s, messages=messages))
+    return found
+
+
+def list_bottlenecks(
+    step_s: float, data: Samples, lateness: Lateness | None, buckets: tuple[str, float] | None,
+    messages: tuple[float, float, float] | None,
+) -> list[Advice]:  # fmt: skip
+    """What bounds a step of `step_s`, the largest first: data, late rank, buckets, batch (a step sends for more than
+    half as long as it computes, and buckets do not hide that), network, or computing. `data`: how long each rank waits
+    in data loaders. `buckets`: what to write, and the seconds that it saves. `messages`: how long the messages of a
+    step take, what of that is exposed with the best buckets, and how long a rank computes."""
+    found = []
+    waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
+    data_s, slow = max(waits), waits.index(max(waits))
+    where = "" if min(waits) > data_s / 2 else f" on rank {slow}"
+    text = f"the step waits {format_duration(data_s)} for data{where}, {data_s / step_s:.0%} of it: "
+    text += "use more workers in the DataLoader, smaller inputs, or batches that are made ahead"
+    found.append(("data", data_s, text))
+    if lateness is not None and lateness.share > 0.8:
+        # A rank that waits for its data is late because of that.
+        own_s = waits[lateness.rank] - min(waits) if lateness.rank < len(waits) else 0.0
+        text = f"the others wait {format_duration(lateness.mean_s)} of each step for rank {lateness.rank}, last in "
+        text += f"{lateness.share:.0%} of them: look at its cores, its GPU's clock, its data and its batches"
+        found.append(("late rank", max(0.0, lateness.mean_s - own_s), text))
+    saved_s = 0.0
+    if buckets is not None:
+        write, saved_s = buckets
+        found.append(("buckets", saved_s, f"its buckets: {write} would save {format_duration(saved_s)} of each step"))
+    if messages is not None:
+        message_s, exposed_s, compute_s = messages
+        text = f"a step computes for {format_duration(compute_s)} and sends for {format_duration(message_s)}, so that "
+        text += f"with the best buckets {format_duration(exposed_s)} is exposed: "
+        is_small = message_s > compute_s / 2
+        text += "raise the batch, or accumulate gradients" if is_small else "a faster network, or messages in bf16"
+        # Better buckets come first: they cost nothing.
+        gain_s = min(exposed_s, saved_s) if saved_s >= WORTH * step_s else exposed_s
+        found.append(("batch" if is_small else "network", gain_s, text))
+    worth = [Advice(kind, text, gain_s, "at most", step_s) for kind, gain_s, text in found if gain_s >= WORTH * step_s]
+    rest = Advice("computing", "nothing else stands out: it is bound by what it computes", 0.0, "computed", step_s)
+    return [*sorted(worth, key=lambda one: -one.gain_s), rest]

@@ -1,0 +1,229 @@
+"""What was seen of a user's own program: where the time of a step goes, what bounds it, and the lines to paste."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import RecordError
+from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.race import Race, judge_race
+from paceline.records import StepRecord, TracedStepRecord
+from paceline.records.samples import group_by
+from paceline.records.steps import RACED
+from paceline.report.predictions import RACE, RaceRow, say_status
+from paceline.report.result import Result
+from paceline.report.table import Column, Table
+from paceline.report.traced import TracedResult, round_cap
+from paceline.units import MIB, format_ms, format_number_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The plan of the program itself, in a race.
+NOW = "as it is"
+_ASKED = {"network": None, "ranks": None, "inside": None, "ranks_per_node": None, "algorithm": "auto"}
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Where a step of one rank goes: medians of its steps, in seconds. What was not recorded is None."""
+
+    rank: int
+    step_s: float
+    data_s: float
+    forward_s: float | None = None
+    backward_s: float | None = None
+    exposed_s: float | None = None
+    after_s: float | None = None
+
+
+WHERE = (
+    Column("rank", "rank", "number", "rank", is_key=True),
+    Column("step", "step_s", "ms", "step_s", is_key=True),
+    Column("data", "data_s", "ms", "data_s", priority=3),
+    Column("forward", "forward_s", "ms", "forward_s", priority=2),
+    Column("backward", "backward_s", "ms", "backward_s", priority=2),
+    Column("exposed", "exposed_s", "ms", "exposed_s", priority=3),
+    Column("optimizer, rest", "after_s", "ms", "after_s", priority=1),
+    Column("source", lambda row: "measured", key="source", priority=-1),
+)
+
+
+class AttachedResult(Result):
+    """`profile`, `tune` and `watch` of a command. `step_s` is the median of the steps that were not recorded, `rows`
+    where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`). `exposed_s` is measured
+    in the recorded steps: from the end of a rank's own backward to that of the last message.
+
+    `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
+    the plans that the program ran with. `verdict` is that of the race ("use", "default", "flat" or "undecided"), else
+    that of `buckets`; empty without either. `rival` is the bucket size to compare with its own, `saves` what it saves
+    of a step, at least and at most: measured by the race, else predicted. `cap_mib` is the `bucket_cap_mb` to use, None
+    where its buckets should stay as they are.
+    """
+
+    def _derive(self) -> None:
+        timed = self.only(StepRecord)
+        self.steps = next(record for record in timed if record.note != RACED)
+        self.step_s, self.waits = self.steps.timing.median_s, self.steps.phase("data_wait")
+        recorded = remove_recording(self.only(TracedStepRecord), self.step_s)
+        self.buckets: TracedResult | None = None
+        self.doubt, self.race, self.exposed_s = "", None, None
+        self.verdict, self.saves, self.cap_mib = "", (0.0, 0.0, 0.0), None
+        if any(record.messages for record in recorded):
+            try:
+                self.buckets = TracedResult(replace(self.run, config=_ASKED, records=tuple(recorded), warnings=()))
+            except RecordError as error:
+                self.doubt = f"nothing is predicted: {error}"
+        if self.buckets is not None:
+            self.exposed_s, self.verdict = self.buckets.traced.exposed_s, self.buckets.verdict
+            self.rival = self.buckets.candidate if self.verdict == "use" else self.buckets.find_rival()
+            self.saves = self.rival.gain
+            self.cap_mib = self.buckets.best.cap_mib if self.verdict == "use" else None
+        self.raced = {record.label: record for record in timed if record.note == RACED}
+        if self.raced:
+            self.race = judge_race({label: record.turns_s for label, record in self.raced.items()}, NOW)
+            self.verdict, gain = self.race.verdict, self.race.gain
+            self.saves = 1 - gain.value, 1 - gain.high, 1 - gain.low
+            self.cap_mib = self.config["plans"][self.race.winner]
+        self.rows = self._list_rows(recorded)
+        saved = None
+        if self.buckets is not None and self.verdict in ("use", "undecided"):  # what may well be, also where not sure
+            cap = self.cap_mib or self.rival.cap_mib or 0.0
+            saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
+        late, messages = find_late_rank(recorded), self._find_messages()
+        self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)
+        self.bottleneck = self.bottlenecks[0]
+
+    def _find_messages(self) -> tuple[float, float, float] | None:
+        if self.buckets is None:
+            return None
+        best, curve = self.buckets.best.estimate, self.buckets.costs.curve
+        took_s = sum(curve.estimate_s(bucket.num_bytes) for bucket in best.step.buckets)
+        job = self.buckets.job  # what grows with a batch: not the optimizer
+        computes_s = max(0.0, job.before_s + job.backward_s - self.waits.median_s)
+        return took_s, max(0.0, best.exposed_s), computes_s
+
+    def _list_rows(self, recorded: Sequence[TracedStepRecord]) -> list[RankRow]:
+        by_rank, rows = group_by((step for step in recorded if step.messages), lambda step: step.rank), []
+        for rank in range(self.steps.timing.num_ranks):
+            both = (self.steps.timing, self.waits)
+            step_s, data_s = (statistics.median(row[rank] for row in samples.seconds) for samples in both)
+            parts: list[float] = []
+            if own := by_rank.get(rank):
+                names = ("before_s", "backward_s", "exposed_s", "after_s")
+                parts = [statistics.median(getattr(step, name) for step in own) for name in names]
+                parts[0] = max(0.0, parts[0] - data_s)
+            rows.append(RankRow(rank, step_s, data_s, *parts))
+        return rows
+
+    @cached_property
+    def cap_list(self) -> list[float]:
+        """A cap for each bucket, `bucket_cap_mb_list` of torch 2.13, where that is predicted better than one cap."""
+        plan = None if self.buckets is None or self.cap_mib is None else self.buckets.plan
+        if plan is None or not plan.fits_torch or "bucket_cap_mb_list" not in plan.as_torch_kwargs():
+            return []
+        ends = ((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1, bucket.num_bytes) for bucket in plan.buckets)
+        return [round_cap(*each) / MIB for each in ends]
+
+    @cached_property
+    def lines(self) -> dict[str, str]:
+        """What to paste, by where."""
+        if self.cap_mib is None:
+            return {}
+        cap = f"bucket_cap_mb={_write_cap(self.cap_mib)}"
+        lines = {"torch": f"DistributedDataParallel(model, {cap})"}
+        if self.cap_list:
+            caps = f"bucket_cap_mb_list=[{', '.join(map(_write_cap, self.cap_list))}]"
+            lines["torch 2.13, predicted"] = f"DistributedDataParallel(model, {caps})"
+        return lines | {
+            "transformers": f"TrainingArguments(..., ddp_{cap})",
+            "Accelerate": f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({cap})])",
+            "Lightning": f"Trainer(strategy=DDPStrategy({cap}))",
+        }
+
+    @property
+    def answer(self) -> str:
+        steps, ranks = self.steps, format_number_of(self.steps.world_size, "rank")
+        text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(self.step_s)} ms"
+        if self.exposed_s is not None:
+            text += f", of which {format_ms(self.exposed_s)} ms ({self.exposed_s / self.step_s:.0%}) is exposed "
+            text += "communication"
+        first, rest = self.bottleneck.text[:1].upper(), self.bottleneck.text[1:]
+        return f"{text}. Bottleneck: {self.bottleneck.kind}. {first}{rest}. {self._describe_buckets()}".strip()
+
+    def _describe_buckets(self) -> str:
+        if self.buckets is None:
+            return ""
+        race, gain = self.race, _say_share(self.saves)
+        basis = "predicted, 90 %" if race is None else f"measured in {format_number_of(race.num_rounds, 'round')}, 95 %"
+        if self.verdict == "use":
+            return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} it takes {gain} less ({basis})."
+        if self.verdict == "flat":
+            return f"Flat: all other buckets are within 1 % ({basis})."
+        if self.verdict in ("keep", "default"):
+            return f"Keep its buckets: no others save more than 1 % ({basis})."
+        if race is None:
+            return f"Undecided: {self.rival.name} saves {gain} ({basis}); `paceline tune --` measures it."
+        return f"Undecided after {race.num_rounds} rounds: about {race.rounds_to_decide} more would decide."
+
+    @property
+    def findings(self) -> Sequence[str]:
+        lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
+        if self.buckets is not None:
+            lines += self.buckets.findings
+        return [*lines, self.doubt] if self.doubt else lines
+
+    def tables(self) -> list[Table]:
+        found = [Table("where", "where a step goes", WHERE, self.rows)]
+        if self.buckets is None:
+            return found
+        if self.race is not None:
+            rows = self._list_race(self.race)
+            found.append(Table("race", f"the race of the plans; the default is: {NOW}", RACE, rows))
+        return [*found, *self.buckets.tables()]
+
+    def _list_race(self, race: Race) -> list[RaceRow]:
+        assert self.buckets is not None
+        rows = []
+        for label, record in self.raced.items():
+            candidate = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
+            rows.append(RaceRow(candidate, record, race.to_default[label], say_status(race, label)))
+        return rows
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        return {} if self.buckets is None else self.buckets.figures()
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        return [f"{where}: {line}" for where, line in self.lines.items()]
+
+    @property
+    def failure(self) -> str:
+        return str(self.config.get("failure") or "") or super().failure
+
+    def to_json(self) -> dict[str, Any]:
+        predicted = {} if self.buckets is None else self.buckets.to_json()
+        known = [value if math.isfinite(value) else None for value in self.saves]  # of few rounds there is no interval
+        gain = dict(zip(("gain", "gain_low", "gain_high"), known, strict=True)) if self.verdict else {}
+        return predicted | super().to_json() | gain | {
+            "step_s": self.step_s, "exposed_s": self.exposed_s, "world_size": self.steps.world_size,
+            "backend": self.steps.backend, "device": self.steps.device, "num_steps": self.steps.timing.count,
+            "bottleneck": self.bottleneck.kind, "verdict": self.verdict, "is_predicted": self.race is None,
+            "bottlenecks": [{"kind": one.kind, "gain_s": one.gain_s, "text": one.text} for one in self.bottlenecks],
+            "bucket_cap_mb": self.cap_mib, "bucket_cap_mb_list": self.cap_list, "lines": self.lines,
+        }  # fmt: skip
+
+
+def _say_share(gain: tuple[float, float, float]) -> str:
+    return f"{gain[0]:.1%} [{gain[1]:.1%}, {gain[2]:.1%}]"
+
+
+def _write_cap(cap_mib: float) -> str:
+    """The shortest number of which torch makes the same bytes."""
+    shorter = (float(f"{cap_mib:.{digits}g}") for digits in range(1, 18))
+    return repr(next(cap for cap in shorter if int(cap * MIB) == round(cap_mib * MIB))).removesuffix(".0")

@@ -1,0 +1,293 @@
+"""`paceline.attach`: start a user's own program, observe some of its steps without an edit of it, and answer.
+
+What is observed is in `measure.attach`, which runs inside of the program's ranks and writes files; they are read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.errors import LaunchError, RecordError, refuse
+from paceline.measure.settings import check_counts
+from paceline.records import Record, Samples, StepRecord, TracedStepRecord
+from paceline.records.steps import RACED
+from paceline.records.store import Run, write_new
+from paceline.runtime.environment import read_place
+from paceline.runtime.session import Session, open_session
+from paceline.units import MIB, format_bytes, format_ms
+from paceline.verbs.jobs import Place, Sizes, finish, list_sizes
+
+if TYPE_CHECKING:
+    from paceline.predict.traces import RankTrace
+    from paceline.report.attached import AttachedResult
+
+# Steps of a program that are not timed: torch's wrapper makes its buckets in the second. And the least of all.
+_WARMUP, _LEAST_STEPS = 4, 8
+# The steps of a race, and those of a turn, of which the first are not timed.
+_RACE_STEPS, _SWITCH_STEPS, _TURN_STEPS = 145, 2, 3
+# How many steps are recorded, after how many others.
+_RECORDED, _BEFORE = 8, 10
+# How long a program may take to end once all of its ranks were asked to, and ranks once the first has.
+_END_S, _LAST_S, _POLL_S = 60.0, 5.0, 0.3
+# Of a program that is watched for long, the last ones.
+_MOST_STEPS = 5000
+
+
+def attach(
+    command: Sequence[str], *, steps: int = 48, stop: bool = False, every: int | None = None, race: bool = False,
+    caps: Sizes = (), budget: float | None = None, out: Place = None, progress: bool | None = None,
+) -> AttachedResult:  # fmt: skip
+    """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
+
+    `command` starts it: `["torchrun", "--nproc-per-node", "2", "train.py"]`. The first `steps` are observed (0: all);
+    then the program goes on, or with `stop` ends on all ranks after the same step. `every` so many steps a line says
+    how long they take. With `race` both this run and a second one are stopped: in the second its own buckets and the
+    best ones, or those of `caps`, take turns, for at most `budget` seconds. With `out` the run is saved in a folder.
+    """
+    check_counts(steps=steps or None, every=every)
+    words = list(command)
+    refuse(
+        (not words, "no command is given: write it behind --, as in `paceline profile -- python train.py`"),
+        (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
+        (0 < steps < _LEAST_STEPS, f"--steps {steps}: at least {_LEAST_STEPS} are needed, of which some are warm-up"),
+        (stop and not steps, "--stop with --steps 0: say after how many steps the program is to stop"),
+    )  # fmt: skip
+    refuse((read_place().world_size > 1, "this process is one rank of a launched world: start the launcher itself, "
+            "behind -- (in a batch script of Slurm, unset SLURM_PROCID first)"), code="launched")  # fmt: skip
+    verb = "tune attach" if race else "watch" if every else "profile attach"
+    asked = {"steps": steps, "stop": stop or race, "every": every or 0}
+    recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
+    with (
+        open_session(verb, {"command": words, **asked}, out=out, progress=progress) as session,
+        # Where the run is saved, which other hosts may see, too.
+        tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
+    ):
+        ranks = _run(session, Path(folder) / "observed", asked | recorded)
+        traces, traced, why = _read_traces(ranks)
+        session.warnings += why
+        records: list[Record] = [_build_record(ranks, traced), *traced]
+        if session.folder is not None and traces:
+            from paceline.predict.traces import merge_traces, render_trace
+
+            write_new(session.folder / "trace.json.gz", render_trace(merge_traces(traces)))
+        if race:
+            records += _race(session, Path(folder) / "race", records, list_sizes(caps), budget)
+        return cast("AttachedResult", finish(session, records))
+
+
+@dataclass
+class _Rank:
+    """What one rank wrote: all but its steps in `about`; of each step its number, seconds, and those in data loaders.
+    `place` is how far its file was read."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    place: int = 0
+
+
+class _Files:
+    """The files of a program that is being observed, read as they grow; for `every` so many steps a line on stderr."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._folder, self._every, self._shown = folder, every, 0
+        self._known: dict[Path, _Rank] = {}
+
+    def read(self) -> list[_Rank]:
+        """What the ranks have written until now, by rank; of two processes that say to be one, that with more steps."""
+        for path in self._folder.glob("rank-*.jsonl"):
+            rank = self._known.setdefault(path, _Rank())
+            with path.open("rb") as file:
+                file.seek(rank.place)
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
+            for line in map(json.loads, whole.splitlines()):
+                rank.steps += [tuple(step) for step in line.pop("steps")]
+                rank.about |= line | {"folder": self._folder}
+            del rank.steps[:-_MOST_STEPS]
+            rank.place += len(whole)
+        found = sorted((rank for rank in self._known.values() if rank.about), key=lambda rank: len(rank.steps))
+        chosen = {rank.about["rank"]: rank for rank in found}
+        return [chosen[number] for number in sorted(chosen)]
+
+    def is_over(self) -> bool:
+        """Whether all ranks have written all of it."""
+        ranks = self.read()
+        is_over = [bool(rank.about.keys() & {"num_steps", "error"}) for rank in ranks]
+        return all(is_over) and len(ranks) >= (ranks[0].about["world_size"] if ranks else 1)
+
+    def show(self) -> None:
+        ranks = self.read() if self._every else []
+        while ranks and self._shown + self._every <= min((r.steps[-1][0] if r.steps else 0) for r in ranks):
+            first, self._shown = self._shown, self._shown + self._every
+            parts = [[step for step in rank.steps if first < step[0] <= self._shown] for rank in ranks]
+            if not all(parts):
+                continue
+            step_s, data_s = (max(statistics.median(s[k] for s in steps) for steps in parts) for k in (1, 2))
+            text = f"{format_ms(step_s)} ms a step, {data_s / step_s:.0%} of it waiting for data"
+            print(f"paceline: step {self._shown}: {text}", file=sys.stderr, flush=True)
+
+
+def _run(session: Session, folder: Path, asked: dict[str, Any]) -> list[_Rank]:
+    """Run the command, attached; what its ranks wrote. LaunchError where it failed before there was anything."""
+    folder.mkdir()
+    command, stop = session.config["command"], asked["stop"]
+    variables = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # torch 2.13 writes lines when a profile starts and stops
+    variables |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    variables |= {"PACELINE_ATTACH": json.dumps({"folder": str(folder.resolve()), **asked})}
+    process = subprocess.Popen(command, env=variables, stdout=2)  # its output to stderr: stdout is for the answer
+    files = _Files(folder, asked.get("every", 0) if session.progress is not False else 0)
+    is_interrupted = False
+    try:
+        is_interrupted = _wait(session, process, files, stop)
+    finally:
+        code = process.poll()
+        _end(process)
+    until_s = time.monotonic() + _LAST_S
+    while files.read() and not files.is_over() and time.monotonic() < until_s:
+        time.sleep(_POLL_S)  # a rank that is not a child of the command may end after it
+    ranks = files.read()
+    least = min((len(rank.steps) for rank in ranks), default=0)
+    if is_interrupted and (stop or least < _WARMUP):
+        raise KeyboardInterrupt
+    if least < _WARMUP:
+        raise LaunchError(_explain(shlex.join(command), code, folder, least), code="not-attached")
+    if is_interrupted:
+        session.warnings.append("interrupted: fewer steps were observed than asked for")
+    elif code and not (stop and files.is_over()):  # how ranks end that were stopped says nothing
+        session.config["failure"] = f"{shlex.join(command)} ended with exit code {code}"
+    return ranks
+
+
+def _wait(session: Session, process: subprocess.Popen[bytes], files: _Files, stop: bool) -> bool:
+    """Until it ends; whether it was interrupted. Ctrl-C reaches the program, too, which may save first."""
+    asked_s = 0.0
+    while process.poll() is None:
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+            files.show()
+            if stop and not asked_s and files.is_over():
+                asked_s = time.monotonic()
+            if asked_s and time.monotonic() - asked_s > _END_S:
+                session.warnings.append(f"its ranks stopped, and it did not end within {_END_S:.0f} s")
+                return False
+        except KeyboardInterrupt:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            return True
+    files.show()
+    return False
+
+
+def _explain(name: str, code: int | None, folder: Path, steps: int) -> str:
+    ended = f"{name} ended with exit code {code}" if code else f"{name} ended"
+    if not (folder / "seen").exists():
+        why = "it did not import torch, or its Python does not have this Paceline (pip install it there)"
+        return f"{ended} and was not attached to: {why}"
+    if not steps:
+        return f"{ended} before an optimizer of torch took a second step: is it a program that trains?"
+    return f"{ended} after {steps + 1} steps: that is too few to observe; let it train longer"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program where it still runs: launchers end their ranks."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15.0)
+
+
+def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
+    """The traces, the steps in them, and why there are none."""
+    from paceline.predict.traced import read_steps
+    from paceline.predict.traces import read_chrome
+
+    traces, steps, why = [], list[TracedStepRecord](), dict[str, None]()
+    for about in (rank.about for rank in ranks):
+        if "trace" not in about:
+            if found := about.get("not_recorded") or about.get("error"):
+                why[f"no step was recorded: {found}"] = None
+            continue
+        try:
+            document = json.loads((about["folder"] / about["trace"]).read_text(errors="replace"))
+            traces.append(read_chrome(document, about["rank"], about["world_size"]))
+            if about["world_size"] > 1:
+                steps += read_steps(traces[-1])
+        except (OSError, ValueError, KeyError, RecordError) as error:
+            why[f"the recorded steps say nothing of messages: {error}"] = None
+    return traces, steps, list(why)
+
+
+def _build_record(
+    ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord] = (), only: Sequence[int] = (), **more: Any
+) -> StepRecord:
+    """The steps that all ranks have and none recorded, or `only` these, as one record."""
+    about = ranks[0].about
+    first, last = about.get("recorded", (0, -1))
+    by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
+    common = sorted(set.intersection(*map(set, by_rank)))
+    used = list(only) or [n for n in common if n > _WARMUP and not first <= n <= last] or common
+    wrapper = next(iter(about.get("wrappers") or ()), {"model": "the program", "wrapper": "none"}) | more
+    backend = next((step.backend for step in traced if step.backend), about["backend"])
+
+    def build(place: int, numbers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(float(steps[number][place]) for steps in by_rank) for number in numbers)
+
+    return StepRecord(
+        backend=backend, device=about["device"], world_size=about["world_size"], batch_size=1,
+        timing=Samples(build(0, used), build(0, [n for n in common if n <= _WARMUP])), threads=about["threads"],
+        data_wait=Samples(build(1, used)), **wrapper | {"bucket_bytes": tuple(wrapper.get("bucket_bytes", ()))},
+    )  # fmt: skip
+
+
+def _race(
+    session: Session, folder: Path, records: Sequence[Record], caps: Sequence[int], budget: float | None
+) -> list[StepRecord]:
+    """One run, in which the program's own buckets and others take turns: its wrapper changes them between two steps."""
+    from paceline.report.attached import NOW, AttachedResult
+
+    seen = AttachedResult(Run(session.verb, session.config, session.environment, tuple(records)))
+    if seen.buckets is None:
+        session.warnings.append("there is no race: nothing that it sends was recorded")
+        return []
+    if not caps and (seen.verdict in ("keep", "flat") or not seen.rival.cap_bytes):
+        session.warnings.append("there is no race: no other buckets are predicted to save more than 1 %")
+        return []
+    plans: dict[str, float | None] = {NOW: None}
+    plans |= {format_bytes(cap): cap / MIB for cap in caps or [seen.rival.cap_bytes]}
+    session.config["plans"] = plans
+    length = _SWITCH_STEPS + _TURN_STEPS
+    rounds = _RACE_STEPS // (length * len(plans))
+    if budget is not None:
+        rounds = max(2, min(rounds, int(budget / (seen.step_s * length * len(plans)))))
+    # Each plan is first in as many rounds as last.
+    turns = [turn for number in range(rounds) for turn in range(len(plans))[:: 1 if number % 2 == 0 else -1]]
+    steps = _WARMUP + length * len(turns)
+    race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
+    ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})
+    if not all(rank.about.get("num_steps") == steps for rank in ranks):
+        why = next((r.about["error"] for r in ranks if "error" in r.about), f"it ended before its step {steps}")
+        session.warnings.append(f"there is no race: {why}")
+        return []
+    found = []
+    for number, label in enumerate(plans):
+        begins = [_WARMUP + length * place for place, turn in enumerate(turns) if turn == number]
+        used = [begin + step for begin in begins for step in range(_SWITCH_STEPS + 1, length + 1)]
+        more = {"note": RACED, "steps_per_turn": _TURN_STEPS, "bucket_bytes": ranks[0].about["layouts"][str(number)]}
+        found.append(_build_record(ranks, (), used, label=label, **more))
+    return found

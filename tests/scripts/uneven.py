@@ -1,0 +1,36 @@
+"""Ranks with unequal numbers of batches, under join: torchrun --nproc-per-node 2 uneven.py"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--double", action="store_true")
+parser.add_argument("--save", default="")
+args = parser.parse_args()
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dtype = torch.float64 if args.double else torch.float32
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4)).to(dtype)
+model = DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(rank)
+batches = [torch.randn(32, 128, generator=generator, dtype=dtype) for _ in range(args.steps + 5 * rank)]
+with model.join():
+    for number, inputs in enumerate(batches):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and number % 20 == 0:
+            print(f"step {number} loss {loss.item():.10f}", flush=True)
+if rank == 0 and args.save:
+    torch.save(net.state_dict(), args.save)
+dist.destroy_process_group()

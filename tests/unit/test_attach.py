@@ -1,0 +1,206 @@
+"""What runs inside of a user's program: it observes, stops when asked, changes nothing, and never breaks torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from paceline import autoload
+from paceline.measure import attach
+from paceline.measure.attach import Observer, Settings
+
+VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER")
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was(monkeypatch) -> Iterator[None]:
+    """Hooks of an observer stay in its process, which is this one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it when a profile starts
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))
+    monkeypatch.setattr(attach.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(attach.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    init, fetch = DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__
+    yield
+    DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__ = init, fetch
+
+
+class Program:
+    """A plain loop in this process."""
+
+    def __init__(self, count: int = 1) -> None:
+        torch.manual_seed(0)
+        self.models = [torch.nn.Linear(4, 4) for _ in range(count)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
+        self.loader = DataLoader(torch.randn(64, 4), batch_size=2)
+
+    def train(self, steps: int) -> None:
+        for _, inputs in zip(range(steps), iter(self.loader), strict=False):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+
+def observe(folder: Path, **settings: object) -> Observer:
+    observer = Observer(Settings(str(folder), **settings))
+    observer.install()
+    return observer
+
+
+def read(folder: Path) -> dict:
+    (path,) = folder.glob("rank-0-*.jsonl")
+    found: dict = {"steps": []}
+    for line in path.read_text().splitlines():
+        part = json.loads(line)
+        found |= part | {"steps": [*found["steps"], *part.get("steps", [])]}
+    return found
+
+
+def test_without_variables_nothing_is_loaded_and_torch_stays_as_it_is(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    loaded, init = set(sys.modules), DistributedDataParallel.__init__
+    autoload.start()
+    assert set(sys.modules) == loaded and DistributedDataParallel.__init__ is init
+
+
+@pytest.mark.parametrize("value", ["no JSON", '{"folder": "/no/such/folder", "steps": 9}', '{"other": 1}'])
+def test_an_error_never_leaves_the_entry_point(monkeypatch, capsys, value):
+    monkeypatch.delenv("PACELINE_WRAPPER", raising=False)
+    monkeypatch.setenv("PACELINE_ATTACH", value)
+    autoload.start()
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "PACELINE_ATTACH" in captured.err
+
+
+def test_the_variable_holds_the_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_ATTACH", json.dumps({"folder": str(tmp_path), "steps": 8}))
+    autoload.start()
+    Program().train(12)
+    assert (tmp_path / "seen").exists() and read(tmp_path)["num_steps"] == 8
+
+
+def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
+    observe(tmp_path, steps=16, warmup=6, record=4)
+    Program().train(20)
+    found = read(tmp_path)
+    assert [step[0] for step in found["steps"]] == list(range(2, 17))
+    assert all(0 < data_s < step_s for _, step_s, data_s in found["steps"])
+    assert found["recorded"] == [7, 11] and found["num_steps"] == 16
+    assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
+    events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
+    named = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert named.count("Optimizer.step#SGD.step") >= 4
+    assert [name for name in named if name.startswith("ProfilerStep")] == [f"ProfilerStep#{n}" for n in (6, 7, 8, 9)]
+
+
+def test_the_weights_are_the_same_bits(tmp_path):
+    plain, seen = Program(2), Program(2)
+    plain.train(20)
+    observe(tmp_path, steps=12, warmup=4, record=3)
+    seen.train(20)
+    for one, other in zip(plain.models, seen.models, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_optimizers_that_take_turns_are_one_step(tmp_path):
+    observe(tmp_path, steps=8, record=0)
+    Program(2).train(12)
+    assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 9))
+
+
+def test_an_optimizer_that_runs_a_closure_ends_a_step_as_any_other(tmp_path):
+    observe(tmp_path, steps=6, record=0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        optimizer.step(closure)
+    assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 7))
+
+
+def test_times_are_written_on_the_way(tmp_path):
+    observe(tmp_path, steps=0, record=0, every=4)
+    Program().train(10)
+    found = read(tmp_path)
+    assert [step[0] for step in found["steps"]] == list(range(2, 9)) and "num_steps" not in found
+
+
+def test_a_program_that_profiles_itself_is_not_recorded(tmp_path):
+    observe(tmp_path, steps=12, warmup=4, record=3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        Program().train(14)
+    found = read(tmp_path)
+    assert "trace" not in found and found["not_recorded"] and len(found["steps"]) == 11
+
+
+def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatch):
+    observe(tmp_path, steps=8, record=0, stop=True)
+    program, ended = Program(), []
+    with pytest.raises(SystemExit) as exit_:
+        program.train(20)
+    assert exit_.value.code == 0 and read(tmp_path)["num_steps"] == 8
+    # One that catches everything is ended at last.
+    monkeypatch.setattr(attach.os, "_exit", lambda code: ended.append(code) or sys.exit(code))
+    for _ in range(attach._MOST_EXITS):
+        with pytest.raises(SystemExit):
+            program.train(1)
+    assert ended == [0]
+
+
+def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch):
+    observer = observe(tmp_path, steps=8, record=0, stop=True)
+
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(observer, "_advance", fail)
+    program = Program()
+    program.train(7)
+    with pytest.raises(SystemExit):  # it was to be stopped all the same
+        program.train(1)
+    assert read(tmp_path)["error"] == "RuntimeError: no more"
+
+
+def test_torch_is_told_of_the_entry_point():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    found = tomllib.loads(text)["project"]["entry-points"]["torch.backends"]["paceline_autoload"]
+    assert found == f"{autoload.__name__}:{autoload.start.__name__}"
+
+
+def test_a_program_that_begins_to_profile_itself_ends_the_recording(tmp_path):
+    observe(tmp_path, steps=14, warmup=4, record=6)
+    program = Program()
+    program.train(6)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+        program.train(3)
+    program.train(6)
+    assert any("SGD" in event.key for event in own.key_averages())
+    assert read(tmp_path)["recorded"] == [5, 7]
+
+
+def test_a_wrapper_is_noted_however_its_constructor_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module: torch.nn.Module.__init__(self))
+    observer = observe(tmp_path, steps=8)
+    first, second = (DistributedDataParallel.__new__(DistributedDataParallel) for _ in range(2))
+    DistributedDataParallel.__init__(first, "net")
+    DistributedDataParallel.__init__(self=second, module="net")  # as ours does in the place of torch's
+    assert observer._list_wrappers() == [first, second]
