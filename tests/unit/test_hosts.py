@@ -23,6 +23,7 @@ from paceline.runtime import agent, hosts
 from paceline.runtime.hosts import build_program, build_requests, explain_end, open_agents, parse_hosts
 from paceline.units import GIB, MIB
 from paceline.verbs.run import parse_variables, run
+from tests.conftest import wait_until
 
 
 def test_hosts_are_read():
@@ -129,7 +130,8 @@ def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
 def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "_LEAVE_S", 0.2)
     ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nread line\nfor line in 1 2 3 4 5 6; do echo $line; done\n")  # and ends by itself
+    wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"  # for the request, after the source
+    ssh.write_text(f"#!/bin/sh\n{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done\n")
     ssh.chmod(0o755)
     shown = []
 
@@ -140,6 +142,7 @@ def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
     with open_agents(["a"], str(ssh)) as (one,):
         one.show = show
         one.tell("run")
+        wait_until(lambda: one.code is not None)  # ssh has ended by itself
     assert shown == [f"[a] {line}\n" for line in range(1, 7)]
 
 
