@@ -21,13 +21,19 @@ FORMAT, VERSION = "paceline-plan", 1
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter. Only gradients of one dtype on one device can share a bucket."""
+    """The gradient of one parameter. Only gradients of one dtype on one device can share a bucket. `shape` is empty
+    where it is not known."""
 
     name: str
     num_bytes: int
     item_bytes: int = 4
     dtype: str = "float32"
     device: str = "cpu"
+    shape: tuple[int, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_bytes // self.item_bytes
 
     @property
     def family(self) -> tuple[str, str]:
@@ -122,7 +128,7 @@ class Plan:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):
                 raise RecordError(f"not a plan of version {VERSION}: {document['format']!r} {document['version']!r}")
-            gradients = tuple(Gradient(**gradient) for gradient in document["gradients"])
+            gradients = tuple(Gradient(**g | {"shape": tuple(g.get("shape", ()))}) for g in document["gradients"])
             buckets = tuple(Bucket(tuple(Piece(**piece) for piece in b["pieces"])) for b in document["buckets"])
             return cls(gradients, buckets, document["rule"])
         except (ConfigError, RecordError):

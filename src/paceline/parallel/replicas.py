@@ -218,7 +218,7 @@ def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
     trained = {param: names for param, names in kept.items() if param.requires_grad}
     frozen = {names[0]: param for param, names in kept.items() if not param.requires_grad}
     gradients = tuple(
-        Gradient(names[0], param.nbytes, param.element_size(), _name(param.dtype), str(param.device))
+        Gradient(names[0], param.nbytes, param.element_size(), _name(param.dtype), str(param.device), (*param.shape,))
         for param, names in trained.items()
     )
     buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}

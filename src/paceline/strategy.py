@@ -1,0 +1,239 @@
+"""How a data-parallel step sends less: what is sent, when, and where the optimizer's state is. Imports no torch.
+
+A strategy is written as parts joined by `+`, each a name with its number and options: `powersgd:4`, `topk:0.001,dgc`,
+`diloco:100,lr=0.7+int8`, `zero1+bf16`. What it sends follows from the sizes alone (`Strategy.traffic`), so the simulator
+and the wrapper count the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from paceline.errors import ConfigError, refuse
+from paceline.plan import Gradient
+
+# Elements of a block of int8 and int4, which have one scale of 4 bytes.
+BLOCK = 256
+# Bytes of a sent element of top-k: the value, and its place in its bucket.
+ENTRY_BYTES = 8
+QUANTIZED_BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective: `all-reduce`, `all-gather` or `all-to-all`, and the bytes that each rank passes to it."""
+
+    kind: str
+    num_bytes: int
+
+    def sent_bytes(self, world_size: int) -> int:
+        """What a rank sends, and receives, if each byte takes the shortest way there is (a ring for an all-reduce)."""
+        n = world_size
+        parts = {"all-reduce": 2, "all-gather": n, "all-to-all": 1, "reduce-scatter": 1}
+        return -(-parts[self.kind] * (n - 1) * self.num_bytes // n)
+
+    def as_all_reduce(self, world_size: int) -> int:
+        """The bytes of the all-reduce that moves as much."""
+        n = world_size
+        return math.ceil(self.sent_bytes(n) * n / (2 * (n - 1))) if n > 1 else self.num_bytes
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Three choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is the share of the
+    elements that top-k sends, or the rank of PowerSGD. `period`: 1 sends gradients in every step, more sends differences
+    of parameters every so many steps, by `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and
+    updates its part of the optimizer's state (ZeRO-1). `between_hosts`: dense inside a host, the strategy between."""
+
+    codec: str = "dense"
+    amount: float = 0.0
+    feedback: bool = True
+    dgc: float = 0.0
+    warmup: int = 0
+    outer: str = ""
+    period: int = 1
+    after: int = 0
+    lr: float = 1.0
+    momentum: float = 0.0
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.5
+    is_sharded: bool = False
+    between_hosts: bool = False
+    text: str = "dense"
+
+    @classmethod
+    def parse(cls, text: str | Strategy | None) -> Strategy:
+        """The strategy that is written as this text; ConfigError says what is wrong with it."""
+        if isinstance(text, Strategy) or text is None:
+            return text or cls()
+        found: dict[str, Any] = {}
+        seen: dict[str, str] = {}
+        for part in text.replace(" ", "").split("+"):
+            head, *options = part.split(",")
+            name, _, number = head.partition(":")
+            if name not in _PARTS:
+                known = ", ".join(_PARTS)
+                raise ConfigError(f"strategy {text!r}: {name!r} is not known; known are {known}", code="strategy")
+            known_part = _PARTS[name]
+            if known_part.slot in seen:
+                twice = f"{seen[known_part.slot]} and {name} cannot be combined"
+                raise ConfigError(f"strategy {text!r}: {twice}, choose one", code="strategy")
+            seen[known_part.slot] = name
+            found |= known_part.read(text, name, number, options)
+        strategy = cls(**found, text=text.replace(" ", ""))
+        strategy.check()
+        return strategy
+
+    def check(self) -> None:
+        """Refuse what is not defined."""
+        text = f"strategy {self.text!r}: "
+        is_lossy = self.codec in ("topk", "powersgd")
+        refuse(
+            (
+                bool(self.outer and is_lossy),
+                f"{text}{self.codec} keeps an error between steps of gradients, and {self.outer} sends differences of "
+                "parameters; use bf16, int8 or int4 with it",
+            ),
+            (
+                bool(self.outer and self.is_sharded),
+                f"{text}zero1 needs gradients in every step, and {self.outer} sends none; choose one of them",
+            ),
+            (
+                self.is_sharded and self.codec not in ("dense", "bf16"),
+                f"{text}zero1 updates each part from its exact sum; use it alone, or with bf16",
+            ),
+            (self.codec == "topk" and not 0 < self.amount <= 1, f"{text}top-k sends a share above 0, and up to 1"),
+            (self.codec == "powersgd" and (self.amount < 1 or self.amount % 1 > 0), f"{text}a rank is a whole number from 1"),
+            (
+                self.delay >= self.period > 1,
+                f"{text}delay={self.delay} is not below the period of {self.period} steps",
+            ),
+            (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
+            code="strategy",
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is the plain all-reduce of every gradient in every step."""
+        return replace(self, text="dense") == Strategy()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the update is the one of the plain all-reduce."""
+        return self.codec == "dense" and not self.outer
+
+    def traffic(self, gradients: Sequence[Gradient], world_size: int) -> tuple[Message, ...]:
+        """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it)."""
+        num = sum(gradient.num_elements for gradient in gradients)
+        exact = sum(gradient.num_bytes for gradient in gradients)
+        if self.is_sharded:
+            num_bytes = exact if self.codec == "dense" else 2 * num
+            return Message("reduce-scatter", num_bytes), Message("all-gather", math.ceil(exact / world_size))
+        if self.codec == "dense":
+            return (Message("all-reduce", exact),)
+        if self.codec == "bf16":
+            return (Message("all-reduce", 2 * num),)
+        if self.codec in QUANTIZED_BITS:
+            part = count_shard_bytes(num, world_size, QUANTIZED_BITS[self.codec])
+            return Message("all-to-all", part * world_size), Message("all-gather", part)
+        if self.codec == "topk":
+            return (Message("all-gather", ENTRY_BYTES * sum(count_kept(g.num_elements, self.amount) for g in gradients)),)
+        matrices = [found for g in gradients if (found := as_matrix(g.shape, int(self.amount))) is not None]
+        rest = num - sum(rows * columns for rows, columns, _ in matrices)
+        left = 4 * (sum(rows * rank for rows, _, rank in matrices) + rest)
+        right = 4 * sum(columns * rank for _, columns, rank in matrices)
+        return tuple(Message("all-reduce", size) for size in (left, right) if size)
+
+
+def count_shard_bytes(num_elements: int, world_size: int, bits: int) -> int:
+    """The bytes of the part of a vector that one rank sums, in blocks with a scale each."""
+    blocks = -(-num_elements // (world_size * BLOCK))
+    return blocks * (BLOCK * bits // 8 + 4)
+
+
+def count_kept(num_elements: int, density: float) -> int:
+    """How many elements top-k sends of a gradient: at least one, if there is one."""
+    return min(num_elements, max(1, math.ceil(density * num_elements))) if num_elements else 0
+
+
+def as_matrix(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
+    """Rows, columns and the rank of a gradient as PowerSGD sends it; None where it is sent as it is."""
+    if len(shape) < 2 or 0 in shape:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    rank = min(rank, rows, columns)
+    return (rows, columns, rank) if rank * (rows + columns) < rows * columns else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of a strategy's text: what it chooses, and which options it takes with which defaults."""
+
+    slot: str
+    fixed: Mapping[str, Any]
+    number: str = ""  # the field that `:NUMBER` sets, where there is one
+    options: Mapping[str, Any] = ()  # type: ignore[assignment]  # names to the values that they have without `=VALUE`
+
+    def read(self, text: str, name: str, number: str, options: Sequence[str]) -> dict[str, Any]:
+        found = dict(self.fixed)
+        if bool(number) != bool(self.number):
+            needs = f"{name}:NUMBER" if self.number else name
+            raise ConfigError(f"strategy {text!r}: write {needs}", code="strategy")
+        if number:
+            found[self.number] = _read(text, self.number, number)
+        for option in options:
+            key, _, value = option.partition("=")
+            if key not in dict(self.options):
+                known = ", ".join(dict(self.options)) or "none"
+                raise ConfigError(f"strategy {text!r}: {name} has no option {key!r}; it has {known}", code="strategy")
+            default = dict(self.options)[key]
+            if not value and default is None:
+                raise ConfigError(f"strategy {text!r}: write {key}=NUMBER", code="strategy")
+            found[key] = _read(text, key, value) if value else default
+        return found
+
+
+# The smallest and the largest value of each number.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "amount": (0, 1 << 20), "period": (1, 10**9), "after": (0, 10**12), "warmup": (0, 10**9), "dgc": (0, 1),
+    "lr": (0, 100), "momentum": (0, 1), "fragments": (1, 10**4), "delay": (0, 10**6), "mixing": (0, 1),
+    "feedback": (0, 1),
+}  # fmt: skip
+_TYPES = {field.name: {"int": int, "float": float, "bool": bool}.get(str(field.type)) for field in fields(Strategy)}
+
+
+def _read(text: str, name: str, value: str) -> Any:
+    kind, (least, most) = _TYPES[name], _RANGES[name]
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    is_whole = number == int(number) if math.isfinite(number) else False
+    if not least <= number <= most or (kind is not float and not is_whole):
+        what = "a whole number" if kind is int else "0 or 1" if kind is bool else "a number"
+        span = "" if kind is bool else f" from {least:g} to {most:g}"
+        raise ConfigError(f"strategy {text!r}: {value!r} must be {what}{span}", code="strategy")
+    return kind(number) if kind is not None else number
+
+
+_OUTER = {"after": None, "lr": None, "momentum": None}
+_PARTS: Mapping[str, _Part] = {
+    "dense": _Part("codec", {"codec": "dense"}),
+    "bf16": _Part("codec", {"codec": "bf16"}),
+    "int8": _Part("codec", {"codec": "int8"}, "", {"feedback": True}),
+    "int4": _Part("codec", {"codec": "int4"}, "", {"feedback": True}),
+    "topk": _Part("codec", {"codec": "topk"}, "amount", {"feedback": True, "dgc": 0.9, "warmup": None}),
+    "powersgd": _Part("codec", {"codec": "powersgd"}, "amount", {"feedback": True}),
+    "localsgd": _Part("outer", {"outer": "localsgd"}, "period", {"after": None}),
+    "slowmo": _Part("outer", {"outer": "slowmo", "momentum": 0.5}, "period", _OUTER),
+    "diloco": _Part(
+        "outer", {"outer": "diloco", "lr": 0.7, "momentum": 0.9}, "period",
+        {**_OUTER, "fragments": None, "delay": None, "mixing": None},
+    ),
+    "zero1": _Part("placement", {"is_sharded": True}),
+    "hosts": _Part("levels", {"between_hosts": True}),
+}  # fmt: skip
