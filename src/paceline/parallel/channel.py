@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -134,9 +135,12 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
     """Another group of the same ranks, until `owner` goes; None where torch cannot make one. Collective."""
     try:
-        is_part = like.group is not dist.group.WORLD
+        is_part = like.world_size < dist.get_world_size()
         ranks = dist.get_process_group_ranks(like.group) if is_part else None
-        # Without the ranks outside. torch then names a group by its ranks, and allows one group per name.
+        if is_part:
+            gc.collect()
+        # Without the ranks outside. torch then names a group by its ranks and by how many groups there are: so those
+        # that nobody uses must be gone on all ranks. It allows one group per name.
         group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=is_part)
     except ValueError:
         return None
