@@ -1,8 +1,8 @@
 """How a data-parallel step sends less: what is sent, when, and where the optimizer's state is. Imports no torch.
 
 A strategy is written as parts joined by `+`, each a name with its number and options: `powersgd:4`, `topk:0.001,dgc`,
-`diloco:100,lr=0.7+int8`, `zero1+bf16`. What it sends follows from the sizes alone (`Strategy.traffic`), so the simulator
-and the wrapper count the same bytes.
+`diloco:100,lr=0.7+int8`, `zero1+bf16`. What it sends follows from the sizes alone (`Strategy.traffic`), so that the
+simulator and the wrapper count the same bytes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Message:
 @dataclass(frozen=True)
 class Strategy:
     """Three choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is the share of the
-    elements that top-k sends, or the rank of PowerSGD. `period`: 1 sends gradients in every step, more sends differences
-    of parameters every so many steps, by `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and
+    elements that top-k sends, or the rank of PowerSGD. `period`: 1 sends gradients in every step, more differences of
+    parameters every so many steps, by `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and
     updates its part of the optimizer's state (ZeRO-1). `between_hosts`: dense inside a host, the strategy between."""
 
     codec: str = "dense"
@@ -107,7 +107,10 @@ class Strategy:
                 f"{text}zero1 updates each part from its exact sum; use it alone, or with bf16",
             ),
             (self.codec == "topk" and not 0 < self.amount <= 1, f"{text}top-k sends a share above 0, and up to 1"),
-            (self.codec == "powersgd" and (self.amount < 1 or self.amount % 1 > 0), f"{text}a rank is a whole number from 1"),
+            (
+                self.codec == "powersgd" and (self.amount < 1 or self.amount % 1 > 0),
+                f"{text}a rank is a whole number from 1",
+            ),
             (
                 self.delay >= self.period > 1,
                 f"{text}delay={self.delay} is not below the period of {self.period} steps",
@@ -141,7 +144,9 @@ class Strategy:
             part = count_shard_bytes(num, world_size, QUANTIZED_BITS[self.codec])
             return Message("all-to-all", part * world_size), Message("all-gather", part)
         if self.codec == "topk":
-            return (Message("all-gather", ENTRY_BYTES * sum(count_kept(g.num_elements, self.amount) for g in gradients)),)
+            return (
+                Message("all-gather", ENTRY_BYTES * sum(count_kept(g.num_elements, self.amount) for g in gradients)),
+            )
         matrices = [found for g in gradients if (found := as_matrix(g.shape, int(self.amount))) is not None]
         rest = num - sum(rows * columns for rows, columns, _ in matrices)
         left = 4 * (sum(rows * rank for rows, _, rank in matrices) + rest)
@@ -167,6 +172,9 @@ def as_matrix(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
     rows, columns = shape[0], math.prod(shape[1:])
     rank = min(rank, rows, columns)
     return (rows, columns, rank) if rank * (rows + columns) < rows * columns else None
+
+
+DENSE = Strategy()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,12 @@ class Codec:
         return torch.cat(parts)
 
     def _keep(
-        self, names: Sequence[str], grads: Sequence[torch.Tensor], errors: torch.Tensor, average: torch.Tensor, kind: str = ""
+        self,
+        names: Sequence[str],
+        grads: Sequence[torch.Tensor],
+        errors: torch.Tensor,
+        average: torch.Tensor,
+        kind: str = "",
     ) -> None:
         """Keep errors if the average is finite: else no rank uses it, and what was not sent before still is not."""
         if not self.strategy.feedback:
@@ -156,7 +161,11 @@ class PowerSGD(Codec):
         if self.strategy.feedback:
             flat += self._load(names, grads)
         parts = flat.split([grad.numel() for grad in grads])
-        matrices = [(name, part.view(shape[:2]), shape[2]) for name, part, shape in zip(names, parts, shapes, strict=True) if shape]
+        matrices = [
+            (name, part.view(shape[:2]), shape[2])
+            for name, part, shape in zip(names, parts, shapes, strict=True)
+            if shape
+        ]
         rest = [part for part, shape in zip(parts, shapes, strict=True) if not shape]
         rights = [self._first(name, matrix, r) for name, matrix, r in matrices]
         lefts = [matrix @ right for (_, matrix, _), right in zip(matrices, rights, strict=True)]
@@ -165,7 +174,9 @@ class PowerSGD(Codec):
         pieces = total.split([left.numel() for left in lefts] + [part.numel() for part in rest])
         average = torch.empty_like(flat)
         into = average.split([grad.numel() for grad in grads])
-        for part, piece in zip([i for i, s in zip(into, shapes, strict=True) if not s], pieces[len(lefts) :], strict=True):
+        for part, piece in zip(
+            [i for i, s in zip(into, shapes, strict=True) if not s], pieces[len(lefts) :], strict=True
+        ):
             part.copy_(piece)
         if matrices:
             bases = [_orthonormal(piece.view_as(left)) for piece, left in zip(pieces, lefts, strict=False)]
@@ -262,7 +273,8 @@ def find_largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(matrix).all():  # which the factorisation refuses
         return torch.full_like(matrix, torch.nan)
-    return torch.linalg.qr(matrix.float()).Q.to(matrix)
+    base: torch.Tensor = torch.linalg.qr(matrix.float()).Q
+    return base.to(matrix)
 
 
 def _as_vector(grad: torch.Tensor) -> torch.Tensor:

@@ -34,13 +34,15 @@ from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.replicas import Options, StructureWatch, check_same_model, read_replica, verify_values
+from paceline.parallel.strategies import StrategyState, strategy_hook
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
+from paceline.strategy import Strategy
 from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group")
+_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy")
 # A group, and what may hold one, cannot be copied: a copy uses the same.
 _SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -65,6 +67,7 @@ class DDP(DistributedDataParallel):
     `check_replicas_every`: compare the parameters of the ranks every N synchronised steps (0: never).
     `statistics_every`: average BatchNorm's running statistics every N synchronised steps (0: never).
     `ignore`: full names of parameters and buffers that are not synchronised.
+    `strategy`: what is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     Collective: every rank must call this, and every method that says so.
     """
 
@@ -84,7 +87,7 @@ class DDP(DistributedDataParallel):
         *,
         reducer: str = "bucketed", plan: Plan | None = None, init: str | None = None, average: str = "ranks",
         samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
-        statistics_every: int | None = None, ignore: Iterable[str] = (),
+        statistics_every: int | None = None, ignore: Iterable[str] = (), strategy: str | Strategy | None = None,
     ) -> None:  # fmt: skip
         if module is self:  # torch's class was given a model that is wrapped already: see `_new`
             return
@@ -123,6 +126,7 @@ class DDP(DistributedDataParallel):
         self._assign_modules_buffers()
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
+        self._strategy: StrategyState | None = None
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
         self._has_own_keys = True
         self._options = Options(
@@ -131,6 +135,7 @@ class DDP(DistributedDataParallel):
             bucket_cap_mb_list=None if bucket_cap_mb_list is None else tuple(bucket_cap_mb_list),
             allow_missing=find_unused_parameters or static_graph or skip_all_reduce_unused_params,
             statistics_every=(1 if statistics_every is None else statistics_every) if sync_buffers else 0,
+            strategy=Strategy.parse(strategy),
         )  # fmt: skip
         # The cap that was given; `plan` shows the buckets in use.
         self.bucket_bytes_cap = int(max(self._options.caps, default=TORCH_CAP_BYTES / MIB) * MIB)
@@ -180,8 +185,12 @@ class DDP(DistributedDataParallel):
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
-        planner = options.make_planner(channel, replica.gradients, with_hook=self._comm_hook is not None)
-        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, self._comm_hook)
+        hook = self._comm_hook
+        if not options.strategy.is_dense:
+            self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
+            hook = self._strategy, strategy_hook
+        planner = options.make_planner(channel, replica.gradients, with_hook=hook is not None)
+        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))
@@ -331,6 +340,18 @@ class DDP(DistributedDataParallel):
         times = reducer.timeline.read() if reducer.is_planned else None
         return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times)
 
+    def strategy_state(self) -> dict[str, Any]:
+        """What the strategy must keep to go on exactly: `common` is the same on all ranks, `rank` is this rank's."""
+        self._ready  # noqa: B018
+        return {} if self._strategy is None else self._strategy.state()
+
+    def load_strategy_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from the `strategy_state` of all ranks, in rank order. From another number of ranks, every rank gets
+        their mean."""
+        self._ready  # noqa: B018
+        if self._strategy is not None:
+            self._strategy.load(states)
+
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, as in torch. All ranks call it, before the first step."""
         check_hook(hook)
@@ -338,6 +359,8 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
+        if not self._options.strategy.is_dense:
+            raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
         if self.plan is not None:  # another rank may already be sending buckets by it
             raise ConfigError("a communication hook cannot be registered after a step: call rebuild() first")
         if self._options.plan is not None and self._options.plan.is_split:
@@ -405,14 +428,14 @@ class DDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         _take_over()
-        self._group, self._gradient_group, self._sync = None, None, None
+        self._group, self._gradient_group, self._sync, self._strategy = None, None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, *_SHARED)}
         twin.__dict__.update(copy.deepcopy(state, memo))
         twin.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
-        twin._group, twin._gradient_group, twin._sync = self._group, None, None
+        twin._group, twin._gradient_group, twin._sync, twin._strategy = self._group, None, None, None
         return twin
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------

@@ -25,6 +25,7 @@ from paceline.machine import count_cores
 from paceline.parallel.channel import Channel
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.runtime.world import current_world
+from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB
 
 # The reducers, and for all but the default the cap of their buckets in bytes and what follows from it.
@@ -69,6 +70,7 @@ class Options:
     manual: bool = False
     check_every: int = 100
     statistics_every: int = 1
+    strategy: Strategy = DENSE
 
     def __post_init__(self) -> None:
         known = {"reducer": REDUCERS, "init": ("broadcast", "verify", "none"), "average": ("ranks", "samples")}

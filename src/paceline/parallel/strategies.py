@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, open_group
 from paceline.parallel.codecs import GATHER, SUM, Codec, Exchange, build_codec
+from paceline.parallel.replicas import Replica, read_replica
 from paceline.strategy import Message, Strategy
 
 
@@ -25,9 +27,8 @@ class Exchanges:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._groups = channel, [channel.group]
-        if channel.world_size > 1 and (other := open_group(channel, self)) is not None:
-            self._groups.append(other)
+        self._channel = channel
+        self._groups: list[dist.ProcessGroup] = []
         self._lock = threading.RLock()
         self._reached: dict[int, float] = {}  # of each exchange under way: how many messages it has started
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
@@ -36,7 +37,11 @@ class Exchanges:
         self.computing_s = 0.0  # in codecs, on the host
 
     def start(self, exchange: Exchange) -> torch.futures.Future[None]:
-        """Begin an exchange. Its Future is complete when it is over, or has the error of this rank."""
+        """Begin an exchange. Its Future is complete when it is over, or has the error of this rank. The first call is
+        collective."""
+        if not self._groups:
+            other = open_group(self._channel, self) if self._channel.world_size > 1 else None
+            self._groups = [self._channel.group, *([] if other is None else [other])]
         device = self._channel.device
         future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)  # type: ignore[var-annotated]
         with self._lock:
@@ -124,19 +129,61 @@ def _sum_options() -> Any:
 
 
 class StrategyState:
-    """What `strategy_hook` needs: the codec and its memory, by names of parameters. Collective: call on all ranks."""
+    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It goes on where `before` was."""
 
-    def __init__(self, strategy: Strategy, names: Mapping[int, str], channel: Channel) -> None:
-        self.strategy, self._names = strategy, names
+    def __init__(
+        self, strategy: Strategy, replica: Replica, channel: Channel, before: StrategyState | None = None
+    ) -> None:
+        self.strategy, self._world_size, self._rank = strategy, channel.world_size, channel.rank
+        self._names = {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
+        self._shapes = {names[0]: layout[0] for names, layout in zip(replica.names, replica.layouts, strict=True)}
         self.codec: Codec = build_codec(strategy, channel.rank, channel.world_size)
         self.exchanges, self.step = Exchanges(channel), 0
+        if before is not None and before._world_size == self._world_size:
+            self._take({"common": before.codec.common, "step": before.step}, before.codec.errors)
+
+    def state(self) -> dict[str, Any]:
+        """`common` is the same on all ranks, `rank` is this rank's part."""
+        common, step = dict(self.codec.common), self.step
+        return {"strategy": self.strategy.text, "step": step, "common": common, "rank": dict(self.codec.errors)}
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
+        what is applied is the mean of gradients and errors, so nothing is lost or counted twice."""
+        if found := [state["strategy"] for state in states if state["strategy"] != self.strategy.text]:
+            text = f"the state is of strategy {found[0]!r}, and this is {self.strategy.text!r}"
+            raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+        if len(states) == self._world_size:
+            self._take(states[0], states[self._rank]["rank"])
+            return
+        names = {name for state in states for name in state["rank"]}
+        mean = {}
+        for name in names:
+            parts = [state["rank"][name].cpu().double() for state in states if name in state["rank"]]
+            mean[name] = (torch.stack(parts).sum(0) / len(states)).float()
+        self._take(states[0], mean)
+
+    def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
+        for name, error in errors.items():
+            shape = self._shapes.get(name.rpartition(" ")[2])
+            if shape is None or shape.numel() != error.numel():
+                text = (
+                    f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements for {name}"
+                )
+                raise ConfigError(f"{text}, which this model does not have", code="strategy")
+        # Copies: a step changes neither what was given nor what `state` returned.
+        self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
+        self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
+        self.step = common["step"]
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
         names = [self._names[id(param)] for param in bucket.parameters()]
         exchange = self.codec.average(names, grads, self.step)
         self.step += bucket.is_last()
-        future: torch.futures.Future[torch.Tensor] = self.exchanges.start(exchange).then(lambda done: _result(done, buffer))
+        future: torch.futures.Future[torch.Tensor] = self.exchanges.start(exchange).then(
+            lambda done: _result(done, buffer)
+        )
         return future
 
 
@@ -153,7 +200,7 @@ def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[tor
 strategy_hook.__annotations__.clear()  # torch compares them with classes, and here they are text
 
 
-def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
+def comm_hook(strategy: str | Strategy, model: nn.Module, group: Any = None) -> tuple[Any, Any]:
     """`(state, hook)` for `register_comm_hook` of torch's DistributedDataParallel. Collective: call on all ranks."""
     parsed = Strategy.parse(strategy)
     if parsed.outer or parsed.is_sharded or parsed.between_hosts:
@@ -161,10 +208,5 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
         raise ConfigError(f"strategy {parsed.text!r} {text}", code="strategy")
     params = [param for param in model.parameters() if param.requires_grad]
     channel = Channel(group or dist.group.WORLD, params[0].device if params else torch.device("cpu"))
-    return StrategyState(parsed, name_parameters(model), channel), strategy_hook
-
-
-def name_parameters(model: nn.Module) -> dict[int, str]:
-    """Each trained parameter's first name, without the prefix of a wrapper, by its id."""
-    named: Iterable[tuple[str, nn.Parameter]] = model.named_parameters()
-    return {id(param): name.removeprefix("module.") for name, param in named if param.requires_grad}
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    return StrategyState(parsed, read_replica(model), channel), strategy_hook
