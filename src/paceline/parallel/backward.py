@@ -451,7 +451,7 @@ class BucketedReducer:
         self._arrived: list[int] = []  # the gradients in the order in which they arrived, some perhaps in several parts
         self._recorders: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
         # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
-        self.is_planned = False
+        self.is_planned = self._has_agreed = False
         self._lay_out(plan_torch_start(replica.gradients))
 
     @property
@@ -654,8 +654,9 @@ class BucketedReducer:
         to fill (after `exchange` they hold the sums), the parameters without a gradient, and a failure. Collective.
         `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` stays."""
         missing = self._find_missing()
-        if not self.is_planned:
+        if not self._has_agreed:
             agree_on_hook(self._hook_calls is not None, self.channel)
+            self._has_agreed = True
         if not self._active:
             self.begin(factor)
         elif take_part and self._failure is None and (late := self._find_late()):
@@ -748,12 +749,14 @@ class BucketedReducer:
             self._is_recording = True
 
     def _agree_on_plan(self) -> None:
-        gradients = self.replica.gradients
         # Every rank uses rank 0's plan, made from the ready order there.
         mine = self._make_plan(self.ready_order).to_json() if self.channel.rank == 0 else ""
-        plan = Plan.from_json(self.channel.share(mine)[0])
+        self.adopt(Plan.from_json(self.channel.share(mine)[0]))
+
+    def adopt(self, plan: Plan) -> None:
+        """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
         self.is_planned = True
-        self._lay_out(Plan(gradients, plan.buckets, plan.rule))
+        self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule))
         self._note_versions()  # moves the gradients, so that the memory of the first step is free
 
     def _lay_out(self, plan: Plan) -> None:

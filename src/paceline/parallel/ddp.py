@@ -33,7 +33,14 @@ from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
-from paceline.parallel.replicas import Options, StructureWatch, check_same_model, read_replica, verify_values
+from paceline.parallel.replicas import (
+    Options,
+    StructureWatch,
+    check_plan,
+    check_same_model,
+    read_replica,
+    verify_values,
+)
 from paceline.parallel.strategies import StrategyState, strategy_hook
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
@@ -341,16 +348,21 @@ class DDP(DistributedDataParallel):
         return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times)
 
     def strategy_state(self) -> dict[str, Any]:
-        """What the strategy must keep to go on exactly: `common` is the same on all ranks, `rank` is this rank's."""
-        self._ready  # noqa: B018
-        return {} if self._strategy is None else self._strategy.state()
+        """What the strategy must keep to go on exactly: `rank` is this rank's part, the rest is common to all ranks."""
+        plan = self.plan
+        if self._strategy is None:
+            return {}
+        return {**self._strategy.state(), "plan": None if plan is None else plan.to_json()}
 
     def load_strategy_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the `strategy_state` of all ranks, in rank order. From another number of ranks, every rank gets
-        their mean."""
-        self._ready  # noqa: B018
-        if self._strategy is not None:
-            self._strategy.load(states)
+        """Go on from the `strategy_state` of all ranks, in rank order, before the first step. From another number of
+        ranks, every rank gets the mean of their errors. Collective: every rank must call this."""
+        reducer = self._ready.reducer
+        if self._strategy is None or not states:
+            return
+        self._strategy.load(states)
+        if states[0]["plan"] is not None:  # the buckets decide which numbers are rounded together
+            reducer.adopt(check_plan(Plan.from_json(states[0]["plan"]), reducer.replica.gradients))
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, as in torch. All ranks call it, before the first step."""

@@ -100,7 +100,7 @@ class Options:
     def make_planner(self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool) -> MakePlan:
         """The function that makes a plan from the ready order of these gradients."""
         if self.plan is not None:
-            plan = _check_plan(self.plan, gradients)
+            plan = check_plan(self.plan, gradients)
             return lambda order: plan
         if fixed := REDUCERS[self.reducer]:
             cap, rule = fixed
@@ -120,7 +120,7 @@ class Options:
         return lambda order: plan_like_torch(gradients, order, caps)
 
 
-def _check_plan(plan: Plan, gradients: Sequence[Gradient]) -> Plan:
+def check_plan(plan: Plan, gradients: Sequence[Gradient]) -> Plan:
     """The given plan, if it is one for this model."""
     if len(plan.gradients) != len(gradients):
         text = f"the plan is for {len(plan.gradients)} gradients, and the model has {len(gradients)}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.channel import Channel, alias, open_group
 from paceline.parallel.codecs import GATHER, SUM, Codec, Exchange, build_codec
 from paceline.parallel.replicas import Replica, read_replica
@@ -200,13 +200,19 @@ def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[tor
 strategy_hook.__annotations__.clear()  # torch compares them with classes, and here they are text
 
 
-def comm_hook(strategy: str | Strategy, model: nn.Module, group: Any = None) -> tuple[Any, Any]:
+def _world() -> dist.ProcessGroup:
+    if dist.group.WORLD is None:
+        raise LaunchError("no process group is open: call paceline.init() first")
+    return dist.group.WORLD
+
+
+def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
     """`(state, hook)` for `register_comm_hook` of torch's DistributedDataParallel. Collective: call on all ranks."""
     parsed = Strategy.parse(strategy)
     if parsed.outer or parsed.is_sharded or parsed.between_hosts:
         text = "does more than a communication hook can do: use paceline.DDP"
         raise ConfigError(f"strategy {parsed.text!r} {text}", code="strategy")
     params = [param for param in model.parameters() if param.requires_grad]
-    channel = Channel(group or dist.group.WORLD, params[0].device if params else torch.device("cpu"))
+    channel = Channel(group if group is not None else _world(), params[0].device if params else torch.device("cpu"))
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return StrategyState(parsed, read_replica(model), channel), strategy_hook
