@@ -65,7 +65,7 @@ def test_losses_are_those_of_torchs_wrapper(job, tmp_path, name):
 
 
 def compare_framework(name: str, folder: Path, options: dict[str, Any], backend: str) -> None:
-    """Train and save with each wrapper, and go on from both checkpoints with each: six runs, two different results."""
+    """Train and save with each wrapper, then resume from each checkpoint with each: six runs, two different results."""
     program = functools.partial(FRAMEWORKS[name], **options)
     with paceline.init(announce=None, backend=backend) as world:
         assert world.backend == ("gloo" if backend == "gloo" or why_not() else "shm")

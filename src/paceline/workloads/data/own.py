@@ -257,8 +257,10 @@ def _look(data: OwnData) -> OwnData:
     data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
     places = () if data.is_stream else (len(data) // 2, len(data) - 1)
     # Batches may have another size when a run is resumed; parts of a stream may begin with equal samples.
-    first = data.head if data.is_sharded else data.head.map(lambda tensor: tensor[:1] if tensor.dim() else tensor)
-    data.checksum = digest([sample.content for sample in (first, *map(data.take, places))])
+    first = list(list_leaves(data.head.content))
+    if not data.is_sharded:
+        first = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in first]
+    data.checksum = digest([first, *(data.take(place).content for place in places)])
     return data
 
 
