@@ -63,6 +63,14 @@ def load_workers():
     return DataLoader(Set(), batch_size=4, shuffle=True, num_workers=1), Set()
 
 
+def load_spawned():
+    return DataLoader(Set(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="spawn"), Set()
+
+
+def load_texts():
+    return [(f"text {index}", index % 3) for index in range(26)]
+
+
 def load_dropping():
     return DataLoader(Set(), batch_size=4, drop_last=True)
 
@@ -297,6 +305,11 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--data", "job.py:lod"), "data file job.py defines no lod: did you mean load"),
         (("--data", "nowhere.py:load"), "data file nowhere.py does not exist"),
         (("--data", "job.py:load", "--augment"), "cannot be augmented"),
+        (
+            ("--model", "mlp", "--data", "job.py:load_texts"),
+            r"a batch is a list of Tensor and str: \(inputs, targets\)",
+        ),
+        (("--model", "job.py:build_net", "--data", "job.py:load_texts"), "a batch is a list of Tensor and str"),
         (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not say"),
         (("--model", "job.py:build_net", "--data", "job.py:load_stream"), "not known; give --steps"),
         (
@@ -331,8 +344,9 @@ def test_an_error_of_the_users_is_one_line_with_the_users_line(here, arguments, 
 
 
 @pytest.mark.slow
-def test_worker_processes_load_the_same_samples(here):
-    in_workers = ("--model", "job.py:build_net", "--data", "job.py:load_workers")
+@pytest.mark.parametrize("data", ["load_workers", "load_spawned"])
+def test_worker_processes_load_the_same_samples(here, data):
+    in_workers = ("--model", "job.py:build_net", "--data", f"job.py:{data}")
     first = find_run(type_alone("train", *in_workers, "--out", str(here)))
     assert [row["samples"] for row in load_rows(first)] == [4, 4, 4, 4, 4, 4, 2]  # the loader's batches
     second = find_run(type_alone("train", *JOBS["set"], "--batch-size", "4", "--out", str(here)))
