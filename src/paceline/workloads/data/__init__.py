@@ -103,9 +103,9 @@ class OwnBatch(Batch):
             return found
         for leaf in filter(is_tensor, list_leaves(self.inputs)):
             return len(leaf) if leaf.dim() else 1
-        found, parts = None, [self.inputs]
-        while parts:
-            found, parts = parts, list_parts(parts[0])
+        found = [self.inputs]
+        while parts := list_parts(found[0]):
+            found = parts
         return len(found)
 
     @property
@@ -156,7 +156,7 @@ def map_parts(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         items = [map_parts(item, method, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(type(value)):
         changed = copy.copy(value)
         for each in fields(value):
             object.__setattr__(changed, each.name, map_parts(getattr(value, each.name), method, change))
@@ -170,7 +170,7 @@ def list_parts(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, list | tuple):
         return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(type(value)):
         return [getattr(value, each.name) for each in fields(value)]
     return list(vars(value).values()) if hasattr(type(value), "to") and hasattr(value, "__dict__") else []
 

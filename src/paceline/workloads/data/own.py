@@ -247,11 +247,14 @@ def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, 
 
 def _look(data: OwnData) -> OwnData:
     """The data with the first of it, and its checksum."""
-    found: Any = len(data.items) if not data.is_stream else None
+    found: Any = data.items
     if data.is_stream:
         with contextlib.closing(data.read(0, 1)) as batches:
             found = next(batches, [])
-    refuse((not found, f"data {data.name}, {data.split}: it is empty, and at least one sample is needed"), code="empty")
+    refuse(
+        (len(found) == 0, f"data {data.name}, {data.split}: it is empty, and at least one sample is needed"),
+        code="empty",
+    )
     data.head = OwnBatch(found[0]) if data.is_stream else data.take(0)
     _check_batch(data)
     data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
@@ -267,12 +270,13 @@ def _look(data: OwnData) -> OwnData:
 def _check_batch(data: OwnData) -> None:
     """Refuse batches whose tensors would neither be found nor moved."""
     leaves = list(list_leaves(data.head.content))
-    hidden = [leaf for leaf in leaves if any(map(is_tensor, getattr(leaf, "__dict__", {}).values()))]
-    if not any(is_tensor(leaf) or isinstance(leaf, _VALUES) for leaf in leaves):
-        hidden = [data.head.content]
-    what = f"data {data.name}, {data.split}: a batch holds a {' '.join(type(leaf).__name__ for leaf in hidden[:1])}"
+    others = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, _VALUES)]
+    hidden = [leaf for leaf in others if any(map(is_tensor, getattr(leaf, "__dict__", {}).values()))]
+    hidden = [data.head.content] if len(others) == len(leaves) else hidden
+    kind = " ".join(type(leaf).__name__ for leaf in hidden[:1])
+    what = f"data {data.name}, {data.split}: a batch holds a {kind}, in which no tensors are found"
     advice = "put tensors into dicts, lists, tuples or dataclasses, or give the class a method to(device)"
-    refuse((hidden, f"{what}, in which tensors are not found: {advice}"), code="batch")
+    refuse((hidden, f"{what}: {advice}"), code="batch")
 
 
 def find_form(data: OwnData) -> DataForm:
@@ -309,6 +313,8 @@ def _ask(dataset: Any, *names: str) -> int:
     for name in names:
         with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # none, or of another meaning
             return _SAID[name](getattr(dataset, name))
-    parts = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
+    parts = (
+        dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [getattr(dataset, "dataset", None)]
+    )
     found = [UNKNOWN if part is None else _ask(part, *names) for part in parts]
-    return max(found) if found and UNKNOWN not in found else UNKNOWN
+    return UNKNOWN if UNKNOWN in found else max(found)
