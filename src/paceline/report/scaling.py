@@ -27,6 +27,7 @@ from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
+from paceline.report.steps import name_job
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
@@ -578,7 +579,7 @@ class BatchResult(StudyResult):
     def next_steps(self) -> list[str]:
         largest = max((r for r in self.rows if r.timing), key=lambda r: r.batch_size, default=None)
         best = find_knee(self.rows) or largest
-        return [] if best is None else [f"paceline scale ranks --model {best.model} --batch-size {best.batch_size}"]
+        return [] if best is None else [f"paceline scale ranks {name_job(best)} --batch-size {best.batch_size}"]
 
 
 class RanksResult(StudyResult):
@@ -696,7 +697,7 @@ class RanksResult(StudyResult):
     @property
     def next_steps(self) -> list[str]:
         most = max((record.world_size for record in self.several), default=1)
-        return [] if most == 1 else [f"paceline tune --model {self.steps[0].model} --ranks {most}"]
+        return [] if most == 1 else [f"paceline tune {name_job(self.steps[0])} --ranks {most}"]
 
 
 class ReportResult(StudyResult):

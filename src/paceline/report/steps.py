@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
+from paceline.records.training import BatchRecord
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
@@ -37,8 +38,14 @@ class PhasesResult(Result):
     @property
     def next_steps(self) -> list[str]:
         last = self.steps[-1]
-        job = f"--model {last.model} --ranks {last.world_size} --batch-size {last.batch_size}"
+        job = f"{name_job(last)} --ranks {last.world_size} --batch-size {last.batch_size}"
         return [f"paceline profile trace {job}", *([f"paceline tune {job}"] if last.world_size > 1 else [])]
+
+
+def name_job(record: StepRecord | BatchRecord) -> str:
+    """The model of a record, and data of the user's own, as options of a command."""
+    has_data = ".py" in record.data and record.data != record.model
+    return f"--model {record.model}{f' --data {record.data}' * has_data}"
 
 
 def describe_step(record: StepRecord) -> str:

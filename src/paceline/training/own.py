@@ -83,7 +83,6 @@ def _open_sets(found: Any, settings: TrainSettings, name: str, taken: frozenset[
 def settle(settings: TrainSettings, world: World, sets: Sets, learner: Learner) -> tuple[TrainSettings, Sets]:
     """The settings that follow from a user's data and step, and the data in batches of their size. Collective."""
     train, test = sets
-    test = test if learner.own_step is None or learner.own_evaluate is not None else None
     if isinstance(train, OwnData):
         if settings.batch_size is None and settings.global_batch_size is None:
             settings = replace(settings, batch_size=train.batch_size)
@@ -97,10 +96,10 @@ def settle(settings: TrainSettings, world: World, sets: Sets, learner: Learner) 
         if train.is_sharded:
             train.checksum = 0  # a checkpoint has one for all ranks
             train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)  # 0: one does not know
-        has_test = world.share(test is not None)
+        is_tested = isinstance(test, OwnData) and learner.can_evaluate
         some = f"data {train.name} has a test set on some ranks and none on others: return the same kinds on every rank"
-        refuse((len(set(has_test)) > 1, some), code="shares")
-        if isinstance(test, OwnData):
+        refuse((len(set(world.share(is_tested))) > 1, some), code="shares")
+        if isinstance(test, OwnData) and is_tested:
             _check_shares(test, world)
     rest = len(train) % settings.batches.global_batch_size
     # A step of the user's own counts every sample that it gets, so no rank can do without one.
