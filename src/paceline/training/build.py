@@ -47,8 +47,10 @@ class Job:
         """Refuse to train for whole epochs of a stream that does not say how long they are."""
         train, parts = self.train, self.batches.accumulate
         if isinstance(train, OwnData) and train.is_stream and self.settings.steps is None:
-            unknown = f"{train.describe()}: the length of an epoch is not known; give the data a __len__, or train with --steps"
-            refuse((not train.count_windows(parts, self.world.world_size), unknown), code="no-length")
+            what = f"{train.describe()}: the length of an epoch is not known"
+            advice = "give the data a __len__, or train with --steps"
+            unknown = not train.count_windows(parts, self.world.world_size)
+            refuse((unknown, f"{what}; {advice}"), code="no-length")
 
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks. Of a stream, all are alike."""
