@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
-from paceline.records.training import BatchRecord
 from paceline.report.plots import COLORS, MARKERS, build_panels
-from paceline.report.result import Result
+from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
@@ -38,14 +37,9 @@ class PhasesResult(Result):
     @property
     def next_steps(self) -> list[str]:
         last = self.steps[-1]
-        job = f"{name_job(last)} --ranks {last.world_size} --batch-size {last.batch_size}"
+        named = {"model": last.model, "data": self.config.get("data"), "batch_size": last.batch_size}
+        job = f"--ranks {last.world_size} {describe_job(named)}"
         return [f"paceline profile trace {job}", *([f"paceline tune {job}"] if last.world_size > 1 else [])]
-
-
-def name_job(record: StepRecord | BatchRecord) -> str:
-    """The model of a record, and data of the user's own, as options of a command."""
-    has_data = ".py" in record.data and record.data != record.model
-    return f"--model {record.model}{f' --data {record.data}' * has_data}"
 
 
 def describe_step(record: StepRecord) -> str:
