@@ -17,10 +17,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
@@ -33,6 +34,7 @@ from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_e
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
 
+F = TypeVar("F", bound=Callable[..., Any])
 _engine = torch.autograd.Variable._execution_engine
 _RUN_BACKWARD = _engine_run_backward.__code__
 _get_grad = operator.attrgetter("grad")
@@ -48,6 +50,16 @@ _SEPARATE_BYTES = 256 << 10
 _LARGE_BYTES = 64 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
+
+
+def uncompiled(function: F, with_calls: bool = True) -> F:
+    """Mark a function that torch.compile must not trace, nor what it calls: it would compile our bookkeeping. A mark on
+    the code, so that a call costs nothing, and torch's compiler is not imported."""
+    skip, trace = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else trace)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where a caller is traced
+    return function
 
 
 class Joining(NamedTuple):
@@ -97,6 +109,7 @@ class GradientSync:
             handle.remove()
         own = weakref.ref(self)
 
+        @uncompiled
         def begin(_: torch.Tensor) -> None:
             if (me := own()) is not None:
                 me._on_backward(is_certain=True)
@@ -121,20 +134,14 @@ class GradientSync:
                 self.fail(CollectiveError("the backward before this forward failed", code="unfinished-backward"))
         self._change = change
 
+    @uncompiled
     def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
         """Get notice when a backward passes through the output."""
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             return  # for example of a teacher: no backward will follow
-        own, forward = weakref.ref(self), _Forward(samples, is_training)
+        forward = _Forward(samples, is_training)
         self._open.add(forward)
-
-        def begin(_: Any) -> None:
-            if (me := own()) is not None:
-                if forward in me._open:
-                    me._open.discard(forward)
-                    me._samples = (me._samples or 0) + forward.samples
-                me._on_backward()
-
+        begin = functools.partial(_begin_backward, weakref.ref(self), forward)
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(begin)
@@ -147,6 +154,7 @@ class GradientSync:
         if len(self._handles) < len(self.replica.params):
             self._hook([param for param in self.replica.params if param.requires_grad])
 
+    @uncompiled
     def fail(self, error: Exception) -> None:
         """This rank's forward raised: take part in the step that the others are in, so that none waits for it. Raises
         one error on all ranks where only some failed. Returns where all did, or the others are out of reach."""
@@ -190,8 +198,9 @@ class GradientSync:
                 warnings.warn(f"backward(create_graph=True): {text}", stacklevel=2)
             self._weight = self._count_weight()
             self.reducer.begin(self._factor)
-        _engine.queue_callback(lambda: self._on_backward_over(task))
+        _engine.queue_callback(functools.partial(self._on_backward_over, task))
 
+    @uncompiled
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
             return
@@ -377,6 +386,16 @@ class GradientSync:
             self._expected_total = total
 
 
+@uncompiled
+def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward, _: object) -> None:
+    """A backward has reached the output of a forward."""
+    if (me := own()) is not None:
+        if forward in me._open:
+            me._open.discard(forward)
+            me._samples = (me._samples or 0) + forward.samples
+        me._on_backward()
+
+
 def find_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and objects with fields."""
     found: list[torch.Tensor] = []
@@ -418,6 +437,11 @@ def _is_nested() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
+
+
+@uncompiled
+def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
+    arrived.append(index)
 
 
 def _on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
@@ -491,7 +515,7 @@ class BucketedReducer:
             if param.requires_grad:
                 # Held while recording: a graph made in backward (checkpointing) then uses the same node.
                 node = get_gradient_edge(param).node
-                note = functools.partial(lambda arrived, index, *_: arrived.append(index), self._arrived, index)
+                note = functools.partial(_note_arrival, self._arrived, index)
                 self._recorders.append((node, node.register_hook(note)))
 
     def _stop_recording(self) -> None:
@@ -516,6 +540,7 @@ class BucketedReducer:
         except Exception as error:
             self._fail(error)
 
+    @uncompiled
     def _on_large(self, index: int, param: torch.Tensor) -> None:
         if self._active and self._failure is None and index not in self._taken:
             try:
@@ -524,6 +549,7 @@ class BucketedReducer:
             except Exception as error:
                 self._fail(error)
 
+    @uncompiled
     def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
         if not self._active or self._failure is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import operator
 import sys
@@ -27,7 +28,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHo
 from torch.utils.checkpoint import _StopRecomputationError
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.backward import BucketedReducer, GradientSync, Joining, find_tensors
+from paceline.parallel.backward import BucketedReducer, GradientSync, Joining, find_tensors, uncompiled
 from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
@@ -201,22 +202,22 @@ class DDP(DistributedDataParallel):
         if self._sync is not None:
             self._finalizer()
 
+    @functools.partial(uncompiled, with_calls=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not profiler._is_profiler_enabled:  # a range costs time also where nothing records it
             return self._run_forward(args, kwargs)
         with profiler.record_function("DistributedDataParallel.forward"):
             return self._run_forward(args, kwargs)
 
+    @functools.partial(uncompiled, with_calls=False)
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
         if self.device_ids is not None:
             args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        known = self._sync.replica.params if self._sync is not None else ()
-        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
-            return self.module(*args, **kwargs)  # everything is frozen, as in a teacher
-        sync = self._ready
-        sync.before_forward(self._watch.find_change(self.module))
+        sync = self._begin_forward()
+        if sync is None:
+            return self.module(*args, **kwargs)
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
@@ -234,6 +235,15 @@ class DDP(DistributedDataParallel):
             raise
         sync.after_forward(output, samples, self.module.training)
         return output
+
+    @uncompiled
+    def _begin_forward(self) -> GradientSync | None:
+        """None where everything is frozen, as in a teacher."""
+        known = self._sync.replica.params if self._sync is not None else ()
+        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
+            return None
+        self._ready.before_forward(self._watch.find_change(self.module))
+        return self._sync
 
     @property
     def do_sync(self) -> bool:
@@ -357,6 +367,7 @@ class DDP(DistributedDataParallel):
         self._options = replace(self._options, statistics_every=0)
         self._set_up()
 
+    @uncompiled
     def _call_buffer_hook(self, sync: GradientSync, is_before: bool) -> None:
         if self._buffer_hook is None:
             return
@@ -630,6 +641,7 @@ def _find_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dis
     return mesh.get_group()
 
 
+@uncompiled
 def _move_inputs(value: Any, device: torch.device) -> Any:
     """The same nested value with every tensor on the device."""
     if isinstance(value, torch.Tensor):
@@ -647,6 +659,7 @@ def _move_inputs(value: Any, device: torch.device) -> Any:
     return value
 
 
+@uncompiled
 def _count_samples(*args: Any, **kwargs: Any) -> int:
     """The first dimension of the first tensor."""
     for tensor in find_tensors((args, kwargs)):
