@@ -81,7 +81,9 @@ def test_an_attached_program_has_the_same_weights_to_the_bit_and_an_answer(name,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_same(name, tmp_path, monkeypatch, capfd):
+def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_same(
+    name, tmp_path, monkeypatch, capfd
+):
     found = []
     for number, wrapper in enumerate(("torch", "paceline")):
         monkeypatch.setenv("PACELINE_WRAPPER", str(number))

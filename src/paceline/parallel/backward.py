@@ -17,11 +17,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo import eval_frame
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
@@ -33,8 +32,8 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
+from paceline.transport.works import keep_from_compiler
 
-F = TypeVar("F", bound=Callable[..., Any])
 _engine = torch.autograd.Variable._execution_engine
 _RUN_BACKWARD = _engine_run_backward.__code__
 _get_grad = operator.attrgetter("grad")
@@ -50,16 +49,6 @@ _SEPARATE_BYTES = 256 << 10
 _LARGE_BYTES = 64 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
-
-
-def uncompiled(function: F, with_calls: bool = True) -> F:
-    """Mark a function that torch.compile must not trace, nor what it calls: it would compile our bookkeeping. A mark on
-    the code, so that a call costs nothing, and torch's compiler is not imported."""
-    skip, trace = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else trace)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where a caller is traced
-    return function
 
 
 class Joining(NamedTuple):
@@ -107,13 +96,7 @@ class GradientSync:
     def _hook(self, params: Collection[torch.Tensor]) -> None:
         for handle in self._handles:
             handle.remove()
-        own = weakref.ref(self)
-
-        @uncompiled
-        def begin(_: torch.Tensor) -> None:
-            if (me := own()) is not None:
-                me._on_backward(is_certain=True)
-
+        begin = functools.partial(_begin_backward, weakref.ref(self), None)
         self._handles = [_on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
@@ -134,7 +117,6 @@ class GradientSync:
                 self.fail(CollectiveError("the backward before this forward failed", code="unfinished-backward"))
         self._change = change
 
-    @uncompiled
     def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
         """Get notice when a backward passes through the output."""
         if isinstance(output, torch.Tensor) and not output.requires_grad:
@@ -154,7 +136,6 @@ class GradientSync:
         if len(self._handles) < len(self.replica.params):
             self._hook([param for param in self.replica.params if param.requires_grad])
 
-    @uncompiled
     def fail(self, error: Exception) -> None:
         """This rank's forward raised: take part in the step that the others are in, so that none waits for it. Raises
         one error on all ranks where only some failed. Returns where all did, or the others are out of reach."""
@@ -200,7 +181,6 @@ class GradientSync:
             self.reducer.begin(self._factor)
         _engine.queue_callback(functools.partial(self._on_backward_over, task))
 
-    @uncompiled
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
             return
@@ -386,14 +366,13 @@ class GradientSync:
             self._expected_total = total
 
 
-@uncompiled
-def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward, _: object) -> None:
-    """A backward has reached the output of a forward."""
+def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _: object) -> None:
+    """A backward has reached the output of a forward, or a parameter."""
     if (me := own()) is not None:
-        if forward in me._open:
+        if forward is not None and forward in me._open:
             me._open.discard(forward)
             me._samples = (me._samples or 0) + forward.samples
-        me._on_backward()
+        me._on_backward(is_certain=forward is None)
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -439,7 +418,6 @@ def _is_nested() -> bool:
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 
-@uncompiled
 def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
     arrived.append(index)
 
@@ -540,7 +518,6 @@ class BucketedReducer:
         except Exception as error:
             self._fail(error)
 
-    @uncompiled
     def _on_large(self, index: int, param: torch.Tensor) -> None:
         if self._active and self._failure is None and index not in self._taken:
             try:
@@ -549,7 +526,6 @@ class BucketedReducer:
             except Exception as error:
                 self._fail(error)
 
-    @uncompiled
     def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
         if not self._active or self._failure is not None:
@@ -844,3 +820,6 @@ class _LiveBucket:
         """The fused gradients, kept until they are gathered: reading each attribute takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
+
+
+keep_from_compiler(GradientSync, BucketedReducer, _begin_backward, _note_arrival)
