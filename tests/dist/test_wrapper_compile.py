@@ -82,9 +82,8 @@ def compile_around(kind: str) -> dict[str, tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("kind", ["wrapper", "step"])
 def test_the_compiler_makes_the_same_graphs_as_with_torchs_wrapper(on_ranks, kind):
-    for found in on_ranks(2, compile_around, kind, timeout_s=60):
-        (ours, losses), (theirs, others) = found.values()
-        assert ours == theirs and ours and losses == pytest.approx(others, rel=1e-6)
+    (ours, losses), (theirs, others) = on_ranks(1, compile_around, kind)[0].values()
+    assert ours == theirs and ours and losses == pytest.approx(others, rel=1e-6)
 
 
 def compile_in_buckets() -> list[int]:
