@@ -109,8 +109,10 @@ def run_accelerates_tests() -> None:
     with paceline.init(announce=None):
         paceline.swap_wrapper()
         try:
+            assert type(Accelerator(cpu=True).prepare(nn.Linear(1, 1))) is DDP
             for check in (test_sync.test_distributed_sync, test_sync.test_distributed_sync_multiple_fwd):
                 check(Accelerator(cpu=True))
+            test_sync.test_dataloader_break()
             for choices in itertools.product((True, False), repeat=3):
                 test_sync.test_gradient_accumulation(*choices)
                 test_sync.test_gradient_accumulation_with_opt_and_scheduler(*choices)

@@ -91,7 +91,7 @@ class DDP(DistributedDataParallel):
         Joinable.__init__(self)
         _take_over()
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"the model is {module!r}, and must be an nn.Module")
+            raise ConfigError(f"the model must be an nn.Module, not {type(module).__name__}: pass one that was built")
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
@@ -689,6 +689,6 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
     raise ConfigError("average='samples' finds no tensor with a first dimension in the inputs: pass samples_of")
 
 
-# What they call otherwise is the module, which is compiled.
+# These two call the module, which may be compiled.
 keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
 keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _move_inputs, _count_samples)

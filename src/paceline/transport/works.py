@@ -163,8 +163,8 @@ class NativeWork(TensorWork):
 
 def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:
     """torch.compile compiles what is called while a compiled step runs, also by torch's own C++, and fails on an object
-    such as a process group. It runs these functions and the methods of these classes as they are, with what they call.
-    """
+    such as a process group. These functions and the methods of these classes run as they are, with all that they call
+    or without it."""
     skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
     for item in items:
