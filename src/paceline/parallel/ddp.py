@@ -563,7 +563,7 @@ def swap_wrapper(enable: bool = True, **options: Any) -> None:
     """
     global _in_place
     if unknown := options.keys() - (inspect.signature(DDP.__init__).parameters.keys() - {"self", "module"}):
-        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): paceline.DDP has no such argument")
+        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): not an option of paceline.DDP")
     _in_place = options if enable else None
     if enable:
         _take_over()
