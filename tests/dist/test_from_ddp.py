@@ -40,6 +40,8 @@ def test_every_argument_of_torchs_wrapper_has_a_row_and_no_other():
     torchs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"}
     ours = set(inspect.signature(DDP.__init__).parameters)
     assert torchs <= set(ROWS) <= ours
+    more = re.search(r"has more options: (.*?)\.\n", PAGE, re.DOTALL)
+    assert more is not None and set(re.findall(r"`(\w+)`", more[1])) == ours - set(ROWS) - {"self"}
 
 
 ALLOW_UNUSED = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
