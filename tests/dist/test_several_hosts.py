@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,12 +88,12 @@ def serve_ssh(made: MadeHosts, name: str, setup: str = "", port: int = 22) -> su
     return service
 
 
-def launch(made: MadeHosts, *words: str, **options) -> subprocess.Popen[str]:
+def launch(made: MadeHosts, *words: str, program: Sequence[str] = ("paceline",), **options) -> subprocess.Popen[str]:
     """`paceline ...` on host a."""
     path = f"{made.folder}/tools:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": paths(), "HOME": str(made.folder)}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
-    return made.start("a", ["paceline", *words], **options)
+    return made.start("a", [*program, *words], **options)
 
 
 def finish(job: subprocess.Popen[str], code: int = 0, timeout_s: float = 100) -> tuple[str, str]:
@@ -201,25 +200,44 @@ def find_agents(hosts: MadeHosts) -> list[int]:
     return sorted(found, key=lambda pid: parent_of[pid] in found)
 
 
-@pytest.mark.parametrize("who", ["launcher", "parent of the agent", "agent", "torchrun", "connection"])
+@pytest.mark.parametrize("who", ["launcher", "parent of the agent", "agent", "both", "torchrun", "connection"])
 def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts, who):
     job = launch_stuck(hosts)
     lines = hosts.list_processes(but=())
-    victim = {
-        "launcher": lambda: job.pid,
-        "parent of the agent": lambda: find_agents(hosts)[0],
-        "agent": lambda: find_agents(hosts)[1],
-        "torchrun": lambda: next(int(x.split()[1]) for x in lines if x[:2] == "b:" and "-m torch.distributed.run" in x),
-        "connection": lambda: next(
-            int(x.split()[1]) for x in lines if x[:2] == "a:" and "ssh -F" in x and " b env " in x
-        ),
+    victims = {
+        "launcher": lambda: [job.pid],
+        "parent of the agent": lambda: find_agents(hosts)[:1],
+        "agent": lambda: find_agents(hosts)[1:],
+        "both": lambda: find_agents(hosts),
+        "torchrun": lambda: [int(x.split()[1]) for x in lines if x[:2] == "b:" and "-m torch.distributed.run" in x],
+        "connection": lambda: [int(x.split()[1]) for x in lines if x[:2] == "a:" and "ssh -F" in x and " b env " in x],
     }[who]()
-    os.kill(victim, signal.SIGKILL)
+    subprocess.run(["kill", "-9", *map(str, victims)], check=True)  # all at once
     _, err = job.communicate(timeout=60)
     assert job.returncode not in (0, None), err
     if who != "launcher":
         assert ("host b ended first, with code 137" if who == "torchrun" else "connection to host b") in err, err
     hosts.expect_nothing_left(30)
+
+
+def test_when_the_launcher_is_killed_training_ends_on_all_hosts(hosts):
+    """With the grace that everybody has: ranks that listen end at once."""
+    out = hosts.folder / "launcher-killed"
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    wait_for_steps(job, out)
+    job.kill()
+    job.communicate(timeout=60)
+    hosts.expect_nothing_left(30)
+
+
+def test_when_nobody_reads_the_output_all_hosts_end_quietly(hosts):
+    text = "import time\nwhile True: print('line', flush=True); time.sleep(0.05)"
+    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", "python", "-c", text)
+    assert job.stdout.readline().endswith("line\n")
+    job.stdout.close()
+    assert job.wait(60) == 1
+    assert "Traceback" not in job.stderr.read() and job.stderr.close() is None
+    hosts.expect_nothing_left()
 
 
 def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
@@ -256,74 +274,85 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
     assert not left
 
 
+# What is wrong with host b alone: options, how ssh goes there, what is mounted there, the code of the error, and its
+# sentence. {0} is the folder that both hosts see.
+OTHER_SSHD = "Host b\n  Port 2222\n"  # the one with these mounts
 BAD = {
-    "wrong interface": ("--interface only-a", "", "b: network: no interface only-a"),
-    "interface without a way": ("--interface apart", "", "b cannot reach a at 172.17.0.1 port"),
-    "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 1.0.0"),
-    "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
-    "missing script": (
-        "",
-        "mount -t tmpfs tmpfs {0}/examples;",
-        "b: script: {0}/examples/quick_start.py does not exist",
+    "wrong interface": ("--interface only-a", OTHER_SSHD, "", "network", "b: network: no interface only-a: give"),
+    "interface without a way": ("--interface apart", OTHER_SSHD, "", "link", "b cannot reach a at 172.17.0.1 port"),
+    "other torch version": ("", OTHER_SSHD, "mount --bind {0}/other {0}/same;", "torch", "b: torch: 1.0.0: a has 2."),
+    "no Python": (
+        "--python {0}/only-a/python", OTHER_SSHD, "mount -t tmpfs tmpfs {0}/only-a;", "no-python",
+        "host b: there is no Python at {0}/only-a/python: install it there",
     ),
-    "full disk": ("", "mount -t tmpfs -o size=1m tmpfs {0}/full;", "b: disk: 0.0 GiB free"),
-    "clock skew": ("", "mount --bind {0}/late {0}/same;", "b: clock"),
-}
+    "unknown host key": (
+        "", "Host b\n  UserKnownHostsFile /dev/null\n", "", "host-key",
+        "host b: its host key is not known here: check it and run `ssh b` once",
+    ),
+    "closed port": ("", "Host b\n  Port 23\n", "", "port", "host b: its ssh port is closed: start sshd there"),
+    "clock skew": (
+        "", OTHER_SSHD, "mount --bind {0}/late {0}/same;", "",
+        "paceline: warning: b: clock: 1 min 30 s behind this machine's",
+    ),
+    "missing script": (
+        "", OTHER_SSHD, "mount -t tmpfs tmpfs {0}/examples;", "script",
+        "b: script: {0}/examples/quick_start.py does not exist: copy it there",
+    ),
+    "full disk": (
+        "--folder {0}/full", OTHER_SSHD, "mount -t tmpfs -o size=1m tmpfs {0}/full;", "disk",
+        "b: disk: 0.0 GiB free in {0}/full: nothing can be saved there",
+    ),
+}  # fmt: skip
+# The command line, which prints the code of an error, too.
+NAMED = """\
+import sys
+from paceline.cli.main import app
+from paceline.errors import PacelineError
+try:
+    app(args=sys.argv[1:])
+except PacelineError as error:
+    print(error.code)
+    sys.exit(str(error))
+"""
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_set_up_is_named_within_seconds(hosts, what):
-    options, setup, words = BAD[what]
+def test_a_bad_set_up_is_named_before_anything_is_started(hosts, what):
+    """The command itself ends its checks after 5 s: a set-up that it names, it names within that time."""
+    options, client, setup, code, sentence = BAD[what]
     folder = hosts.folder
     for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "other/torch/__init__.py").write_text("")
     (folder / "other/torch-1.0.0.dist-info/METADATA").write_text("Version: 1.0.0\n")
-    (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
+    (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90.2\n")
     (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "only-a/python").chmod(0o755)
-    (folder / "client-other").write_text("Host b\n  Port 2222\n" + (folder / "client").read_text())
+    (folder / "client-other").write_text(client + (folder / "client").read_text())
     service = serve_ssh(hosts, "b", setup.format(folder), 2222)
+    script = ["python", "-c", "pass"] if what == "clock skew" else [str(folder / "examples/quick_start.py")]
+    words = ["run", "--hosts", "a:1,b:1", "--env", f"PYTHONPATH={folder}/same:{paths()}"]
+    words += options.format(folder).split()
+    words += ["--ssh", f"{shutil.which('ssh')} -F {folder}/client-other", "--", *script]
     try:
-        extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}", "--ssh", f"ssh -F {folder}/client-other"]
-        extra += ["--folder", str(folder / "full")] if what == "full disk" else []
-        extra += shlex.split(options.format(folder))
-        script = str(folder / "examples/quick_start.py")
-        asked = ["doctor", "--hosts", "a,b"] if what == "clock skew" else ["run", "--hosts", "a:1,b:1"]
         begin_s = time.monotonic()
-        job = launch(hosts, *asked, *extra, *(["--", script] if what != "clock skew" else []))
-        out, err = finish(job, 0 if what == "clock skew" else 2)
-        print(f"{what}: {time.monotonic() - begin_s:.1f} s")
-        if what == "clock skew":
-            assert re.search(r"warn +b: clock +1 min (29|30) s behind .*NTP", out)
-        else:
-            (line,) = err.splitlines()
-            assert words.format(folder) in line
+        job = launch(hosts, *words, program=[sys.executable, "-c", NAMED])
+        line = job.stderr.readline()
+        print(f"{what}: {time.monotonic() - begin_s:.1f} s: {line.strip()}")
+        out, err = finish(job, 1 if code else 0)
+        assert line.startswith(sentence.format(folder)) and (out, err) == (f"{code}\n" if code else "", "")
     finally:
         hosts.services.remove(service)
         hosts.end(service)
+    hosts.expect_nothing_left()
 
 
-def refuse(hosts: MadeHosts, words: str, *options: str) -> None:
-    begin_s = time.monotonic()
-    _, err = finish(launch(hosts, "run", "--hosts", "a,b", *options, "--", "true"), 2)
-    print(f"{words}: {time.monotonic() - begin_s:.1f} s")
-    (line,) = err.splitlines()
-    assert words in line
-
-
-def test_an_unknown_host_key_and_a_closed_port_are_named(hosts):
-    known = (hosts.folder / "known").read_text()
-    try:
-        (hosts.folder / "known").write_text("".join(known.splitlines(True)[:2]))
-        refuse(hosts, "host b: its host key is not known here: check it and run `ssh b` once")
-    finally:
-        (hosts.folder / "known").write_text(known)
-    refuse(hosts, "its ssh port is closed", "--ssh", "ssh -p 23")
+def test_a_port_that_does_not_answer_is_named(hosts):
     way = ("-n", hosts.space("b"), "route"), ("blackhole", "10.92.0.1/32")
     run_ip(*way[0], "add", *way[1])
     try:
-        refuse(hosts, "host b: its ssh port does not answer")
+        _, err = finish(launch(hosts, "run", "--hosts", "a,b", "--", "true"), 2)
+        assert "host b: its ssh port does not answer: check that the host is up" in err
     finally:
         run_ip(*way[0], "delete", *way[1])
 
