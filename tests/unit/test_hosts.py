@@ -106,25 +106,30 @@ def write_ssh(folder: Path, text: str) -> str:
     return str(ssh)
 
 
+def answer_with(*numbers: int) -> str:
+    """For `write_ssh`: a host that answers the last of these questions with the answers to all of them."""
+    answers = "; ".join(f"""echo '{agent.MARK}{{"number": {number}}}'""" for number in numbers)
+    return f"""while read -r line; do case $line in '{{"ask"'*'"number": {numbers[-1]}'*) {answers};; esac; done"""
+
+
 def test_a_late_answer_is_not_taken_for_that_to_a_later_question(tmp_path):
-    answer = f"""echo '{agent.MARK}{{"number": 1, "time_s": 1.0}}'; echo '{agent.MARK}{{"number": 2, "time_s": 2.0}}'"""
-    ssh = write_ssh(
-        tmp_path, f"""while read -r line; do case $line in '{{"ask"'*'"number": 2'*) {answer};; esac; done"""
-    )
-    with open_agents(["a"], ssh, limit_s=60) as (one,):
+    with open_agents(["a"], write_ssh(tmp_path, answer_with(1, 2)), limit_s=60) as (one,):
         with pytest.raises(LaunchError) as caught:
             one.ask("tell_time", 0.1)
         assert caught.value.code == "timeout" and "within 0.1 s" in str(caught.value)
-        assert one.ask("tell_time")["time_s"] == 2.0
+        assert one.ask("tell_time") == {"number": 2}
 
 
 def test_a_host_that_never_answers_is_named_when_the_time_for_checks_is_over(tmp_path):
-    """The time is that of all questions together: the second question has none left."""
     ssh = write_ssh(tmp_path, f"echo $$ > {tmp_path}/pid; trap '' HUP TERM; exec sleep 60")  # and does not leave
     with pytest.raises(LaunchError, match=r"host a: no answer within 1 s: .*--check-timeout") as caught:
         run(["true"], hosts="a", ssh=ssh, check_timeout=1)
     assert caught.value.code == "timeout" and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     assert run.__kwdefaults__["check_timeout"] == doctor.__kwdefaults__["check_timeout"] == 5.0
+
+
+def test_all_questions_share_the_time_for_checks(tmp_path):
+    ssh = write_ssh(tmp_path, answer_with(1))
     with open_agents(["a"], ssh, limit_s=0.0) as (one,), pytest.raises(LaunchError, match="within 0 s"):
         one.ask("tell_time")
 
