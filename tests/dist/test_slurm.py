@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -288,6 +289,18 @@ def test_an_interrupt_ends_the_following_and_not_the_job(cluster):
     ask(cluster, "scancel", job)
     wait_for(cluster, job, "CANCELLED", "left")
     cluster.expect_nothing_left(30)
+
+
+def test_twenty_of_twenty_jobs_leave_nothing(cluster):
+    before = set(Path(tempfile.gettempdir()).glob("tmp.*"))  # what mktemp makes
+    jobs = []
+    for number in range(20):
+        command = ["bash", "-c", f"[[ $RANK != {number % 2} ]] || exit {number % 3}"]
+        jobs.append(submit(cluster, "--", *command, name="twenty"))
+    for number, job in enumerate(jobs):
+        wait_for(cluster, job, "FAILED" if number % 3 else "COMPLETED", "twenty")
+    cluster.expect_nothing_left()
+    assert set(Path(tempfile.gettempdir()).glob("tmp.*")) <= before
 
 
 @pytest.mark.parametrize("line", find_commands("--slurm"))
