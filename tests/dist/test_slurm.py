@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +75,8 @@ def cluster(tmp_path_factory) -> Iterator[MadeHosts]:
     with make_hosts(folder, ("n1", "n2")) as made:
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        (folder / "state").mkdir()
+        for name in ("state", "temporary"):
+            (folder / name).mkdir()
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -98,6 +98,7 @@ def make_environment(made: MadeHosts) -> dict[str, str]:
         "SLURM_CONF": f"{made.folder}/slurm.conf",
         "PATH": f"{made.folder}/tools:{PATH}",
         "PYTHONPATH": paths(),
+        "TMPDIR": f"{made.folder}/temporary",
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PACELINE"))}
     return kept | variables | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -292,7 +293,6 @@ def test_an_interrupt_ends_the_following_and_not_the_job(cluster):
 
 
 def test_twenty_of_twenty_jobs_leave_nothing(cluster):
-    before = set(Path(tempfile.gettempdir()).glob("tmp.*"))  # what mktemp makes
     jobs = []
     for number in range(20):
         command = ["bash", "-c", f"[[ $RANK != {number % 2} ]] || exit {number % 3}"]
@@ -300,7 +300,7 @@ def test_twenty_of_twenty_jobs_leave_nothing(cluster):
     for number, job in enumerate(jobs):
         wait_for(cluster, job, "FAILED" if number % 3 else "COMPLETED", "twenty")
     cluster.expect_nothing_left()
-    assert set(Path(tempfile.gettempdir()).glob("tmp.*")) <= before
+    assert not list((cluster.folder / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("line", find_commands("--slurm"))
