@@ -63,6 +63,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
         (folder / "examples").mkdir()
         for example in (ROOT / "examples").glob("*.py"):
             shutil.copy(example, folder / "examples")
+        shutil.copy(ROOT / "tests" / "scripts" / "plain_loop.py", folder / "train.py")
         add_interface(made, "a", "only-a", "10.93.0.1/24")
         for name in made.names:
             serve_ssh(made, name)
@@ -358,5 +359,6 @@ def test_a_port_that_does_not_answer_is_named(hosts):
 
 @pytest.mark.parametrize("line", find_commands("--hosts"))
 def test_every_command_over_ssh_in_the_document_runs(hosts, line):
-    finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
+    out, _ = finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
+    assert "profile" not in line or "on 2 ranks" in out
     hosts.expect_nothing_left()

@@ -65,7 +65,9 @@ def run(
     refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
     variables, show = parse_variables(env), show or (lambda stream, text: None)
     if way == "hosts":
-        variables = {"PACELINE_RUN": name, **variables} if name else variables
+        # What observes the program or replaces its wrapper is for the ranks, as with torchrun alone.
+        asked = {key: os.environ[key] for key in ("PACELINE_ATTACH", "PACELINE_WRAPPER") if key in os.environ}
+        variables = asked | ({"PACELINE_RUN": name} if name else {}) | variables
         wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
         places, python = remote.parse_hosts(hosts), python or sys.executable
         program = remote.build_program(command, python)
