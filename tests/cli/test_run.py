@@ -113,7 +113,8 @@ def test_a_port_that_is_taken_is_named(command, ssh, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        answer = command("run", "--hosts", "a,b", "--ssh", ssh, "--port", str(port), "--", "true")
+        words = ["--port", str(port), "--check-timeout", "60"]
+        answer = command("run", "--hosts", "a,b", "--ssh", ssh, *words, "--", "true")
     (line,) = answer.err.splitlines()
     assert answer.code == 2 and f"a cannot listen on 127.0.0.1:{port}" in line and "--port" in line
 

@@ -38,6 +38,7 @@ Host *
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
 """
+PATIENT = ("--check-timeout", "60")  # however loaded this machine is
 # sshd wants a folder there; only it sees this one.
 RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
 TRAIN = [
@@ -127,12 +128,20 @@ def test_doctor_names_links_without_a_way_in_both_directions(hosts):
 
 def test_two_hosts_train_and_every_line_names_host_and_rank(hosts):
     job = launch(
-        hosts, "run", "--hosts", "a:2,b:1", "--", "python", "-c", "import os; print('rank', os.environ['RANK'])"
+        hosts,
+        "run",
+        *PATIENT,
+        "--hosts",
+        "a:2,b:1",
+        "--",
+        "python",
+        "-c",
+        "import os; print('rank', os.environ['RANK'])",
     )
     out, _ = finish(job)
     assert sorted(out.splitlines()) == ["[a:0] rank 0", "[a:1] rank 1", "[b:2] rank 2"]
     train = [word if word != "4000" else "2" for word in TRAIN]
-    out, err = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", *train, "--out", "trained"))
+    out, err = finish(launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *train, "--out", "trained"))
     assert "[a:0] " in out and "2 ranks on gloo" in out + err
     (folder,) = (hosts.folder / "trained").iterdir()
     assert load_metrics(folder / "metrics.jsonl")[-1]["step"] == 8
@@ -149,7 +158,7 @@ def wait_for_steps(job: subprocess.Popen[str], out: Path) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_and_ends_all_hosts(hosts, number):
     out = hosts.folder / f"signal-{number}"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
     folder = wait_for_steps(job, out)
     job.send_signal(number)
     _, err = finish(job, 128 + number)
@@ -167,7 +176,9 @@ def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb.split()[:2]))
 def test_every_verb_runs_on_two_hosts(hosts, verb):
-    out, _ = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs"))
+    out, _ = finish(
+        launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs")
+    )
     lines = out.splitlines()
     assert lines and all(line.startswith("[a:0] ") for line in lines)  # one answer, by the first rank
     hosts.expect_nothing_left()
@@ -177,7 +188,7 @@ STUCK = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', 
 
 
 def launch_stuck(hosts: MadeHosts) -> subprocess.Popen[str]:
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", STUCK)
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", STUCK)
     assert {job.stdout.readline(), job.stdout.readline()} == {"[a:0] stuck\n", "[b:1] stuck\n"}
     return job
 
@@ -222,7 +233,7 @@ def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts,
 def test_when_the_launcher_is_killed_training_ends_on_all_hosts(hosts):
     """With the grace that everybody has: ranks that listen end at once."""
     out = hosts.folder / "launcher-killed"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
     wait_for_steps(job, out)
     job.kill()
     job.communicate(timeout=60)
@@ -231,7 +242,7 @@ def test_when_the_launcher_is_killed_training_ends_on_all_hosts(hosts):
 
 def test_when_nobody_reads_the_output_all_hosts_end_quietly(hosts):
     text = "import time\nwhile True: print('line', flush=True); time.sleep(0.05)"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", "python", "-c", text)
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", "python", "-c", text)
     assert job.stdout.readline().endswith("line\n")
     job.stdout.close()
     assert job.wait(60) == 1
@@ -252,7 +263,7 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
 
 def test_a_rank_that_is_killed_is_named_and_ends_all_hosts(hosts):
     out = hosts.folder / "killed"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
     wait_for_steps(job, out)
     os.kill(find_ranks(hosts, "b")[-1], signal.SIGKILL)
     text = "".join(job.communicate(timeout=60))
@@ -265,7 +276,7 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
     for number in range(20):
         code = number % 3
         words = f"import sys, os; sys.exit({code} if os.environ['RANK'] == '{number % 2}' else 0)"
-        job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
+        job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
         _, err = job.communicate(timeout=200)
         assert (job.returncode != 0) == (code != 0), err
         hosts.expect_nothing_left()
