@@ -2,18 +2,20 @@
 """What does attaching to a program cost, and how right is `paceline tune -- COMMAND` over a link of 1 Gb/s?
 
     benchmarks/validate_attach.py overhead [--rounds 8]
-    benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48]
+    benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--only wide,flat]
 
 `overhead`: runs of tests/scripts/plain_loop.py in turns, plain and attached; the time of its steps is that between two
 lines that it prints itself. The steps that are recorded are not among them.
 `link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs with a range of
 bucket sizes in turns, which the prediction has not seen: the error of the predicted steps, and how much longer than
-the best of them the chosen one takes. A case with little to send should be flat. Needs root, `ip` and `tc`.
+the best of them the chosen one takes, by all rounds. A case that mostly waits for its data should be flat. Needs root,
+`ip` and `tc`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -29,6 +31,7 @@ from limited_link import PORT, linked_hosts
 
 import paceline
 from paceline.records.samples import compare_times
+from paceline.report.attached import AttachedResult
 from paceline.units import MIB, format_bytes, format_ms, parse_sizes
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "plain_loop.py"
@@ -36,7 +39,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 CASES = {
     "wide": "--width 768 --depth 8 --batch-size 32",
     "deep": "--width 384 --depth 24 --batch-size 32",
-    "flat": "--width 64 --depth 2 --batch-size 8192 --steps 160",
+    "flat": "--width 256 --depth 4 --batch-size 32 --decode-ms 15",
 }
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
@@ -83,41 +86,61 @@ def run_on_hosts(names: list[str], arguments: list[str]) -> int:
     return max(abs(rank.wait()) for rank in ranks)
 
 
-def judge_link(rate: str, steps: int) -> None:
+def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
+    tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
+    measured: dict[str, dict[int, list[float]]] = {name: {} for name in only}
+    errors: dict[str, list[float]] = {name: [] for name in only}
     with linked_hosts(rate) as names:
-        for name, arguments in CASES.items():
-            command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *arguments.split()]
-            tuned = paceline.attach(command, race=True, steps=steps, progress=False)
-            print(f"\n{name}: {tuned.answer}", flush=True)
-            for warning in tuned.warnings:
+        for number, name in itertools.product(range(rounds), only):
+            command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *CASES[name].split()]
+            found = paceline.attach(command, race=True, steps=steps, progress=False)
+            print(f"\n{name}, round {number + 1}: {found.answer}", flush=True)
+            for warning in found.warnings:
                 print(f"  warning: {warning}")
-            if tuned.buckets is None:
-                continue
+            tuned[name].append(found)
             # The chosen cap races again, with those that the prediction has not seen.
-            chosen = [] if tuned.cap_mib is None else [round(tuned.cap_mib * MIB)]
-            caps = list(dict.fromkeys([*parse_sizes(CAPS), *chosen]))
+            caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [get_cap(found)])]))
             truth = paceline.attach(command, race=True, steps=steps, caps=caps, progress=False)
             plans = truth.config["plans"]  # 0: the program's own
-            measured = {round((plans[label] or 0) * MIB): r.timing.median_s for label, r in truth.raced.items()}
-            errors, now = [], tuned.buckets.now.estimate.cuts
-            for cap in caps:
-                gain = tuned.buckets.model.estimate_gain(tuned.buckets.job.cut(cap), now)[0]
-                predicted_s = tuned.step_s * (1 - gain)
-                errors.append(abs(predicted_s / measured[cap] - 1))
-                said = f"measured {format_ms(measured[cap])} ms, predicted {format_ms(predicted_s)} ms"
-                print(f"  {format_bytes(cap)}: {said} ({predicted_s / measured[cap] - 1:+.1%})")
-            regret = measured[next(iter(chosen), 0)] / min(measured.values()) - 1
-            steps_of = f"at most {steps} + {4 + 140} steps"
-            print(f"  verdict {tuned.verdict}; error {statistics.fmean(errors):.1%}, regret {regret:.1%}; {steps_of}")
+            times = {round((plans[label] or 0) * MIB): r.timing for label, r in truth.raced.items()}
+            for cap, timing in times.items():
+                measured[name].setdefault(cap, []).extend(timing.reduced_s)
+                gain = 0.0
+                if cap and found.buckets is not None:
+                    now = found.buckets.now.estimate.cuts
+                    gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
+                error = found.step_s * (1 - gain) / timing.median_s - 1
+                if cap:  # the own buckets were seen
+                    errors[name].append(error)
+                said = f"measured {format_ms(timing.median_s)} ms, predicted {format_ms(found.step_s * (1 - gain))} ms"
+                print(f"  {format_bytes(cap) if cap else 'as it is'}: {said} ({error:+.1%})", flush=True)
+    for name in only:
+        medians = {cap: statistics.median(times) for cap, times in measured[name].items()}
+        regrets = [medians[get_cap(found)] / min(medians.values()) - 1 for found in tuned[name]]
+        least, most = min(medians.values()), max(medians.values())
+        raced = [4 + found.race.num_rounds * 10 if found.race else 0 for found in tuned[name]]
+        spread = f"{min(errors[name]):+.1%} to {max(errors[name]):+.1%}"
+        print(
+            f"\n{name}: verdicts {', '.join(found.verdict for found in tuned[name])}; at most {steps + max(raced)} steps"
+        )
+        print(f"  error {statistics.fmean(map(abs, errors[name])):.1%} of {len(errors[name])} steps, {spread}")
+        print(f"  regret {statistics.fmean(regrets):.1%}, at most {max(regrets):.1%}")
+        print(f"  measured from {format_ms(least)} to {format_ms(most)} ms a step")
+
+
+def get_cap(tuned: AttachedResult) -> int:
+    """The cap to use in bytes; 0: the program's own."""
+    return round((tuned.cap_mib or 0) * MIB)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("overhead", "link", "ranks"))
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=0, help="8 of overhead, 3 of link")
+    parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=48)
     if "ranks" in sys.argv[1:2]:  # what `link` starts
@@ -125,9 +148,9 @@ def main() -> None:
         sys.exit(run_on_hosts(sys.argv[2:place], sys.argv[place + 1 :]))
     asked = parser.parse_args()
     if asked.part == "overhead":
-        measure_overhead(asked.rounds)
+        measure_overhead(asked.rounds or 8)
     else:
-        judge_link(asked.rate, asked.steps)
+        judge_link(asked.rate, asked.steps, asked.rounds or 3, asked.only.split(","))
 
 
 if __name__ == "__main__":
