@@ -90,7 +90,8 @@ def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
-    measured: dict[str, dict[int, list[float]]] = {name: {} for name in only}
+    chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # their buckets
+    measured: dict[str, dict[tuple[int, ...], list[float]]] = {name: {} for name in only}  # by buckets
     errors: dict[str, list[float]] = {name: [] for name in only}
     with linked_hosts(rate) as names:
         for number, name in itertools.product(range(rounds), only):
@@ -101,38 +102,33 @@ def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
                 print(f"  warning: {warning}")
             tuned[name].append(found)
             # The chosen cap races again, with those that the prediction has not seen.
-            caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [get_cap(found)])]))
+            own = round((found.cap_mib or 0) * MIB)  # 0: the program's own buckets
+            caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [own])]))
             truth = paceline.attach(command, race=True, steps=steps, caps=caps, progress=False)
-            plans = truth.config["plans"]  # 0: the program's own
-            times = {round((plans[label] or 0) * MIB): r.timing for label, r in truth.raced.items()}
-            for cap, timing in times.items():
-                measured[name].setdefault(cap, []).extend(timing.reduced_s)
-                gain = 0.0
+            raced = {round((truth.config["plans"][label] or 0) * MIB): r for label, r in truth.raced.items()}
+            chosen[name].append(raced[own].bucket_bytes)
+            for cap, record in raced.items():
+                timing, gain = record.timing, 0.0
+                measured[name].setdefault(record.bucket_bytes, []).extend(timing.reduced_s)
                 if cap and found.buckets is not None:
                     now = found.buckets.now.estimate.cuts
                     gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
                 error = found.step_s * (1 - gain) / timing.median_s - 1
-                if cap:  # the own buckets were seen
+                if cap:  # its own buckets were seen
                     errors[name].append(error)
                 said = f"measured {format_ms(timing.median_s)} ms, predicted {format_ms(found.step_s * (1 - gain))} ms"
                 print(f"  {format_bytes(cap) if cap else 'as it is'}: {said} ({error:+.1%})", flush=True)
     for name in only:
-        medians = {cap: statistics.median(times) for cap, times in measured[name].items()}
-        regrets = [medians[get_cap(found)] / min(medians.values()) - 1 for found in tuned[name]]
+        medians = {layout: statistics.median(times) for layout, times in measured[name].items()}
         least, most = min(medians.values()), max(medians.values())
-        raced = [4 + found.race.num_rounds * 10 if found.race else 0 for found in tuned[name]]
+        regrets = [medians[layout] / least - 1 for layout in chosen[name]]
+        num_steps = max(steps + (4 + found.race.num_rounds * 10 if found.race else 0) for found in tuned[name])
+        verdicts = ", ".join(found.verdict for found in tuned[name])
         spread = f"{min(errors[name]):+.1%} to {max(errors[name]):+.1%}"
-        print(
-            f"\n{name}: verdicts {', '.join(found.verdict for found in tuned[name])}; at most {steps + max(raced)} steps"
-        )
+        print(f"\n{name}: verdicts {verdicts}; at most {num_steps} steps")
         print(f"  error {statistics.fmean(map(abs, errors[name])):.1%} of {len(errors[name])} steps, {spread}")
         print(f"  regret {statistics.fmean(regrets):.1%}, at most {max(regrets):.1%}")
         print(f"  measured from {format_ms(least)} to {format_ms(most)} ms a step")
-
-
-def get_cap(tuned: AttachedResult) -> int:
-    """The cap to use in bytes; 0: the program's own."""
-    return round((tuned.cap_mib or 0) * MIB)
 
 
 def main() -> None:
