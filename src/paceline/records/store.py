@@ -91,8 +91,8 @@ def save_run(run: Run, path: Path) -> None:
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:
-    """No garbage collection while a large document is read: it looks at all of it, over and over. Of a trace of a million
-    events, which has nothing to collect, that took several times as long as reading."""
+    """No garbage collection while a large document is read: it looks at all of it, over and over. For a trace of many
+    events, which has nothing to collect, that takes several times as long as reading."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
