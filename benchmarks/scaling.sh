@@ -34,9 +34,9 @@ scale scale-batch-cpu batch "${cnn[@]}" --batch-size 8,32,128,512
 scale scale-large-batch-cpu large-batch --device cpu
 
 if [ -n "$cifar" ]; then
-  ranks=(--model resnet18 --data "cifar10:$cifar" --threads 2)
-  scale scale-ranks-resnet18 ranks "${ranks[@]}" --device cpu --ranks 1,2,4,8 --batch-size 4,16,64 \
-    --global-batch-size 64 --iters 8
+  ranks=(--model resnet18 --data "cifar10:$cifar" --samples 4096)
+  scale scale-ranks-resnet18-gloo ranks "${ranks[@]}" --device cpu --backend gloo --threads 4 --ranks 1,2,4 \
+    --batch-size 32,128 --global-batch-size 128 --iters 8
   scale scale-ranks-resnet18-gloo-cuda ranks "${ranks[@]}" --device cuda --backend gloo --ranks 1,2,4 \
     --batch-size 32,128,512,1024 --global-batch-size 512 --iters 30
   resnet=(--model resnet18 --data "cifar10:$cifar" --device cuda --precision bf16)
