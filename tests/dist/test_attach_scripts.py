@@ -121,6 +121,20 @@ def test_a_planted_bottleneck_is_named(kind, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("data", "cnn"), ("late rank", "char_gpt"), ("late rank", "accumulate"), ("buckets", "accumulate")],
+)
+def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(kind, name):
+    found = []
+    for planted in (kind, "nothing"):
+        plant = [str(Path(__file__).with_name("planted.py")), planted, str(SCRIPTS / f"{name}.py")]
+        result = paceline.attach([*TORCHRUN, *plant, "--steps", "200"], steps=48, stop=True, progress=False)
+        found.append(result.bottleneck.kind)
+    assert found[0] == kind != found[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["torch", "paceline"])
 def test_plans_race_inside_of_one_run(wrapper, monkeypatch):
     monkeypatch.setenv("PACELINE_WRAPPER", str(int(wrapper == "paceline")))
