@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.channel import Channel, alias, open_group
-from paceline.parallel.codecs import GATHER, SUM, Codec, Exchange, build_codec
+from paceline.parallel.channel import Channel, Sent, alias, open_group
+from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
 from paceline.parallel.replicas import Replica, read_replica
+from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import Message, Strategy
+from paceline.transport.group import PacelineGroup
 
 
 class Exchanges:
@@ -33,8 +37,8 @@ class Exchanges:
         self._reached: dict[int, float] = {}  # of each exchange under way: how many messages it has started
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
-        self.num_messages = self.sent_bytes = 0
-        self.computing_s = 0.0  # in codecs, on the host
+        self.num_messages = self.num_bytes = self.sent_bytes = 0
+        self.encode_s = self.decode_s = 0.0  # on the host: until the first message of an exchange, and after it
 
     def start(self, exchange: Exchange) -> torch.futures.Future[None]:
         """Begin an exchange. Its Future is complete when it is over, or has the error of this rank. The first call is
@@ -64,7 +68,10 @@ class Exchanges:
             is_over = True
             future.set_exception(error)
         with self._lock:
-            self.computing_s += time.perf_counter() - begin_s
+            if value is None:
+                self.encode_s += time.perf_counter() - begin_s
+            else:
+                self.decode_s += time.perf_counter() - begin_s
             if is_over:
                 self._reached.pop(number)
             else:
@@ -89,6 +96,7 @@ class Exchanges:
             future.set_exception(error)
             return
         self.num_messages += 1
+        self.num_bytes += tensor.nbytes
         self.sent_bytes += Message(kind, tensor.nbytes).sent_bytes(self._channel.world_size)
 
         def go_on(done: Any) -> None:
