@@ -18,13 +18,14 @@ if TYPE_CHECKING:
         RecordError,
         TrainingError,
     )
-    from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm, swap_wrapper
+    from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook, swap_wrapper
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.report.result import Result, load_result
     from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.world import Ranks, World, get, init, ranks, set_seed, shutdown
+    from paceline.strategy import Strategy
     from paceline.training.optimizers import LAMB, LARS, split_parameters
     from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench, scale
@@ -43,12 +44,12 @@ _HOMES = {
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
         "TrainingError",
     ),
-    "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm", "swap_wrapper"),
+    "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm", "comm_hook", "swap_wrapper"),
     "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
-    "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
+    "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.predict": ("predict_trace",),
@@ -61,9 +62,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
-    "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach", "bench",
-    "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict",
-    "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters",
+    "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
+    "bench", "comm_hook", "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run",
+    "predict", "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters",
     "swap_wrapper", "trace", "train", "tune",
 ]  # fmt: skip
 

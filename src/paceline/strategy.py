@@ -125,6 +125,11 @@ class Strategy:
         return replace(self, text="dense") == Strategy()
 
     @property
+    def is_hook(self) -> bool:
+        """Whether a communication hook can do it: it sends gradients in every step, and the optimizer is the user's."""
+        return not (self.outer or self.is_sharded or self.between_hosts)
+
+    @property
     def is_exact(self) -> bool:
         """Whether the update is the one of the plain all-reduce."""
         return self.codec == "dense" and not self.outer

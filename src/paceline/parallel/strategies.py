@@ -217,7 +217,7 @@ def _world() -> dist.ProcessGroup:
 def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
     """`(state, hook)` for `register_comm_hook` of torch's DistributedDataParallel. Collective: call on all ranks."""
     parsed = Strategy.parse(strategy)
-    if parsed.outer or parsed.is_sharded or parsed.between_hosts:
+    if not parsed.is_hook:
         text = "does more than a communication hook can do: use paceline.DDP"
         raise ConfigError(f"strategy {parsed.text!r} {text}", code="strategy")
     params = [param for param in model.parameters() if param.requires_grad]

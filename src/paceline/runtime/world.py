@@ -58,6 +58,12 @@ class World(contextlib.AbstractContextManager["World"]):
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on rank 0, and nothing on the others. Collective: call it on all ranks."""
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.control)
+        return values or []
+
     def barrier(self) -> None:
         """Wait for every rank, over the control group. Collective: every rank must call this."""
         dist.barrier(group=self.control)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, refuse
-from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
+from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook
 from paceline.plan import Plan
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.training.optimizers import LAMB, LARS, split_parameters
@@ -21,6 +21,7 @@ from paceline.training.own import OwnState, Sets, load_own, open_parts, open_who
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
 from paceline.training.step import Learner, settled_kernels
+from paceline.training.workers import build_workers
 from paceline.workloads.data import is_own, is_own_data
 from paceline.workloads.data.own import OWN_FORM, OwnData
 from paceline.workloads.data.sets import DataSet, load_data
@@ -177,21 +178,30 @@ def build_learner(
     own = (parts.step, parts.evaluate) if parts is not None else (None, None)
     form = data.form if own[0] is None else OWN_FORM
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-    return Learner(
+    learner = Learner(
         wrap_models(module, lambda part: _wrap(part, settings, plan)), module, optimizer, scaler, form, world.device,
         world.world_size, settings.precision, settings.clip, settings.label_smoothing, settings.model, *own,
     )  # fmt: skip
+    return learner if settings.workers == 1 else build_workers(learner, settings.workers, settings.parsed_strategy)
 
 
 def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:
-    if settings.wrapper == "none":
+    if settings.wrapper == "none" or settings.workers > 1:
         return module
     if settings.wrapper == "dp":
         return nn.DataParallel(module)
     if settings.wrapper == "paceline":
-        return DataParallel(module, plan=plan)
+        return DataParallel(module, plan=plan, strategy=settings.strategy)
+    wrapped = DistributedDataParallel(module, **_get_caps(module, plan))
+    if not settings.parsed_strategy.is_dense:
+        wrapped.register_comm_hook(*comm_hook(settings.strategy, module))
+    return wrapped
+
+
+def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
+    """The arguments that make torch's wrapper use the plan."""
     if plan is None:
-        return DistributedDataParallel(module)
+        return {}
     # Refuse a plan of another model: torch takes only its caps, and would not notice.
     planned = {gradient.name: gradient.num_bytes for gradient in plan.gradients}
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
@@ -203,7 +213,7 @@ def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.M
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
         found = "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer"
         raise ConfigError(f"{found}: use --wrapper paceline, or a plan of `tune --wrapper torch` on this torch")
-    return DistributedDataParallel(module, **kwargs)
+    return kwargs
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -211,7 +221,9 @@ def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.d
     groups = split_parameters(module, settings.weight_decay)
     options: dict[str, Any] = {"lr": settings.lr}
     if settings.optimizer in ("sgd", "lars"):
-        options |= {"momentum": settings.momentum, "nesterov": settings.momentum > 0}
+        # With DGC, momentum comes before the gradients are sent.
+        momentum = 0.0 if settings.parsed_strategy.dgc else settings.momentum
+        options |= {"momentum": momentum, "nesterov": momentum > 0}
     if settings.trust_coefficient is not None:
         options["trust_coefficient"] = settings.trust_coefficient
     if settings.optimizer in ("sgd", "adamw"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
@@ -24,6 +25,7 @@ from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
 from paceline.training.settings import TrainSettings, parse_save_every
+from paceline.training.step import list_models
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
@@ -104,6 +106,9 @@ class RunFiles:
         learner.module.load_state_dict(loaded.model)
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.scaler.load_state_dict(state["scaler"])
+        for number, model in enumerate(list_models(learner.model)):
+            if isinstance(model, DataParallel):
+                model.load_strategy_state([states[number] for states in state.get("strategy", ()) if states[number]])
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
             before, now = meta["world_size"], self._world.world_size
@@ -142,6 +147,7 @@ class RunFiles:
     def save(self, job: Job, position: Position) -> None:
         """Save everything that the next step depends on. Collective: call on every rank."""
         randoms = self._world.share(_get_random(job.world.device))
+        strategies = self._world.gather(list(map(_get_strategy, list_models(job.learner.model))))
         self._saved_s = time.monotonic()
         self.last = position.step
         if self._store is None:
@@ -155,7 +161,7 @@ class RunFiles:
             "tail": job.settings.tail,
             "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
         }  # fmt: skip
-        state = {"optimizer": optimizer, "scaler": scaler, "random": randoms}
+        state = {"optimizer": optimizer, "scaler": scaler, "random": randoms, "strategy": strategies}
         self._store.save(position.step, learner.module.state_dict(), state, meta)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -188,6 +194,10 @@ class RunFiles:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+
+
+def _get_strategy(model: nn.Module) -> dict[str, Any]:
+    return model.strategy_state() if isinstance(model, DataParallel) else {}
 
 
 def _get_random(device: torch.device) -> dict[str, Any]:

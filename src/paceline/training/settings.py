@@ -16,6 +16,7 @@ from typing import Any
 from paceline import machine
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.plan import Plan
+from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
 from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
@@ -34,7 +35,7 @@ _KNOWN = {
 }  # fmt: skip
 _LEAST = {
     "ranks": 1, "epochs": 1, "steps": 1, "keep": 1, "lr_warmup": 0, "samples": 1, "test_samples": 1, "context": 2,
-    "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2,
+    "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2, "workers": 1,
 }  # fmt: skip
 _REALS = dict.fromkeys(("lr", "momentum", "weight_decay", "label_smoothing"), "from")
 _REALS |= dict.fromkeys(("clip", "trust_coefficient"), "above")
@@ -103,6 +104,8 @@ class TrainSettings:
     sync_batchnorm: bool = False
     ghost_batchnorm: int | None = None
     plan: str | None = None
+    strategy: str = "dense"
+    workers: int = 1
     profile: bool = False
     save_every: str = "60s"
     keep: int = 3
@@ -160,6 +163,10 @@ class TrainSettings:
         return ModelOptions(channels=self.channels, hidden=self.hidden, dropout=self.dropout)
 
     @property
+    def parsed_strategy(self) -> Strategy:
+        return Strategy.parse(self.strategy)
+
+    @property
     def predicts_numbers(self) -> bool:
         """Whether the targets are numbers and not classes: there is no accuracy, and there are no labels to smooth."""
         name, _ = parse_data(self.data)
@@ -179,6 +186,7 @@ class TrainSettings:
         parse_save_every(self.save_every)
         _ = self.batches
         check_growths(self.batch_growth)
+        strategy, sends = self.parsed_strategy, f"--strategy {self.strategy}"
         what = "trains one process" if self.wrapper == "none" else "serves the GPUs of one process"
         steps, growth, smoothing = f"--steps {self.steps}", format_growths(self.batch_growth), self.label_smoothing
         trust = f"--trust-coefficient {self.trust_coefficient}"
@@ -195,6 +203,16 @@ class TrainSettings:
              f"--wrapper {self.wrapper} {what}, and --ranks is {self.ranks}: use --ranks 1"),
             (self.plan is not None and self.wrapper not in ("paceline", "torch"),
              f"--plan needs --wrapper paceline or torch, not {self.wrapper}"),
+            (self.workers > 1 and self.ranks > 1,
+             f"--workers {self.workers} are in one process, and --ranks is {self.ranks}: use one of them"),
+            (self.workers > 1 and not strategy.is_hook,
+             f"{sends} with --workers {self.workers}: use --ranks {self.workers}"),
+            (not strategy.is_dense and self.wrapper not in ("paceline", "torch"),
+             f"{sends} needs --wrapper paceline, not {self.wrapper}"),
+            (not strategy.is_hook and self.wrapper == "torch",
+             f"{sends} does more than a hook of torch's wrapper can do: use --wrapper paceline"),
+            (strategy.dgc and self.optimizer != "sgd",
+             f"{sends} has a momentum of its own, that of sgd: leave out dgc, or use --optimizer sgd"),
             (self.sync_batchnorm and self.wrapper == "dp",
              "--sync-batchnorm does not work with --wrapper dp: use paceline or torch"),
             # Options of another optimizer, schedule or norm would change nothing.
