@@ -73,6 +73,12 @@ class Codec:
         kept = (self._errors, self._common, self._new_errors, self._new_common, self._spare, self._payloads)
         return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
+    def rescale(self, names: Sequence[str], factor: Any) -> None:
+        """Multiply the errors of these parameters: the learning rate of the step before is `factor` times the next."""
+        for name in names:
+            if name in self.errors:
+                self._errors[name].mul_(factor)
+
     def average(self, names: Sequence[str], grads: Vectors, step: int) -> Exchange:
         """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
         if step != self._step or not self._new_errors.keys().isdisjoint(names):
@@ -254,7 +260,7 @@ class PowerSGD(Codec):
         thin = [(name, vector, shape) for name, vector, shape in zip(names, vectors, found, strict=True) if shape]
         rest = [vector for vector, shape in zip(vectors, found, strict=True) if not shape]
         sent_names, sent = [name for name, _, _ in thin], [vector for _, vector, _ in thin]
-        if has_errors:
+        if has_errors and sent:
             torch._foreach_add_(sent, self._load(sent_names, sent))
         matrices = [vector.view(shape[:2]) for _, vector, shape in thin]
         rights = [self._first(name, matrix, shape[2]) for (name, _, shape), matrix in zip(thin, matrices, strict=True)]
@@ -283,8 +289,9 @@ class PowerSGD(Codec):
         if known is not None and known.shape == (rank, matrix.size(1)):
             return known.to(matrix)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(rank, matrix.size(1), generator=generator).to(matrix)
+        first = torch.randn(rank, matrix.size(1), generator=torch.Generator().manual_seed(seed)).to(matrix)
+        self._common[name] = first
+        return first
 
 
 _KINDS = {"dense": Codec, "bf16": BFloat16, "int8": Quantized, "int4": Quantized, "topk": TopK, "powersgd": PowerSGD}
