@@ -392,9 +392,7 @@ def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
     return base
 
 
-def _subtract_product(
-    matrix: torch.Tensor, lost: torch.Tensor | None, base: torch.Tensor, right: torch.Tensor
-) -> None:
+def _subtract_product(matrix: torch.Tensor, lost: torch.Tensor | None, base: torch.Tensor, right: torch.Tensor) -> None:
     """The matrix becomes the product, and what it had more goes to `lost`."""
     if (core := _core([matrix])) is not None:
         base, right, into = base.contiguous(), right.contiguous(), 0 if lost is None else lost.data_ptr()

@@ -193,12 +193,12 @@ class StrategyState:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
-        if self.strategy.dgc:
-            for group in optimizer.param_groups:
-                momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
-                if momentum and self._find_names(group):
-                    text = f"strategy {self.strategy.text!r} applies momentum before sending, and {type(optimizer).__name__}"
-                    raise ConfigError(f"{text} again ({momentum:g}): use an optimizer without momentum", code="strategy")
+        for group in optimizer.param_groups if self.strategy.dgc else ():
+            momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
+            if momentum and self._find_names(group):
+                twice = f"{type(optimizer).__name__} has momentum {momentum:g}, and the strategy {self.strategy.dgc:g}"
+                text = f"strategy {self.strategy.text!r}: {twice}: use an optimizer without it, or leave out dgc"
+                raise ConfigError(text, code="strategy")
         if self.strategy.feedback and (optimizer in self._rates or any(map(self._find_names, optimizer.param_groups))):
             before = self._rates.get(optimizer, [])
             rates = [_keep_rate(group.get("lr", 0)) for group in optimizer.param_groups]
