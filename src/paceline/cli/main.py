@@ -243,6 +243,13 @@ add_command(
     "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
 )  # fmt: skip
 add_command(
+    scale, "strategies", "scale:strategies",
+    f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small ranks:study strategies workers:study seeds epochs:large "
+    "steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout test_samples "
+    "global_batch_size:train evaluations target at_once resume",
+    "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
+)  # fmt: skip
+add_command(
     scale, "report", "scale:report", "runs resume",
     "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
 )  # fmt: skip
