@@ -64,6 +64,7 @@ def average_alone(module: nn.Module, num_ranks: int, step: int) -> dict[str, tor
 def train(model: Any, world: Any, steps: range, rate: float = 0.05) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for step in steps:
+        optimizer.param_groups[0]["lr"] = rate * 0.9**step
         optimizer.zero_grad()
         loss(model, world.rank, step).backward()
         optimizer.step()

@@ -335,3 +335,11 @@ def test_memory_is_counted():
         average(ranks, draw(2, step, shapes), step, names)
     # The error, memory for the next one, and the message of 12 blocks with their scales.
     assert ranks[0].memory_bytes in (2 * 4 * 3000, 2 * 4 * 3000 + 12 * 260)
+
+
+def test_errors_are_rescaled_by_name():
+    codec = build("topk:0.5,dgc=0.9", 1)[0]
+    average([codec], [[torch.tensor([1.0, 8.0]), torch.tensor([3.0, 4.0])]], 0, ("a", "b"))
+    codec.rescale(["a", "unknown"], 4.0)
+    assert codec.errors["a"].tolist() == [4, 0] and codec.errors["b"].tolist() == [3, 0]
+    assert codec.errors["momentum a"].tolist() == [1, 0]  # as the momentum of an optimizer

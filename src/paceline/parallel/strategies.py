@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -177,12 +178,12 @@ class StrategyState:
             is_shared = isinstance(channel.group, PacelineGroup) and channel.group.shares_memory
             self.codec.sums_precisely = is_shared and channel.device.type == "cpu"
         self.exchanges, self.step, self._first_step = Exchanges(channel), 0, 0
-        # The last rate above 0 that each group of an optimizer made a step with, and whether rates may have changed.
-        self._rates: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-        self._is_first = True
+        self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
+        self._is_first = True  # the next bucket is the first of a step
         if before is not None and before._world_size == self._world_size:
-            self._take({"common": before.codec.common, "step": before.step}, before.codec.errors)
-            self._rates = before._rates
+            self._take(before.state(), before.codec.errors)
+            self._optimizers = before._optimizers
         own = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -193,43 +194,50 @@ class StrategyState:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
-        for group in optimizer.param_groups if self.strategy.dgc else ():
+        for group in optimizer.param_groups:
+            if not (names := self._find_names(group)):
+                continue
             momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
-            if momentum and self._find_names(group):
+            if self.strategy.dgc and momentum:
                 twice = f"{type(optimizer).__name__} has momentum {momentum:g}, and the strategy {self.strategy.dgc:g}"
                 text = f"strategy {self.strategy.text!r}: {twice}: use an optimizer without it, or leave out dgc"
                 raise ConfigError(text, code="strategy")
-        if self.strategy.feedback and (optimizer in self._rates or any(map(self._find_names, optimizer.param_groups))):
-            before = self._rates.get(optimizer, [])
-            rates = [_keep_rate(group.get("lr", 0)) for group in optimizer.param_groups]
-            before += [0.0] * (len(rates) - len(before))
-            self._rates[optimizer] = [_choose_rate(new, old) for new, old in zip(rates, before, strict=False)]
+            self._optimizers.add(optimizer)
+            self._note_rate(names, group.get("lr", 0.0))
 
     def _find_names(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
 
+    def _note_rate(self, names: Sequence[str], rate: Any) -> None:
+        """From now on their errors belong to this rate, if it is above 0."""
+        if isinstance(rate, torch.Tensor) and rate.is_cuda:  # without waiting for it
+            self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
+        elif rate > 0:
+            self._rates |= dict.fromkeys(names, float(rate))
+
     def _follow_rates(self) -> None:
-        """Before the first exchange of a step: rescale errors whose learning rate is not that of the step before."""
-        for optimizer, rates in self._rates.items():
-            for group, old in zip(optimizer.param_groups, rates, strict=False):
-                new = group.get("lr", 0)
-                if isinstance(new, torch.Tensor) and new.is_cuda:  # compared there, without waiting for it
-                    factor: Any = torch.where((new > 0) & (old > 0), old / new, 1.0)
-                elif new == old or not (new > 0 and old > 0):
-                    continue
-                else:
-                    factor = float(old) / float(new)
-                self.codec.rescale(self._find_names(group), factor)
+        """Before the first exchange of a step: rescale errors that belong to another rate than that of the step."""
+        if self._rates and not self._optimizers:  # of a state that was loaded: no step has shown the optimizer yet
+            found = (item for item in gc.get_objects() if issubclass(type(item), Optimizer))
+            self._optimizers.update(item for item in found if any(map(self._find_names, item.param_groups)))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                names, new = self._find_names(group), group.get("lr", 0.0)
+                for name in names:
+                    old = self._rates.get(name, new)
+                    if isinstance(new, torch.Tensor) and new.is_cuda:
+                        self.codec.rescale([name], torch.where((new > 0) & (old > 0), old / new, 1.0))
+                    elif new > 0 and new != old > 0:
+                        self.codec.rescale([name], float(old) / float(new))
+                self._note_rate(names, new)
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
         # Copies, which later steps do not change.
-        common, errors = ({name: value.clone() for name, value in kept.items()} for kept in self._memory)
-        return {"strategy": self.strategy.text, "step": self.step, "common": common, "rank": errors}
-
-    @property
-    def _memory(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        return self.codec.common, self.codec.errors
+        memory = self.codec.common, self.codec.errors
+        common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
+        rates = {name: float(rate) for name, rate in self._rates.items()}
+        return {"strategy": self.strategy.text, "step": self.step, "rates": rates, "common": common, "rank": errors}
 
     @property
     def sent(self) -> Sent:
@@ -271,6 +279,7 @@ class StrategyState:
         # Copies: a step changes neither what was given nor what `state` returned.
         self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
         self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
+        self._rates = dict(common["rates"])
         self.step = self._first_step = common["step"]
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -285,18 +294,6 @@ class StrategyState:
             lambda done: _result(done, buffer)
         )
         return future
-
-
-def _keep_rate(rate: Any) -> Any:
-    """A learning rate that later changes in place do not reach."""
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate
-
-
-def _choose_rate(new: Any, old: Any) -> Any:
-    """The new one if it is above 0; on a GPU without waiting for it."""
-    if isinstance(new, torch.Tensor) and new.is_cuda:
-        return torch.where(new > 0, new, old)
-    return new if new > 0 else old
 
 
 def _result(done: torch.futures.Future[None], buffer: torch.Tensor) -> torch.Tensor:
