@@ -115,6 +115,7 @@ class Strategy:
                 self.delay >= self.period > 1,
                 f"{text}delay={self.delay} is not below the period of {self.period} steps",
             ),
+            (self.between_hosts, f"{text}a level for each host is not built yet: leave out +hosts"),
             (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
             code="strategy",
         )

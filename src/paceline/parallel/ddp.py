@@ -217,6 +217,8 @@ class DDP(DistributedDataParallel):
         """Remove all hooks from the module: nothing is synchronised from now on."""
         if self._sync is not None:
             self._finalizer()
+        if self._strategy is not None:
+            self._strategy.stop()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not profiler._is_profiler_enabled:  # a range costs time also where nothing records it
@@ -340,7 +342,9 @@ class DDP(DistributedDataParallel):
 
     def count_sent(self) -> Sent:
         """All messages of gradients since the wrapper was made or rebuilt, except those of a communication hook."""
-        return self._ready.channel.sent
+        sent = self._ready.channel.sent
+        more = Sent(0, 0) if self._strategy is None else self._strategy.sent
+        return Sent(sent.num_messages + more.num_messages, sent.num_bytes + more.num_bytes)
 
     @property
     def bucket_memory(self) -> list[torch.Tensor]:
@@ -352,7 +356,8 @@ class DDP(DistributedDataParallel):
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None
-        return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times)
+        costs = None if self._strategy is None else self._strategy.costs
+        return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs)
 
     def strategy_state(self) -> dict[str, Any]:
         """What the strategy must keep to go on exactly: `rank` is this rank's part, the rest is common to all ranks."""
