@@ -35,9 +35,10 @@ class Codec:
 
     def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
         """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
-        flat = torch.cat([_as_vector(grad) for grad in grads]).mul_(1 / self.world_size)
-        total = yield SUM, flat
-        _spread(total, grads)
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            same = [grad for grad in grads if grad.dtype == dtype]
+            total = yield SUM, torch.cat([grad.reshape(-1) for grad in same]).mul_(1 / self.world_size)
+            _spread(total, same)
 
     def _load(self, names: Sequence[str], grads: Sequence[torch.Tensor], kind: str = "") -> torch.Tensor:
         """The errors of these parameters as one vector."""

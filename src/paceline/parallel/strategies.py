@@ -36,6 +36,11 @@ class Exchanges:
         self.num_messages = self.sent_bytes = 0
         self.computing_s = 0.0  # in codecs, on the host
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether nothing else is sent in the group in which callbacks send."""
+        return len(self._groups) > 1 or self._channel.world_size == 1
+
     def start(self, exchange: Exchange) -> torch.futures.Future[None]:
         """Begin an exchange. Its Future is complete when it is over, or has the error of this rank. The first call is
         collective."""
@@ -160,7 +165,7 @@ class StrategyState:
         mean = {}
         for name in names:
             parts = [state["rank"][name].cpu().double() for state in states if name in state["rank"]]
-            mean[name] = (torch.stack(parts).sum(0) / len(states)).float()
+            mean[name] = (torch.stack(parts).sum(0) / len(states)).to(states[0]["rank"][name].dtype)
         self._take(states[0], mean)
 
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
