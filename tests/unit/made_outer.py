@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
@@ -26,7 +27,13 @@ class Replicas:
     """Each has a model, an optimizer and batches of its own, and between them is the schedule."""
 
     def __init__(
-        self, text: str, optimizer=torch.optim.SGD, lr: float = 0.05, dtype=torch.float64, num: int = 3, **options
+        self,
+        text: str,
+        optimizer: Any = torch.optim.SGD,
+        lr: float = 0.05,
+        dtype=torch.float64,
+        num: int = 3,
+        **options,
     ) -> None:
         self.strategy, self.lr = Strategy.parse(text), lr
         model, self.num = build_model(dtype), num

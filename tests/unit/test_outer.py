@@ -148,12 +148,17 @@ def test_the_last_round_may_be_shorter(text):
         assert replicas.train(1).are_equal == (step == 4 and replicas.strategy.fragments == 1)
 
 
+def test_the_last_round_applies_what_is_under_way():
+    replicas = Replicas("diloco:4,lr=1,momentum=0,delay=2,mixing=0").train(5).complete()
+    torch.testing.assert_close(replicas.vector(), Replicas("localsgd:4").train(4).vector(), rtol=0, atol=1e-15)
+
+
 def test_post_local_counts_its_rounds_from_where_it_began():
-    replicas = Replicas("localsgd:4,after=3")
+    replicas = Replicas("diloco:4,after=3")
     for step in range(1, 12):
         was_local = replicas.outers[0].is_local
         assert replicas.train(1).are_equal == (step <= 3 or step in (7, 11))
-        assert was_local == (step > 3)
+        assert was_local == (step > 3) and bool(replicas.outers[0].momentum) == (step >= 7)
         assert replicas.outers[0].has_drifted == (step > 3 and step not in (7, 11)), step
 
 
@@ -212,7 +217,7 @@ def test_parameters_of_every_kind_are_averaged():
             outer.begin_round()
         with torch.no_grad():
             for param in replicas[1]:
-                param += 0.5
+                param += 0.5 + 0.25j if param.is_complex() else 0.5
         wanted = [(a.detach() + b.detach()) / 2 for a, b in zip(*replicas, strict=True)]
         for outer in outers:
             outer.count()

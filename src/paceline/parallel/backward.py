@@ -154,6 +154,8 @@ class GradientSync:
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
+        elif self.schedule is not None:  # perhaps an evaluation on some ranks; if not, a backward follows
+            self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
@@ -259,6 +261,8 @@ class GradientSync:
             if schedule is not None:
                 schedule.outer.count()
             return
+        if schedule.is_overdue:
+            schedule.run()
         schedule.outer.begin_round()
         self.num_steps += 1
         self.is_pending, self._samples = False, None

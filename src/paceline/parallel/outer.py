@@ -65,9 +65,11 @@ class Outer:
 
     def begin_round(self) -> None:
         """Before the first step after a sync: begin from the parameters as they are, which may have been loaded."""
-        if not self.is_fresh or not self.is_local:
-            return
-        self.is_fresh = False
+        if self.is_fresh and self.is_local:
+            self.is_fresh = False
+            self.read_start()
+
+    def read_start(self) -> None:
         for start, value in zip(self.start, self.values, strict=True):
             start.copy_(torch.where(start.to(value.dtype) == value, start, value.to(start.dtype)))
 
@@ -207,7 +209,7 @@ class OuterState(StrategyState):
         self.exchanges = Exchanges(self._moving)
         self._calls = HookCalls((self.exchanges, Exchanges.start), channel)
         self._futures: dict[int, Any] = {}
-        self.is_due = self.defers = False
+        self.is_due = self.defers = self.is_overdue = False
         self._stepped: set[int] = set()  # parameters whose optimizer has stepped since a sync was due
         self._lrs: dict[int, float] = {}
         self._num_controls, self._looked_s = 0, time.monotonic()
@@ -229,6 +231,7 @@ class OuterState(StrategyState):
     def _follow(self, before: OuterState) -> None:
         """Go on where the state before the model was read again was."""
         old, new = before.outer, self.outer
+        self.is_due, self.defers, self._lrs = before.is_due, before.defers, dict(before._lrs)
         if [(name, start.shape) for name, start in zip(old.names, old.start, strict=True)] == [
             (name, start.shape) for name, start in zip(new.names, new.start, strict=True)
         ]:
@@ -309,7 +312,7 @@ class OuterState(StrategyState):
         """What is due now. Collective."""
         if not self.is_due:
             return
-        outer, self.is_due = self.outer, False
+        outer, self.is_due, self.is_overdue = self.outer, False, False
         outer.to_apply, ready = [], outer.to_apply
         outer.to_begin, due = [], outer.to_begin
         self._finish(ready, self.strategy.mixing)
@@ -385,6 +388,8 @@ class OuterState(StrategyState):
         """The common part has what the last sync left; this rank's part its own parameters, between two syncs."""
         self.wait()
         outer, names = self.outer, self.outer.names
+        if outer.is_fresh:
+            outer.read_start()
         common = {_START + name: start for name, start in zip(names, outer.start, strict=True)}
         common |= {_MOMENTUM + name: value for name, value in outer.momentum.items()}
         for number, mean in outer.means.items():
