@@ -398,7 +398,8 @@ class OuterState(StrategyState):
         if outer.has_drifted:
             rank |= {_PARAM + name: value for name, value in zip(names, outer.values, strict=True)}
         if self._lrs:
-            rank[_LRS] = torch.tensor([[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(names))])
+            known = [[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(names))]
+            rank[_LRS] = torch.tensor(known, dtype=torch.float64)
         counts = {name: copy.copy(getattr(outer, name)) for name in _COUNTS} | {"due": (self.is_due, self.defers)}
         return {
             "strategy": self.strategy.text, "step": outer.step, "outer": counts,
@@ -406,13 +407,9 @@ class OuterState(StrategyState):
             "rank": {name: value.clone() for name, value in rank.items()},
         }  # fmt: skip
 
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks. Of another number of ranks, each gets the mean of their parameters and
-        errors: the next sync then averages what it would have."""
-        super().load(states)
-
     @torch.no_grad()
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
+        """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
         if not hasattr(self, "outer"):  # `before`, while this is being built: `_follow` does the rest
             super()._take(common, errors)
             return
