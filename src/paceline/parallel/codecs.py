@@ -81,6 +81,12 @@ class Codec:
 
     def average(self, names: Sequence[str], grads: Vectors, step: int) -> Exchange:
         """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
+        if self.strategy.codec == "dense":
+            for dtype in dict.fromkeys(grad.dtype for grad in grads):  # as precise as they are
+                same = [grad for grad in grads if grad.dtype == dtype]
+                total = yield SUM, torch.cat([grad.reshape(-1) for grad in same]).mul_(1 / self.world_size)
+                _spread(total, same)
+            return
         if step != self._step or not self._new_errors.keys().isdisjoint(names):
             self._settle()
             self._step = step
@@ -93,8 +99,7 @@ class Codec:
                 grad.copy_(vector.view(grad.shape))
 
     def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
-        total = yield SUM, torch.cat(list(vectors)).mul_(1 / self.world_size)
-        _spread(total, vectors)
+        raise NotImplementedError
 
     def _load(self, names: Sequence[str], vectors: Vectors, kind: str = "") -> list[torch.Tensor]:
         """The errors of these parameters."""
@@ -413,7 +418,7 @@ def _are_finite(*tensors: torch.Tensor) -> Any:
 
 def _spread(flat: torch.Tensor, vectors: Vectors) -> None:
     for vector, part in zip(vectors, flat.split([vector.numel() for vector in vectors]), strict=True):
-        vector.copy_(part)
+        vector.copy_(part.view(vector.shape))
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
+from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import (
     Options,
     StructureWatch,
@@ -160,6 +161,8 @@ class DDP(DistributedDataParallel):
         """Read the module again, after parameters were added, frozen, unfrozen or moved. Collective."""
         if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
+        if self._sync is not None:
+            self._sync.sync_parameters()
         replica, channel = read_replica(self.module, self.parameters_to_ignore), self._open_channel()
         # torch can make only one more group of a part of the ranks: who needs several must pass them.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
@@ -172,7 +175,7 @@ class DDP(DistributedDataParallel):
             verify_values(replica, channel)
         elif self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
-        self._set_up()
+        self._set_up().open_groups()
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
@@ -193,15 +196,19 @@ class DDP(DistributedDataParallel):
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
-        hook = self._comm_hook
-        if not options.strategy.is_dense:
+        hook, schedule = self._comm_hook, None
+        if options.strategy.outer:
+            self._strategy = schedule = OuterState(
+                options.strategy, replica, channel, control.num_words, options.allow_missing, self._strategy
+            )
+        elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
             hook = self._strategy, strategy_hook
         planner = options.make_planner(channel, replica.gradients, with_hook=hook is not None)
         reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
-        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))
+        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
         self._sync.do_sync = do_sync
         self._watch = StructureWatch(replica, ignored)
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
@@ -230,6 +237,8 @@ class DDP(DistributedDataParallel):
         if self.device_ids is not None:
             args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
+            if self._sync is not None:
+                self._sync.warn_of_drift(self.training)
             return self.module(*args, **kwargs)
         sync = self._begin_forward()
         if sync is None:
@@ -257,7 +266,7 @@ class DDP(DistributedDataParallel):
         known = self._sync.replica.params if self._sync is not None else ()
         if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
             return None
-        self._ready.before_forward(self._watch.find_change(self.module))
+        self._ready.before_forward(self._watch.find_change(self.module), self.training)
         return self._sync
 
     @property
@@ -296,6 +305,12 @@ class DDP(DistributedDataParallel):
         if sync.do_sync and (sync.is_pending or self._options.manual):
             sync.synchronize()
 
+    def sync_parameters(self) -> None:
+        """With a strategy that averages parameters every few steps: average them now, so that all ranks hold the same
+        model, and begin a new round. At the end of training, and before evaluation, export, or a checkpoint without
+        `strategy_state`. Does nothing where the ranks already do. Collective: every rank must call this."""
+        self._ready.sync_parameters()
+
     @contextlib.contextmanager
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -310,6 +325,7 @@ class DDP(DistributedDataParallel):
             yield
             return
         sync = self._ready
+        self._refuse_join()
         sync.join = Joining(divide_by_initial_world_size, throw_on_early_termination)
         try:
             yield
@@ -318,6 +334,13 @@ class DDP(DistributedDataParallel):
             sync.broadcast_final()
         finally:
             sync.join = None
+
+    def _refuse_join(self) -> None:
+        if self._options.strategy.outer:
+            text = "averages parameters after equal numbers of steps, and in join() ranks make different numbers"
+            raise ConfigError(
+                f"strategy={self._options.strategy.text!r} {text}: drop the last batches", code="strategy"
+            )
 
     @property
     def _planned(self) -> BucketedReducer | None:
@@ -665,6 +688,7 @@ class _TorchJoinHook(JoinHook):
 
     def __init__(self, model: DDP, divide_by_world: bool) -> None:
         self._model, self._sync = model, model._ready
+        model._refuse_join()
         # torch announces a step in forward. Here it is known when backward begins that ranks without data are needed.
         self._sync.join = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
 

@@ -47,6 +47,11 @@ class Exchanges:
         self.num_messages = self.num_bytes = self.sent_bytes = 0
         self.encode_s = self.decode_s = 0.0  # on the host: until the first message of an exchange, and after it
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether nothing else is sent in the group in which callbacks send."""
+        return len(self._groups) > 1 or self._channel.world_size == 1
+
     def start(self, exchange: Exchange) -> torch.futures.Future[None]:
         """Begin an exchange. Its Future is complete when it is over, or has the error of this rank. The first call is
         collective."""
@@ -190,7 +195,11 @@ class StrategyState:
             if (me := own()) is not None:
                 me._before_step(optimizer)
 
-        self.stop = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def stop(self) -> None:
+        """Remove the hooks on optimizers."""
+        self._end()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
@@ -265,7 +274,7 @@ class StrategyState:
         mean = {}
         for name in names:
             parts = [state["rank"][name].cpu().double() for state in states if name in state["rank"]]
-            mean[name] = (torch.stack(parts).sum(0) / len(states)).float()
+            mean[name] = (torch.stack(parts).sum(0) / len(states)).to(states[0]["rank"][name].dtype)
         self._take(states[0], mean)
 
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:

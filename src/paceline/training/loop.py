@@ -251,7 +251,12 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
         found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
         raise _not_finite(files, bad_step, found)
-    if (taken.is_epoch_end or taken.is_last) and job.test is not None and job.learner.can_evaluate:
+    is_evaluated = (taken.is_epoch_end or taken.is_last) and job.test is not None and job.learner.can_evaluate
+    if is_evaluated or taken.is_last:
+        for model in list_models(job.learner.model):
+            if isinstance(model, DataParallel):
+                model.sync_parameters()
+    if is_evaluated and job.test is not None:
         test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}
