@@ -406,7 +406,7 @@ class OuterState(StrategyState):
             rank[_LRS] = torch.tensor(known, dtype=torch.float64)
         counts = {name: copy.copy(getattr(outer, name)) for name in _COUNTS} | {"due": (self.is_due, self.defers)}
         return {
-            "strategy": self.strategy.text, "step": outer.step, "outer": counts,
+            "strategy": self.strategy.text, "step": outer.step, "outer": counts, "rates": {},
             "common": {name: value.clone() for name, value in common.items()},
             "rank": {name: value.clone() for name, value in rank.items()},
         }  # fmt: skip
