@@ -101,7 +101,7 @@ class Learner:
     name: str = ""
     own_step: Callable[..., Any] | None = None
     own_evaluate: Callable[..., Any] | None = None
-    takes_step: Callable[..., StepOutcome] | None = None  # of several workers: see `workers`
+    workers: Any = None  # several that take their steps together: see `workers`
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -132,6 +132,12 @@ class Learner:
         found = f"a {type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
         needed = "it must return its mean loss over the batch, a number or a tensor with one element"
         raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
+
+    def sync_parameters(self) -> None:
+        """Make all replicas equal, where a schedule lets them differ between two syncs. Collective."""
+        for model in (*list_models(self.model), self.workers):
+            if hasattr(model, "sync_parameters"):
+                model.sync_parameters()
 
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""
@@ -171,8 +177,9 @@ def take_step(
     which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
     rank, with the same number of micro-batches.
     """
-    if learner.takes_step is not None:
-        return learner.takes_step(window, num_targets, rate, phases)
+    if learner.workers is not None:
+        outcome: StepOutcome = learner.workers.take_step(window, num_targets, rate, phases)
+        return outcome
     if learner.own_step is not None:
         return _take_own_step(learner, window, phases)
     total = compute_gradients(learner, window, num_targets, phases)
