@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from paceline.errors import CollectiveError, ConfigError
@@ -27,7 +28,7 @@ from paceline.strategy import Strategy
 # How often a rank between two syncs looks whether another rank has failed.
 _CHECK_S = 1.0
 # In the state of a strategy: what comes before the name of a parameter.
-_START, _MOMENTUM, _MEAN, _PARAM, _LRS = "start ", "momentum ", "mean ", "param ", "lrs"
+_START, _MOMENTUM, _MEAN, _PARAM, _BUFFER, _LRS = "start ", "momentum ", "mean ", "param ", "buffer ", "lrs"
 _COUNTS = ("base", "is_fresh", "has_drifted", "begun", "to_apply", "to_begin")
 
 
@@ -198,11 +199,11 @@ class OuterState(StrategyState):
     parameter has none), at the next forward. Ranks count backwards, so that none can differ."""
 
     def __init__(
-        self, strategy: Strategy, replica: Replica, channel: Channel, num_words: int, allow_missing: bool,
-        before: StrategyState | None = None,
+        self, strategy: Strategy, module: nn.Module, replica: Replica, channel: Channel, num_words: int,
+        allow_missing: bool, before: StrategyState | None = None,
     ) -> None:  # fmt: skip
         super().__init__(strategy, replica, channel, before)
-        self.replica, self._channel = replica, channel
+        self.replica, self._channel, self._module = replica, channel, module
         self.control = ControlMessage(replica, channel, num_words, allow_missing)
         # Other groups than the control words: after an error, messages of the codec may be left over.
         self._moving = Channel(channel.group, channel.device)
@@ -249,6 +250,11 @@ class OuterState(StrategyState):
 
     def stop(self) -> None:
         self._handle.remove()
+
+    @property
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that differ between ranks until a sync, such as running statistics."""
+        return [(name, b) for name, b in self._module.named_buffers() if name in self.replica.buffers]
 
     def open_groups(self) -> None:
         """Groups that nobody else uses: a sync may come before or after the user's own messages. Collective."""
@@ -385,7 +391,7 @@ class OuterState(StrategyState):
         raise CollectiveError(text, code="not-finite")
 
     def state(self) -> dict[str, Any]:
-        """The common part has what the last sync left; this rank's part its own parameters, between two syncs."""
+        """The common part has what the last sync left; this rank's part its own model, between two syncs."""
         self.wait()
         outer, names = self.outer, self.outer.names
         if outer.is_fresh:
@@ -397,6 +403,7 @@ class OuterState(StrategyState):
         rank: dict[str, torch.Tensor] = dict(self.codec.errors)
         if outer.has_drifted:
             rank |= {_PARAM + name: value for name, value in zip(names, outer.values, strict=True)}
+            rank |= {_BUFFER + name: buffer for name, buffer in self._buffers}
         if self._lrs:
             known = [[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(names))]
             rank[_LRS] = torch.tensor(known, dtype=torch.float64)
@@ -420,7 +427,7 @@ class OuterState(StrategyState):
             odd = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
             text = f"the state of strategy {self.strategy.text!r} is of another model: {list_some(odd, ', ')} differ"
             raise ConfigError(text, code="strategy")
-        own = {name for name in errors if name == _LRS or name.startswith(_PARAM)}
+        own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
         vars(outer).update(copy.deepcopy({name: common["outer"][name] for name in _COUNTS}))
         self.is_due, self.defers = common["outer"]["due"]
@@ -432,5 +439,7 @@ class OuterState(StrategyState):
                 outer.momentum[name] = moving.to(start, copy=True)
             if (mean := kept.get(_MEAN + name)) is not None:
                 outer.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
+        for name, buffer in self._buffers:
+            buffer.copy_(errors.get(_BUFFER + name, buffer))
         lrs = errors.get(_LRS)
         self._lrs = {} if lrs is None else {i: float(lr) for i, (lr, is_known) in enumerate(lrs.tolist()) if is_known}
