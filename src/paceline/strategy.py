@@ -116,6 +116,7 @@ class Strategy:
                 "mixing=" in self.text and not self.delay,
                 f"{text}mixing is of parameters that went on meanwhile; give delay=STEPS, too, or leave it out",
             ),
+            (self.between_hosts, f"{text}a level for each host is not built yet: leave out +hosts"),
             (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
             code="strategy",
         )

@@ -7,9 +7,10 @@ process run it, too (`run_together`). `OuterState` runs it between ranks, when t
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,11 @@ def _master(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
+def _call_all(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
+
+
 class ControlMessage:
     """In place of the reducer in a step that sends no gradients: the control words alone."""
 
@@ -227,7 +233,11 @@ class OuterState(StrategyState):
             if (me := own()) is not None and me.is_due:
                 me._on_optimizer_step(optimizer)
 
-        self._handle = register_optimizer_step_post_hook(stepped)
+        handle = register_optimizer_step_post_hook(stepped)
+        self.stop = weakref.finalize(self, functools.partial(_call_all, self.stop, handle.remove))
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Errors are of parameters, not of gradients: no learning rate changes them."""
 
     def _follow(self, before: OuterState) -> None:
         """Go on where the state before the model was read again was."""
@@ -248,9 +258,6 @@ class OuterState(StrategyState):
             if name in places and places[name].shape == value.shape
         }
 
-    def stop(self) -> None:
-        self._handle.remove()
-
     @property
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Those that differ between ranks until a sync, such as running statistics."""
@@ -261,6 +268,8 @@ class OuterState(StrategyState):
         if self._channel.world_size > 1:
             self._channel.use_own_group()
             self._moving.use_own_group()
+            self.exchanges = Exchanges(self._moving)
+            self._calls = HookCalls((self.exchanges, Exchanges.start), self._channel)
 
     @property
     def position(self) -> int:
@@ -283,7 +292,9 @@ class OuterState(StrategyState):
     def must_meet(self) -> bool:
         """A backward is over: whether the ranks exchange control words now."""
         self.control.note_missing()
-        if self.outer.count():
+        is_due = self.outer.count()
+        self.step = self.outer.step
+        if is_due:
             return True
         now_s = time.monotonic()
         if now_s - self._looked_s < _CHECK_S or not self._channel.has_own_group:
@@ -409,7 +420,7 @@ class OuterState(StrategyState):
             rank[_LRS] = torch.tensor(known, dtype=torch.float64)
         counts = {name: copy.copy(getattr(outer, name)) for name in _COUNTS} | {"due": (self.is_due, self.defers)}
         return {
-            "strategy": self.strategy.text, "step": outer.step, "outer": counts,
+            "strategy": self.strategy.text, "step": outer.step, "rates": {}, "outer": counts,
             "common": {name: value.clone() for name, value in common.items()},
             "rank": {name: value.clone() for name, value in rank.items()},
         }  # fmt: skip
@@ -418,7 +429,7 @@ class OuterState(StrategyState):
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
         if not hasattr(self, "outer"):  # `before`, while this is being built: `_follow` does the rest
-            super()._take(common, errors)
+            super()._take({**common, "common": {}}, errors)
             return
         outer, kept = self.outer, common["common"]
         shapes = {name: start.shape for name, start in zip(outer.names, outer.start, strict=True)}
