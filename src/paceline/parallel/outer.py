@@ -42,7 +42,9 @@ class Outer:
     """
 
     def __init__(self, strategy: Strategy, names: Sequence[str], params: Sequence[torch.Tensor], codec: Codec) -> None:
-        self.strategy, self.names, self.params, self.codec = strategy, list(names), list(params), codec
+        self.strategy, self.names, self.params = strategy, list(names), list(params)
+        # One for each fragment: several may be under way, and a codec keeps the errors of one step at a time.
+        self.codecs = [codec, *(copy.deepcopy(codec) for _ in range(strategy.fragments - 1))]
         self.step, self.base = 0, strategy.after  # steps, and those at the last sync of all fragments
         self.start = [_master(value) for value in self.values]
         self.momentum: dict[str, torch.Tensor] = {}
@@ -57,6 +59,17 @@ class Outer:
     def values(self) -> list[torch.Tensor]:
         """The parameters, without autograd, as real numbers."""
         return [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.params]
+
+    @property
+    def errors(self) -> dict[str, torch.Tensor]:
+        """What each parameter has not sent yet."""
+        own = [(codec, self.names[i]) for n, codec in enumerate(self.codecs) for i in self.fragment(n)]
+        return {name: codec.errors[name] for codec, name in own if name in codec.errors}
+
+    @errors.setter
+    def errors(self, errors: Mapping[str, torch.Tensor]) -> None:
+        for codec in self.codecs:
+            codec.errors = dict(errors)
 
     @property
     def is_local(self) -> bool:
@@ -128,7 +141,9 @@ class Outer:
             begin = start.to(value.dtype)
             gone.append(begin - value if is_dense else begin.to(start.dtype) - value.to(start.dtype))
         if gone:
-            yield from self.codec.average([self.names[index] for index in self.fragment(number)], gone, self.step)
+            yield from self.codecs[number].average(
+                [self.names[index] for index in self.fragment(number)], gone, self.step
+            )
         self.means[number] = gone
 
     def is_finite(self, number: int) -> bool:
@@ -247,7 +262,9 @@ class OuterState(StrategyState):
             (name, start.shape) for name, start in zip(new.names, new.start, strict=True)
         ]:
             before.wait()
-            vars(new).update({**vars(old), "params": new.params, "codec": new.codec})
+            errors = old.errors if before._world_size == self._world_size else {}
+            vars(new).update({**vars(old), "params": new.params, "codecs": new.codecs})
+            new.errors = errors
             new.start = [a.to(b.device) for a, b in zip(old.start, new.params, strict=True)]
         else:
             new.step, new.base = old.step, old.step
@@ -411,7 +428,7 @@ class OuterState(StrategyState):
         common |= {_MOMENTUM + name: value for name, value in outer.momentum.items()}
         for number, mean in outer.means.items():
             common |= {_MEAN + names[i]: value for i, value in zip(outer.fragment(number), mean, strict=True)}
-        rank: dict[str, torch.Tensor] = dict(self.codec.errors)
+        rank: dict[str, torch.Tensor] = outer.errors
         if outer.has_drifted:
             rank |= {_PARAM + name: value for name, value in zip(names, outer.values, strict=True)}
             rank |= {_BUFFER + name: buffer for name, buffer in self._buffers}
@@ -440,6 +457,7 @@ class OuterState(StrategyState):
             raise ConfigError(text, code="strategy")
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
+        outer.errors = self.codec.errors
         vars(outer).update(copy.deepcopy({name: common["outer"][name] for name in _COUNTS}))
         self.is_due, self.defers = common["outer"]["due"]
         outer.step, outer.momentum, outer.means, self._futures = common["step"], {}, {}, {}
