@@ -108,6 +108,8 @@ class GradientSync:
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
+        if self.schedule is not None:
+            self.schedule.stop()
 
     @property
     def _is_local(self) -> bool:

@@ -81,12 +81,11 @@ class Codec:
 
     def average(self, names: Sequence[str], grads: Vectors, step: int) -> Exchange:
         """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
-        if self.strategy.codec == "dense":  # in the dtype that they have
-            for dtype in dict.fromkeys(grad.dtype for grad in grads if grad.numel()):
+        if self.strategy.codec == "dense":
+            for dtype in dict.fromkeys(grad.dtype for grad in grads if grad.numel()):  # as precise as they are
                 same = [grad for grad in grads if grad.dtype == dtype]
                 total = yield SUM, torch.cat([grad.reshape(-1) for grad in same]).mul_(1 / self.world_size)
-                for grad, part in zip(same, total.split([grad.numel() for grad in same]), strict=True):
-                    grad.copy_(part.view(grad.shape))
+                _spread(total, same)
             return
         if step != self._step or not self._new_errors.keys().isdisjoint(names):
             self._settle()
@@ -419,7 +418,7 @@ def _are_finite(*tensors: torch.Tensor) -> Any:
 
 def _spread(flat: torch.Tensor, vectors: Vectors) -> None:
     for vector, part in zip(vectors, flat.split([vector.numel() for vector in vectors]), strict=True):
-        vector.copy_(part)
+        vector.copy_(part.view(vector.shape))
 
 
 @functools.cache

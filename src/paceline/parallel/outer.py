@@ -7,10 +7,9 @@ process run it, too (`run_together`). `OuterState` runs it between ranks, when t
 from __future__ import annotations
 
 import copy
-import functools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,11 +182,6 @@ def _master(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
-def _call_all(*calls: Callable[[], object]) -> None:
-    for call in calls:
-        call()
-
-
 class ControlMessage:
     """In place of the reducer in a step that sends no gradients: the control words alone."""
 
@@ -248,11 +242,7 @@ class OuterState(StrategyState):
             if (me := own()) is not None and me.is_due:
                 me._on_optimizer_step(optimizer)
 
-        handle = register_optimizer_step_post_hook(stepped)
-        self.stop = weakref.finalize(self, functools.partial(_call_all, self.stop, handle.remove))
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Errors are of parameters, not of gradients: no learning rate changes them."""
+        self._handle = register_optimizer_step_post_hook(stepped)
 
     def _follow(self, before: OuterState) -> None:
         """Go on where the state before the model was read again was."""
@@ -279,6 +269,13 @@ class OuterState(StrategyState):
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Those that differ between ranks until a sync, such as running statistics."""
         return [(name, b) for name, b in self._module.named_buffers() if name in self.replica.buffers]
+
+    def stop(self) -> None:
+        super().stop()
+        self._handle.remove()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Errors are differences of parameters, which no learning rate changes."""
 
     def open_groups(self) -> None:
         """Groups that nobody else uses: a sync may come before or after the user's own messages. Collective."""
@@ -437,7 +434,7 @@ class OuterState(StrategyState):
             rank[_LRS] = torch.tensor(known, dtype=torch.float64)
         counts = {name: copy.copy(getattr(outer, name)) for name in _COUNTS} | {"due": (self.is_due, self.defers)}
         return {
-            "strategy": self.strategy.text, "step": outer.step, "rates": {}, "outer": counts,
+            "strategy": self.strategy.text, "step": outer.step, "outer": counts, "rates": {},
             "common": {name: value.clone() for name, value in common.items()},
             "rank": {name: value.clone() for name, value in rank.items()},
         }  # fmt: skip

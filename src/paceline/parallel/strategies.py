@@ -195,7 +195,11 @@ class StrategyState:
             if (me := own()) is not None:
                 me._before_step(optimizer)
 
-        self.stop = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def stop(self) -> None:
+        """Remove the hooks on optimizers."""
+        self._end()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
