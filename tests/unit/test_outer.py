@@ -193,13 +193,13 @@ def test_values_loaded_between_rounds_are_where_the_next_one_begins():
 def test_a_replica_that_is_not_finite_changes_no_other():
     replicas = Replicas("diloco:2+int8", dtype=torch.float32).train(3)
     outer = replicas.outers[0]
-    kept = copy.deepcopy((outer.start, outer.momentum, outer.codec.errors))
+    kept = copy.deepcopy((outer.start, outer.momentum, outer.errors))
     with torch.no_grad():
         next(replicas.models[1].parameters())[0, 0] = torch.nan
     with pytest.raises(Exception) as error:
         replicas.train(1)
     assert error.value.code == "not-finite"
-    for mine, before in zip((outer.start, outer.momentum, outer.codec.errors), kept, strict=True):
+    for mine, before in zip((outer.start, outer.momentum, outer.errors), kept, strict=True):
         torch.testing.assert_close(mine, before, rtol=0, atol=0)
 
 

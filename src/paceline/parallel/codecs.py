@@ -82,7 +82,7 @@ class Codec:
     def average(self, names: Sequence[str], grads: Vectors, step: int) -> Exchange:
         """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
         if self.strategy.codec == "dense":
-            for dtype in dict.fromkeys(grad.dtype for grad in grads):  # as precise as they are
+            for dtype in dict.fromkeys(grad.dtype for grad in grads if grad.numel()):  # as precise as they are
                 same = [grad for grad in grads if grad.dtype == dtype]
                 total = yield SUM, torch.cat([grad.reshape(-1) for grad in same]).mul_(1 / self.world_size)
                 _spread(total, same)

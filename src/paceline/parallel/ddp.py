@@ -199,7 +199,13 @@ class DDP(DistributedDataParallel):
         hook, schedule = self._comm_hook, None
         if options.strategy.outer:
             self._strategy = schedule = OuterState(
-                options.strategy, replica, channel, control.num_words, options.allow_missing, self._strategy
+                options.strategy,
+                self.module,
+                replica,
+                channel,
+                control.num_words,
+                options.allow_missing,
+                self._strategy,
             )
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)

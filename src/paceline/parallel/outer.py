@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from paceline.errors import CollectiveError, ConfigError
@@ -27,7 +28,7 @@ from paceline.strategy import Strategy
 # How often a rank between two syncs looks whether another rank has failed.
 _CHECK_S = 1.0
 # In the state of a strategy: what comes before the name of a parameter.
-_START, _MOMENTUM, _MEAN, _PARAM, _LRS = "start ", "momentum ", "mean ", "param ", "lrs"
+_START, _MOMENTUM, _MEAN, _PARAM, _BUFFER, _LRS = "start ", "momentum ", "mean ", "param ", "buffer ", "lrs"
 _COUNTS = ("base", "is_fresh", "has_drifted", "begun", "to_apply", "to_begin")
 
 
@@ -40,7 +41,9 @@ class Outer:
     """
 
     def __init__(self, strategy: Strategy, names: Sequence[str], params: Sequence[torch.Tensor], codec: Codec) -> None:
-        self.strategy, self.names, self.params, self.codec = strategy, list(names), list(params), codec
+        self.strategy, self.names, self.params = strategy, list(names), list(params)
+        # One for each fragment: several may be under way, and a codec keeps the errors of one step at a time.
+        self.codecs = [codec, *(copy.deepcopy(codec) for _ in range(strategy.fragments - 1))]
         self.step, self.base = 0, strategy.after  # steps, and those at the last sync of all fragments
         self.start = [_master(value) for value in self.values]
         self.momentum: dict[str, torch.Tensor] = {}
@@ -55,6 +58,17 @@ class Outer:
     def values(self) -> list[torch.Tensor]:
         """The parameters, without autograd, as real numbers."""
         return [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.params]
+
+    @property
+    def errors(self) -> dict[str, torch.Tensor]:
+        """What each parameter has not sent yet."""
+        own = [(codec, self.names[i]) for n, codec in enumerate(self.codecs) for i in self.fragment(n)]
+        return {name: codec.errors[name] for codec, name in own if name in codec.errors}
+
+    @errors.setter
+    def errors(self, errors: Mapping[str, torch.Tensor]) -> None:
+        for codec in self.codecs:
+            codec.errors = dict(errors)
 
     @property
     def is_local(self) -> bool:
@@ -126,7 +140,9 @@ class Outer:
             begin = start.to(value.dtype)
             gone.append(begin - value if is_dense else begin.to(start.dtype) - value.to(start.dtype))
         if gone:
-            yield from self.codec.average([self.names[index] for index in self.fragment(number)], gone, self.step)
+            yield from self.codecs[number].average(
+                [self.names[index] for index in self.fragment(number)], gone, self.step
+            )
         self.means[number] = gone
 
     def is_finite(self, number: int) -> bool:
@@ -198,11 +214,11 @@ class OuterState(StrategyState):
     parameter has none), at the next forward. Ranks count backwards, so that none can differ."""
 
     def __init__(
-        self, strategy: Strategy, replica: Replica, channel: Channel, num_words: int, allow_missing: bool,
-        before: StrategyState | None = None,
+        self, strategy: Strategy, module: nn.Module, replica: Replica, channel: Channel, num_words: int,
+        allow_missing: bool, before: StrategyState | None = None,
     ) -> None:  # fmt: skip
         super().__init__(strategy, replica, channel, before)
-        self.replica, self._channel = replica, channel
+        self.replica, self._channel, self._module = replica, channel, module
         self.control = ControlMessage(replica, channel, num_words, allow_missing)
         # Other groups than the control words: after an error, messages of the codec may be left over.
         self._moving = Channel(channel.group, channel.device)
@@ -236,7 +252,9 @@ class OuterState(StrategyState):
             (name, start.shape) for name, start in zip(new.names, new.start, strict=True)
         ]:
             before.wait()
-            vars(new).update({**vars(old), "params": new.params, "codec": new.codec})
+            errors = old.errors if before._world_size == self._world_size else {}
+            vars(new).update({**vars(old), "params": new.params, "codecs": new.codecs})
+            new.errors = errors
             new.start = [a.to(b.device) for a, b in zip(old.start, new.params, strict=True)]
         else:
             new.step, new.base = old.step, old.step
@@ -246,6 +264,11 @@ class OuterState(StrategyState):
             for name, value in old.momentum.items()
             if name in places and places[name].shape == value.shape
         }
+
+    @property
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that differ between ranks until a sync, such as running statistics."""
+        return [(name, b) for name, b in self._module.named_buffers() if name in self.replica.buffers]
 
     def stop(self) -> None:
         super().stop()
@@ -259,6 +282,8 @@ class OuterState(StrategyState):
         if self._channel.world_size > 1:
             self._channel.use_own_group()
             self._moving.use_own_group()
+            self.exchanges = Exchanges(self._moving)
+            self._calls = HookCalls((self.exchanges, Exchanges.start), self._channel)
 
     @property
     def position(self) -> int:
@@ -281,7 +306,9 @@ class OuterState(StrategyState):
     def must_meet(self) -> bool:
         """A backward is over: whether the ranks exchange control words now."""
         self.control.note_missing()
-        if self.outer.count():
+        is_due = self.outer.count()
+        self.step = self.outer.step
+        if is_due:
             return True
         now_s = time.monotonic()
         if now_s - self._looked_s < _CHECK_S or not self._channel.has_own_group:
@@ -389,7 +416,7 @@ class OuterState(StrategyState):
         raise CollectiveError(text, code="not-finite")
 
     def state(self) -> dict[str, Any]:
-        """The common part has what the last sync left; this rank's part its own parameters, between two syncs."""
+        """The common part has what the last sync left; this rank's part its own model, between two syncs."""
         self.wait()
         outer, names = self.outer, self.outer.names
         if outer.is_fresh:
@@ -398,9 +425,10 @@ class OuterState(StrategyState):
         common |= {_MOMENTUM + name: value for name, value in outer.momentum.items()}
         for number, mean in outer.means.items():
             common |= {_MEAN + names[i]: value for i, value in zip(outer.fragment(number), mean, strict=True)}
-        rank: dict[str, torch.Tensor] = dict(self.codec.errors)
+        rank: dict[str, torch.Tensor] = outer.errors
         if outer.has_drifted:
             rank |= {_PARAM + name: value for name, value in zip(names, outer.values, strict=True)}
+            rank |= {_BUFFER + name: buffer for name, buffer in self._buffers}
         if self._lrs:
             known = [[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(names))]
             rank[_LRS] = torch.tensor(known, dtype=torch.float64)
@@ -415,7 +443,7 @@ class OuterState(StrategyState):
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
         if not hasattr(self, "outer"):  # `before`, while this is being built: `_follow` does the rest
-            super()._take(common, errors)
+            super()._take({**common, "common": {}}, errors)
             return
         outer, kept = self.outer, common["common"]
         shapes = {name: start.shape for name, start in zip(outer.names, outer.start, strict=True)}
@@ -424,8 +452,9 @@ class OuterState(StrategyState):
             odd = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
             text = f"the state of strategy {self.strategy.text!r} is of another model: {list_some(odd, ', ')} differ"
             raise ConfigError(text, code="strategy")
-        own = {name for name in errors if name == _LRS or name.startswith(_PARAM)}
+        own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
+        outer.errors = self.codec.errors
         vars(outer).update(copy.deepcopy({name: common["outer"][name] for name in _COUNTS}))
         self.is_due, self.defers = common["outer"]["due"]
         outer.step, outer.momentum, outer.means, self._futures = common["step"], {}, {}, {}
@@ -436,5 +465,7 @@ class OuterState(StrategyState):
                 outer.momentum[name] = moving.to(start, copy=True)
             if (mean := kept.get(_MEAN + name)) is not None:
                 outer.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
+        for name, buffer in self._buffers:
+            buffer.copy_(errors.get(_BUFFER + name, buffer))
         lrs = errors.get(_LRS)
         self._lrs = {} if lrs is None else {i: float(lr) for i, (lr, is_known) in enumerate(lrs.tolist()) if is_known}
