@@ -357,7 +357,9 @@ class DDP(DistributedDataParallel):
         placement.watch(self.module)
         return sharded
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip the gradients by their norm over all parameters, which it returns. With a sharded optimizer a rank has
         the averages of its pieces alone, and torch's function would count others, too. Collective."""
         if self._placement is None:

@@ -67,7 +67,7 @@ def cut_plan(flat: FlatGradients, plan: Plan, rank: int, world_size: int) -> lis
             start = max(piece.start_bytes // item, first - offset)
             end = min(piece.end_bytes // item, last - offset)
             if start < end or (rank == 0 and not plan.gradients[piece.gradient].num_bytes):
-                found.append(Range(piece.gradient, max(0, start), max(0, end)))
+                found.append(Range(piece.gradient, int(max(0, start)), int(max(0, end))))
         cuts.append(found)
     return cuts
 
@@ -200,11 +200,9 @@ class Placement:
 
     def pieces_of_gradients(self) -> list[torch.Tensor]:
         """This rank's pieces of all gradients, in the memory in which they travel."""
-        found = []
-        for part in sum(cut_plan(self.flat, self.plan, self.channel.rank, self.channel.world_size), []):
-            if self.replica.params[part.param].grad is not None and part.start < part.end:
-                found.append(self.gradient_piece(part))
-        return found
+        cut = cut_plan(self.flat, self.plan, self.channel.rank, self.channel.world_size)
+        parts = [part for bucket in cut for part in bucket if part.start < part.end]
+        return [self.gradient_piece(part) for part in parts if self.replica.params[part.param].grad is not None]
 
     def gradient_piece(self, part: Range) -> torch.Tensor:
         """A range of a gradient, from the parameter if its gradient is elsewhere."""
@@ -219,10 +217,10 @@ class Placement:
         norms = torch.stack([n.double() for n in torch._foreach_norm(pieces, power)]) if pieces else torch.zeros(1)
         norms = norms.to(self.channel.device, torch.float64)
         # The norm of the norms, first here and then over the ranks.
-        total = torch.linalg.vector_norm(self.gather_words(torch.linalg.vector_norm(norms, power)), power)
+        total: torch.Tensor = torch.linalg.vector_norm(self.gather_words(torch.linalg.vector_norm(norms, power)), power)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
-        total = total.float()
+        total = total.to(torch.float32)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if pieces:
             torch._foreach_mul_(pieces, factor)
@@ -251,6 +249,9 @@ class Placement:
             param.data = param.data.clone()
         return alias((_flatten(param, param.stride()) if home is None else home)[part.start : part.end])
 
+    def address(self, param: nn.Parameter, part: Range) -> int:
+        return self._homes.get(param, param).data_ptr() + part.start * param.element_size()
+
     def begin_step(self, params: Sequence[nn.Parameter], mine: Sequence[tuple[nn.Parameter, Range]]) -> None:
         """All ranks are here, and may change their pieces. Collective where the parameters are one copy."""
         self.wait()
@@ -260,9 +261,7 @@ class Placement:
             self._move_in(params)
         away = [not self._is_home(param) for param in params]
         seen = self._versions or [0] * len(params)
-        changed = [
-            index for index, param in enumerate(params) if not away[index] and param._version != seen[index]
-        ]
+        changed = [index for index, param in enumerate(params) if not away[index] and param._version != seen[index]]
         rows = self.gather_words(torch.tensor([float(len(changed)), float(sum(away))], dtype=torch.float64))
         if rows[:, 0].any():
             names = {id(param): names[0] for param, names in zip(self.replica.params, self.replica.names, strict=True)}
@@ -347,7 +346,9 @@ class Placement:
             return
         self._needs.clear()
         self._hooks.append(module.register_forward_pre_hook(_Hook(self, Placement._wait_outside)))
-        self._hooks += [block.register_forward_pre_hook(_Hook(self, Placement._wait_block)) for block in find_blocks(module)]
+        self._hooks += [
+            block.register_forward_pre_hook(_Hook(self, Placement._wait_block)) for block in find_blocks(module)
+        ]
 
     def _find_needs(self, params: set[nn.Parameter]) -> set[int]:
         plan, known = self.plan, self.replica.params
@@ -470,8 +471,12 @@ class ShardedOptimizer(Optimizer):
 
     def attach(self) -> None:
         """Make the gradients of this rank's parameters what is in the model's."""
+        views = self._placement.flat.views
         for own, (param, part) in self._parts.items():
-            own.grad = None if param.grad is None else self._placement.gradient_piece(part)
+            if param.grad is None:
+                own.grad = None
+            elif own.grad is None or param.grad is not views[part.param]:
+                own.grad = self._placement.gradient_piece(part)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """A step of all ranks. Collective: every rank must call this."""
@@ -496,9 +501,8 @@ class ShardedOptimizer(Optimizer):
     def _follow(self) -> None:
         """Where parameters are elsewhere than before, so are this rank's."""
         for own, (param, part) in self._parts.items():
-            piece = self._placement.piece(param, part)
-            if own.data_ptr() != piece.data_ptr():
-                own.data = piece
+            if part.start < part.end and own.data_ptr() != self._placement.address(param, part):
+                own.data = self._placement.piece(param, part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._placement.is_reduced = False
@@ -511,7 +515,9 @@ class ShardedOptimizer(Optimizer):
                 param.grad.detach_().zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ConfigError("zero1: a group was added after sharding: give all groups to shard_optimizer", code="strategy")
+        raise ConfigError(
+            "zero1: a group was added after sharding: give all groups to shard_optimizer", code="strategy"
+        )
 
     def wait(self) -> None:
         """Have the new values of all parameters. Forward, saving and copying of the wrapper do so themselves."""
@@ -656,7 +662,7 @@ def shard(placement: Placement, optimizer: Optimizer) -> ShardedOptimizer:
         )
     if "step" in vars(optimizer):
         raise ConfigError(f"zero1: a schedule already uses this {name}: shard it first", code="strategy")
-    optimizer.__class__ = _make_kind(kind)
+    optimizer.__class__ = _make_kind(kind)  # type: ignore[arg-type]
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer.begin(placement)
     return optimizer

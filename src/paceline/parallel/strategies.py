@@ -17,6 +17,7 @@ from paceline.parallel.channel import Channel, alias, open_group
 from paceline.parallel.codecs import GATHER, SUM, Codec, Exchange, build_codec
 from paceline.parallel.replicas import Replica, read_replica
 from paceline.strategy import Message, Strategy
+
 # Where the backend has it: the sum of the ranks' rows of this rank's number.
 SCATTER = "reduce-scatter"
 

@@ -16,8 +16,8 @@ _LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "trust_coe
 
 
 def _compute_norms(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of tensors of one device and dtype, as one tensor there; of low precision, summed in float32. They are
-    the parameters, or what belongs to them."""
+    """The 2-norms of tensors of one device and dtype, as one tensor there; of low precision, summed in float32.
+    They are the parameters, or what belongs to them."""
     dtype = torch.float32 if tensors[0].dtype in _LOW_PRECISION else None
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
 

@@ -131,7 +131,7 @@ class PacelineGroup(_TorchGroup):
         return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
 
     def allocate_common(self, num_bytes: int) -> torch.Tensor:
-        """The same bytes for all ranks of this host, all zero at first. Collective: every rank must allocate as many."""
+        """The same bytes for all ranks of this host, all zero. Collective: every rank must allocate as many."""
         self._native.run((*_BARRIER[:-1], num_bytes))
         mapping = self._share(-(-num_bytes // self._size), self._pass_by_broadcast)
         self._native.run(_BARRIER)
