@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.parallel.channel import Channel, alias
+from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, SWAP, Exchange
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import Replica, list_some
@@ -91,6 +92,8 @@ class Placement:
         self.strategy = strategy
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self.share_parameters = True
+        self._options = dist.AllreduceOptions()
+        self._options.asyncOp = False  # nothing is computed meanwhile, and another thread would only take time
         self._homes: dict[nn.Parameter, torch.Tensor] = {}  # of each parameter: its place in the shared copy
         self._versions: list[int] = []
         self._gathers: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -195,7 +198,9 @@ class Placement:
         n, rank = self.channel.world_size, self.channel.rank
         rows = torch.zeros(n, words.numel(), dtype=torch.float64, device=self.channel.device)
         rows[rank] = words
-        self.channel.wait(self.channel.start_sum(rows, extra_bytes=rows.nbytes), "what ranks know of their pieces")
+        if n > 1:
+            with naming_lost_peers("the ranks cannot take a step of the optimizer together"):
+                self.channel.group.allreduce([rows], self._options).wait()
         return rows
 
     def pieces_of_gradients(self) -> list[torch.Tensor]:
@@ -261,7 +266,11 @@ class Placement:
             self._move_in(params)
         away = [not self._is_home(param) for param in params]
         seen = self._versions or [0] * len(params)
-        changed = [index for index, param in enumerate(params) if not away[index] and param._version != seen[index]]
+        changed = [
+            index
+            for index, param in enumerate(params)
+            if not away[index] and param._version != seen[index] and param.numel()
+        ]
         rows = self.gather_words(torch.tensor([float(len(changed)), float(sum(away))], dtype=torch.float64))
         if rows[:, 0].any():
             names = {id(param): names[0] for param, names in zip(self.replica.params, self.replica.names, strict=True)}
