@@ -41,6 +41,7 @@ _CLASSES = {
     "profile trace": "profiles.TraceResult",
     "scale batch": "scaling.BatchResult",
     "scale large-batch": "large_batch.LargeBatchResult",
+    "scale strategies": "strategies.StrategiesResult",
     "scale ranks": "scaling.RanksResult",
     "scale report": "scaling.ReportResult",
     "train": "training.TrainRunResult",
