@@ -219,8 +219,10 @@ def save_and_use() -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
         def update(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
-            factor = torch.inf if step == 1 and rank == 1 else 1.0
-            scaler.scale(loss * factor).backward()
+            # Of one element, so that its owner alone can see it.
+            bad = model.module.scale.register_hook(lambda grad: grad * (torch.inf if step == 1 and rank == 1 else 1.0))
+            scaler.scale(loss).backward()
+            bad.remove()
             scaler.step(optimizer)
             scaler.update()
 
