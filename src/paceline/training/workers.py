@@ -30,7 +30,7 @@ class Workers:
         self._codecs = [build(strategy, rank, count) for rank in range(count)]
         named = learners[0].module.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
-        self._step = 0
+        self._step, self._rate = 0, 0.0
 
     def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
         """One step of all workers, with equal parts of each micro-batch."""
@@ -42,6 +42,10 @@ class Workers:
         assert total is not None
         phases.enter("exchange")
         with torch.no_grad():
+            if rate > 0 and rate != self._rate > 0:  # errors are in units of gradients
+                for codec in self._codecs:
+                    codec.rescale(self._names, self._rate / rate)
+            self._rate = rate or self._rate
             grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
             averages = [
                 codec.average(self._names, own, self._step) for codec, own in zip(self._codecs, grads, strict=True)
