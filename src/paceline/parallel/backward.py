@@ -31,6 +31,7 @@ from paceline.parallel.flat import FlatGradients
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
+from paceline.parallel.sharding import Placement
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
 from paceline.transport.works import keep_from_compiler
@@ -527,9 +528,10 @@ class BucketedReducer:
     """
 
     def __init__(
-        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, hook: CommHook | None
-    ) -> None:
-        self.replica, self.channel, self.num_words = replica, channel, num_words
+        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan,
+        hook: CommHook | None, placement: Placement | None = None,
+    ) -> None:  # fmt: skip
+        self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
@@ -567,6 +569,8 @@ class BucketedReducer:
             self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
             self._hook_calls.begin()
         self._taken.clear()
+        if self._placement is not None and (error := self._placement.find_misuse()) is not None:
+            self._fail(error)
         self._note_versions()
         if self._is_recording:
             self._record()
@@ -838,6 +842,8 @@ class BucketedReducer:
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
             self._records_left -= 1
             self._is_recording = True
+        if self._placement is not None:
+            self._placement.attach()
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
@@ -866,6 +872,8 @@ class BucketedReducer:
             for number, indices in enumerate(plan.partition)
         ]
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
+        if self._placement is not None:
+            self._placement.lay_out(self._flat, plan, self.is_planned)
 
     def stop(self) -> None:
         """Remove the hooks from the parameters."""

@@ -42,6 +42,7 @@ from paceline.parallel.replicas import (
     read_replica,
     verify_values,
 )
+from paceline.parallel.sharding import Placement, ShardedOptimizer, scatter_hook, shard
 from paceline.parallel.strategies import StrategyState, strategy_hook
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
@@ -51,7 +52,7 @@ from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy")
+_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_placement")
 # A group, and what may hold one, cannot be copied: a copy uses the same.
 _SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -136,6 +137,7 @@ class DDP(DistributedDataParallel):
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
         self._strategy: StrategyState | None = None
+        self._placement: Placement | None = None  # of a sharded optimizer
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
         self._has_own_keys = True
         self._options = Options(
@@ -173,7 +175,9 @@ class DDP(DistributedDataParallel):
         check_same_model(replica, self._options, channel)
         if self._options.init == "verify":
             verify_values(replica, channel)
-        elif self._options.init == "broadcast":
+        if self._placement is not None:
+            self._placement.release()
+        if self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
         self._set_up().open_groups()
         _wrappers.add(self)
@@ -210,12 +214,20 @@ class DDP(DistributedDataParallel):
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
             hook = self._strategy, strategy_hook
+        placement = None
+        if options.strategy.is_sharded:
+            placement = self._placement = self._placement or Placement(options.strategy)
+            placement.use(replica, channel)
+            hook = (placement, scatter_hook) if placement.needs_hook else None
         planner = options.make_planner(channel, replica.gradients, with_hook=hook is not None)
-        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook)
+        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook, placement)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
         self._sync.do_sync = do_sync
+        if placement is not None:
+            placement.sync = weakref.ref(self._sync)
+            placement.watch(self.module)
         self._watch = StructureWatch(replica, ignored)
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
         self._finalizer = weakref.finalize(self, self._sync.stop)
@@ -256,6 +268,7 @@ class DDP(DistributedDataParallel):
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
             with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
                 output = self.module(*args, **kwargs)
+            self._settle()
             self._call_buffer_hook(sync, is_before=False)
         except _StopRecomputationError:  # how checkpointing ends a forward that it has repeated far enough
             raise
@@ -272,6 +285,9 @@ class DDP(DistributedDataParallel):
         known = self._sync.replica.params if self._sync is not None else ()
         if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
             return None
+        if self._ready and self._placement is not None and self._placement.optimizer is None and self.training:
+            text = "this rank has averages of its pieces alone: use the optimizer that model.shard_optimizer() returns"
+            raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
         self._ready.before_forward(self._watch.find_change(self.module), self.training)
         return self._sync
 
@@ -347,6 +363,43 @@ class DDP(DistributedDataParallel):
             raise ConfigError(
                 f"strategy={self._options.strategy.text!r} {text}: drop the last batches", code="strategy"
             )
+        if self._placement is not None:
+            text = "every rank must take every step of the optimizer, also one without data: give all as many batches"
+            raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
+
+    def shard_optimizer(
+        self, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer], params: Any = None, *,
+        shared: bool = True, **options: Any,
+    ) -> ShardedOptimizer:  # fmt: skip
+        """The optimizer for `strategy="zero1"`: a class with its options (and groups in `params`, else all trained
+        parameters), or one that has taken no step, which is changed. Each rank has the state of its ranges alone.
+
+        Its `step` and `state_dict` are collective. Where the ranks share memory, all of a host read one copy of the
+        parameters; `shared=False` gives each its own, for programs that change parameters in place. Collective.
+        """
+        self._ready  # noqa: B018
+        placement = self._placement
+        if placement is None:
+            raise ConfigError('shard_optimizer() needs DDP(..., strategy="zero1")', code="strategy")
+        if isinstance(optimizer, type):
+            given = [param for param in self.module.parameters() if param.requires_grad] if params is None else params
+            optimizer = optimizer(given, **options)
+        elif options or params is not None:
+            raise ConfigError("shard_optimizer(): params and options belong to a class, not an optimizer that exists")
+        placement.wait()
+        placement.share_parameters = shared
+        placement.optimizer = sharded = shard(placement, optimizer)
+        placement.watch(self.module)
+        return sharded
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients by their norm over all parameters, which it returns. With a sharded optimizer a rank has
+        the averages of its pieces alone, and torch's function would count others, too. Collective."""
+        if self._placement is None:
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return self._placement.clip(max_norm, norm_type, error_if_nonfinite)
 
     @property
     def _planned(self) -> BucketedReducer | None:
@@ -484,7 +537,17 @@ class DDP(DistributedDataParallel):
     def _lacks_prefix(self, state_dict: Mapping[str, Any], prefix: str = "") -> bool:
         return super().state_dict(prefix=prefix).keys().isdisjoint(state_dict)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def _settle(self) -> None:
+        """Have the new values of all parameters, which other ranks may still be sending."""
+        if (placement := self.__dict__.get("_placement")) is not None:
+            placement.wait()
+
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         if self._group is not None:
             text = "a wrapper with its own process group cannot be pickled: save its state_dict instead"
             raise ConfigError(text, code="not-picklable")
@@ -493,14 +556,16 @@ class DDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         _take_over()
-        self._group, self._gradient_group, self._sync, self._strategy = None, None, None, None
+        self._group, self._gradient_group, self._sync, self._strategy, self._placement = (None,) * 5
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
+        self._settle()
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
         state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, *_SHARED)}
         twin.__dict__.update(copy.deepcopy(state, memo))
         twin.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
-        twin._group, twin._gradient_group, twin._sync, twin._strategy = self._group, None, None, None
+        twin._group, twin._gradient_group, twin._sync = self._group, None, None
+        twin._strategy, twin._placement = None, None
         return twin
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------
@@ -535,6 +600,7 @@ class DDP(DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join([model, optimizer])`; `join` needs none of this."""
+        self._refuse_join()
         return _TorchJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _set_static_graph(self) -> None:

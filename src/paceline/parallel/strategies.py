@@ -23,6 +23,9 @@ from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import Message, Strategy
 from paceline.transport.group import PacelineGroup
 
+# Where the backend has it: the sum of the ranks' rows of this rank's number.
+SCATTER = "reduce-scatter"
+
 
 class Exchanges:
     """Runs exchanges while backward goes on: when a message has arrived, a callback computes the next one.
@@ -143,11 +146,14 @@ class Exchanges:
 def start_message(kind: str, tensor: torch.Tensor, group: Any, world_size: int) -> tuple[Any, torch.Tensor]:
     """Start a collective: its work (None if there is nothing to wait for), and the tensor that its result is in."""
     if world_size == 1:
-        return None, tensor[None] if kind == GATHER else tensor
+        return None, tensor[None] if kind == GATHER else tensor[0] if kind == SCATTER else tensor
     if kind == SUM:
         return group.allreduce([alias(tensor)], _sum_options()), tensor
     # As bytes: not every backend moves every dtype.
     rows = tensor.contiguous()
+    if kind == SCATTER:
+        result = torch.empty_like(rows[0])
+        return group._reduce_scatter_base(result, rows.view(-1)), result
     shape = (world_size, *rows.shape) if kind == GATHER else rows.shape
     result = rows.new_empty(shape)
     into, given = result.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)

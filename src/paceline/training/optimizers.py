@@ -15,8 +15,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "trust_coefficient": math.inf, "momentum": 1.0}
 
 
-def _compute_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of tensors of one device and dtype, as one tensor there; of low precision, summed in float32."""
+def _compute_norms(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norms of tensors of one device and dtype, as one tensor there; of low precision, summed in float32.
+    They are the parameters, or what belongs to them."""
     dtype = torch.float32 if tensors[0].dtype in _LOW_PRECISION else None
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
 
@@ -32,6 +33,9 @@ class _LayerwiseOptimizer(Optimizer):
     A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are skipped, and sparse
     ones refused. A child moves the tensors of one device and dtype in `_move`.
     """
+
+    # Replaced where a rank has ranges of the parameters alone.
+    compute_norms: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor] = staticmethod(_compute_norms)
 
     def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -123,8 +127,8 @@ class LARS(_LayerwiseOptimizer):
         decay, momentum = group["weight_decay"], group["momentum"]
         moves = torch._foreach_add(grads, params, alpha=decay) if decay else list(grads)
         if group["adapt"]:
-            norms = _compute_norms(params)
-            wanted, found = group["trust_coefficient"] * norms, _compute_norms(grads)
+            norms = self.compute_norms(params, params)
+            wanted, found = group["trust_coefficient"] * norms, self.compute_norms(params, grads)
             # A gradient of 0 has no direction of its own to trust, whatever the decay adds to it.
             found = torch.where(found > 0, found + decay * norms + group["eps"], 0.0)
             ratios = _compute_ratios(wanted, found)
@@ -173,7 +177,8 @@ class LAMB(_LayerwiseOptimizer):
         if group["weight_decay"]:
             torch._foreach_add_(moves, params, alpha=group["weight_decay"])
         if group["adapt"]:
-            torch._foreach_mul_(moves, _compute_ratios(_compute_norms(params), _compute_norms(moves)))
+            norms = self.compute_norms(params, params), self.compute_norms(params, moves)
+            torch._foreach_mul_(moves, _compute_ratios(*norms))
         torch._foreach_add_(params, moves, alpha=-group["lr"])
 
 

@@ -158,9 +158,9 @@ class Mapping:
         # Now and not in the first step; and too little memory is an error here.
         self.populate(index * self.part_bytes, self.part_bytes)
 
-    def part(self, index: int) -> Any:
-        """The bytes of a rank, as an object that keeps the memory and can be watched."""
-        return (ctypes.c_char * self.part_bytes).from_buffer(self._memory, index * self.part_bytes)
+    def part(self, index: int, num_bytes: int = 0) -> Any:
+        """The bytes of a rank, or so many from there, as an object that keeps the memory and can be watched."""
+        return (ctypes.c_char * (num_bytes or self.part_bytes)).from_buffer(self._memory, index * self.part_bytes)
 
     def populate(self, begin: int, num_bytes: int) -> None:
         """Have these bytes in memory, near this rank if they are not in memory yet."""

@@ -1,0 +1,334 @@
+"""zero1 on ranks: the parameters are those of the unsharded optimizer, whatever the plan, and everyone sees them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigError
+from paceline.parallel.replicas import read_replica
+from paceline.training.optimizers import LAMB, LARS, split_parameters
+from paceline.transport import why_not
+from tests.dist.wrapped import error_of
+from tests.unit.made_plans import plan_in_pieces
+
+needs_shm = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "lars": (LARS, {"lr": 1.0}),
+    "lamb": (LAMB, {"lr": 0.01}),
+}
+
+
+class Odd(nn.Module):
+    """A tied, a frozen, a scalar, an empty and a channels_last parameter, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(37, 13)
+        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.filters = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.wide, self.head = nn.Linear(13, 501), nn.Linear(13, 37, bias=False)
+        self.head.weight = self.words.weight
+        self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(x)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        seen = self.filters(hidden[:, None, :9].unflatten(2, (3, 3)).repeat(1, 2, 1, 1)).mean()
+        total = (self.head(hidden) * self.scale).square().mean() + self.wide(hidden).square().mean() * self.frozen[0]
+        return total + seen + self.none.sum()
+
+
+def build(kind: str, strategy: str | None, shared: bool = True, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    net = Odd()
+    if "pieces" in options:
+        gradients = read_replica(net).gradients
+        order = range(len(gradients) - 1, -1, -1)
+        options = {"plan": plan_in_pieces(gradients, order, cap_bytes=options["pieces"], tail_bytes=20)}
+    model = paceline.DDP(net, strategy=strategy, **options)
+    make, settings = KINDS[kind]
+    optimizer = make(split_parameters(net, weight_decay=0.1), **settings)
+    if strategy is not None and "zero1" in strategy:
+        optimizer = model.shard_optimizer(optimizer, shared=shared)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: range, update: Any = None) -> list[torch.Tensor]:
+    """The parameters after each step, as `state_dict` shows them."""
+    found = []
+    for step in steps:
+        torch.manual_seed(100 * step + rank)
+        loss = model(torch.randint(0, 37, (4,)))
+        if update is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            update(model, optimizer, loss, step)
+        optimizer.zero_grad()
+        found.append(torch.cat([value.detach().reshape(-1) for value in model.state_dict().values()]))
+    return found
+
+
+def follow(rank: int, kind: str, strategy: str | None, update: Any = None, **options: Any) -> tuple[Any, Any]:
+    model, optimizer = build(kind, strategy, **options)
+    found = train(model, optimizer, rank, range(4), update), optimizer.state_dict()
+    model.stop()
+    return found
+
+
+def is_same(one: tuple[Any, Any], other: tuple[Any, Any], **close: float) -> bool:
+    """Parameters after each step, and all states; to the bit, or as close as said."""
+    pairs = list(zip(one[0], other[0], strict=True))
+    states = one[1]["state"], other[1]["state"]
+    if states[0].keys() != states[1].keys() or one[1]["param_groups"] != other[1]["param_groups"]:
+        return False
+    for place, values in states[0].items():
+        if values.keys() != states[1][place].keys():
+            return False
+        pairs += [
+            (torch.as_tensor(value), torch.as_tensor(states[1][place][key]))
+            for key, value in values.items() if value is not None
+        ]  # fmt: skip
+    return all((torch.allclose(a, b, **close) if close else torch.equal(a, b)) and a.shape == b.shape for a, b in pairs)
+
+
+def clip_ours(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
+    loss.backward()
+    model.clip_grad_norm_(0.1)
+    optimizer.step()
+
+
+def compare_on_shm() -> dict[str, bool]:
+    found = {}
+    with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=20) as world:
+        rank = world.rank
+        for kind in ("sgd", "adamw"):
+            plain = follow(rank, kind, None)
+            plans: tuple[dict[str, Any], ...] = (
+                {}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 4e-3}, {"pieces": 700}, {"reducer": "flat"},
+            )  # fmt: skip
+            for options in plans:
+                found[f"{kind} {options}"] = is_same(plain, follow(rank, kind, "zero1", **options))
+            found[f"{kind} own copies"] = is_same(plain, follow(rank, kind, "zero1", shared=False))
+            bf16 = follow(rank, kind, "bf16")
+            found[f"{kind} bf16"] = is_same(bf16, follow(rank, kind, "zero1+bf16")) and not is_same(bf16, plain)
+        for kind in ("lars", "lamb"):
+            plain, sharded = follow(rank, kind, None), follow(rank, kind, "zero1", bucket_cap_mb=4e-3)
+            found[kind] = is_same(plain, sharded, rtol=1e-5, atol=1e-6)
+        plain, sharded = (follow(rank, "sgd", strategy, clip_ours) for strategy in (None, "zero1"))
+        found["clip"] = is_same(plain, sharded, rtol=1e-5, atol=1e-7)
+        found["clip does something"] = not torch.equal(plain[0][-1], follow(rank, "sgd", None)[0][-1])
+    return found
+
+
+@needs_shm
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_shared_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_ranks):
+    for found in on_ranks(num_ranks, compare_on_shm, timeout_s=120):
+        assert [name for name, same in found.items() if not same] == []
+
+
+def compare_on_gloo() -> tuple[dict[str, bool], Any]:
+    found = {}
+    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
+        rank, n = world.rank, world.world_size
+        # With more than two ranks a ring adds up in another order than that of the ranks.
+        close: dict[str, float] = {} if n == 2 else {"rtol": 1e-5, "atol": 1e-6}
+        for kind in ("sgd", "adamw"):
+            plain = follow(rank, kind, None)
+            for options in ({}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 4e-3}):
+                sharded = follow(rank, kind, "zero1", **options)
+                found[f"{kind} {options}"] = is_same(plain, sharded, **close)
+            found[f"{kind} bf16"] = is_same(follow(rank, kind, "bf16"), follow(rank, kind, "zero1+bf16"))
+        found["lamb"] = is_same(follow(rank, "lamb", None), follow(rank, "lamb", "zero1"), rtol=1e-5, atol=1e-6)
+        plain, clipped = (follow(rank, "sgd", strategy, clip_ours) for strategy in (None, "zero1"))
+        found["clip"] = is_same(plain, clipped, rtol=1e-5, atol=1e-6)
+        found |= look_after_a_step(rank)
+        return found, sharded[0][-1]
+
+
+def copy_all(named: Any) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("module."): value.detach().clone() for name, value in named}
+
+
+def run_all(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        model.eval()(x)
+    return {name: param.data.clone() for name, param in model.module.named_parameters()}
+
+
+LOOKS: dict[str, Any] = {
+    "state_dict": lambda model: copy_all(model.state_dict().items()),
+    "state_dict of the module": lambda model: copy_all(model.module.state_dict().items()),
+    "named_parameters": lambda model: copy_all(model.named_parameters()),
+    "deepcopy": lambda model: copy_all(copy.deepcopy(model).module.named_parameters()),
+    "evaluation": lambda model: run_all(model, torch.arange(4)),
+}
+
+
+def look_after_a_step(rank: int) -> dict[str, bool]:
+    """Who reads parameters right after a step gets the new ones, while other ranks may still be sending them."""
+    found = {}
+    x = torch.arange(4)
+    for way in (*LOOKS, "blocks in another order"):
+        model, optimizer = build("sgd", "zero1", bucket_cap_mb=1e-4)
+        train(model, optimizer, rank, range(2))
+        model(torch.randint(0, 37, (4,))).backward()
+        optimizer.step()
+        found[f"{way}: something was pending"] = len(model._placement._gathers) > 1
+        if way in LOOKS:
+            seen = LOOKS[way](model)
+            optimizer.wait()
+            want = dict(model.module.named_parameters())
+            found[way] = all(torch.equal(seen[name], param) for name, param in want.items())
+        else:
+            model.module.blocks = nn.ModuleList(reversed(model.module.blocks))
+            with torch.no_grad():
+                value = model.module(x)
+                optimizer.wait()
+                found[way] = torch.equal(model.module(x), value)
+        model.stop()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_ranks):
+    results = on_ranks(num_ranks, compare_on_gloo, timeout_s=120)
+    for found, last in results:
+        assert [name for name, same in found.items() if not same] == []
+        assert torch.equal(last, results[0][1])
+
+
+def save_and_use() -> Any:
+    """A whole state for another number of ranks; overflow on one rank; refusals; copies that are the rank's own."""
+    facts: dict[str, Any] = {}
+    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
+        rank = world.rank
+        model, optimizer = build("sgd", "zero1")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def update(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
+            # Of one element, so that its owner alone can see it.
+            bad = model.module.scale.register_hook(lambda grad: grad * (torch.inf if step == 1 and rank == 1 else 1.0))
+            scaler.scale(loss).backward()
+            bad.remove()
+            scaler.step(optimizer)
+            scaler.update()
+
+        found = train(model, optimizer, rank, range(3), update)
+        facts["skipped"] = [torch.equal(*pair) for pair in itertools.pairwise(found)], scaler.get_scale()
+        facts["finite"] = bool(torch.isfinite(found[-1]).all())
+        # Two backwards that are both synchronised cannot be added up here.
+        model(torch.arange(4)).backward()
+        facts["twice"] = error_of(lambda: model(torch.arange(4)).backward())
+        model.zero_grad()
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(torch.arange(4)).backward()
+        facts["unsynchronised"] = error_of(optimizer.step)
+        facts["group"] = error_of(lambda: optimizer.add_param_group({"params": []}))
+        with pytest.raises(ConfigError, match="as many batches"), model.join():
+            pass
+        model.stop()
+    return facts
+
+
+def test_overflow_and_refusals(on_ranks):
+    first, second = on_ranks(2, save_and_use, timeout_s=60)
+    assert first == second
+    assert first["skipped"] == ([True, False], 2.0)
+    assert first["finite"]
+    for name in ("unsynchronised", "group"):
+        assert first[name][0] == "ConfigError strategy", name
+    assert "no_sync()" in first["twice"][1]
+
+
+def write_in_place() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=20) as world:
+        rank, x = world.rank, torch.arange(4)
+        model, optimizer = build("sgd", "zero1")
+        train(model, optimizer, rank, range(2))
+        weight = model.module.wide.weight
+        found["one copy"] = world.share(weight.detach().sum().item())
+        # What is loaded is each rank's own until the next step, also if the others are not there yet.
+        state = {name: value.clone() for name, value in model.module.state_dict().items()}
+        if rank == 1:
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+        world.barrier()
+        found["loaded here alone"] = world.share(float(weight.detach().abs().sum()) == 0)
+        world.barrier()
+        model(x).backward()
+        found["loaded on one rank"] = error_of(optimizer.step)
+        model.load_state_dict(state)
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.mul_(0.5)
+        model(x).backward()
+        found["in place"] = error_of(optimizer.step)
+        model.stop()
+    return found
+
+
+@needs_shm
+def test_one_copy_is_not_changed_by_each_rank(on_ranks):
+    first, second = on_ranks(2, write_in_place, timeout_s=60)
+    assert first["one copy"][0] == first["one copy"][1]
+    assert first["loaded here alone"] == [False, True]
+    assert first["loaded on one rank"] == second["loaded on one rank"]
+    assert first["loaded on one rank"][0] == "ConfigError mismatch"
+    assert first["in place"] == second["in place"]
+    assert first["in place"][0] == "ConfigError strategy" and "shared=False" in first["in place"][1]
+
+
+def train_from(saved: Any, kind: str, strategy: str | None, steps: range) -> Any:
+    """Four samples in each step, shared out among the ranks, from a model and a state that were saved."""
+    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
+        model, optimizer = build(kind, strategy)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        for step in steps:
+            torch.manual_seed(step)
+            batch = torch.randint(0, 37, (4,)).chunk(world.world_size)[world.rank]
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+        found = values, optimizer.state_dict(), held
+        model.stop()
+        return found
+
+
+def test_a_state_goes_from_two_ranks_to_four_and_to_one(on_ranks):
+    saved, want = None, None
+    for num_ranks, steps in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
+        loaded = saved
+        results = on_ranks(num_ranks, train_from, loaded, "adamw", "zero1", steps, timeout_s=60)
+        saved = results[0]
+        for other in results[1:]:
+            assert all(torch.equal(other[0][name], value) for name, value in saved[0].items())
+        # The state is torch's: an optimizer without shards goes on from it, and has as much in all.
+        (want,) = on_ranks(1, train_from, loaded, "adamw", None, steps, timeout_s=60)
+        assert sum(result[2] for result in results) >= want[2] - 13
+        for name, value in want[0].items():
+            torch.testing.assert_close(saved[0][name], value, rtol=1e-5, atol=1e-6)
+        if num_ranks == 1:
+            assert all(torch.equal(saved[0][name], value) for name, value in want[0].items())
+            for place, state in want[1]["state"].items():
+                assert all(torch.equal(saved[1]["state"][place][key], value) for key, value in state.items())
