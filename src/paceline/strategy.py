@@ -142,9 +142,12 @@ class Strategy:
             num_bytes = exact if self.codec == "dense" else 2 * num
             return Message("reduce-scatter", num_bytes), Message("all-gather", math.ceil(exact / world_size))
         if self.codec == "dense":
-            return (Message("all-reduce", exact),)
+            return (Message("all-reduce", 4 * num if self.outer else exact),)
         if self.codec == "bf16":
-            return (Message("all-reduce", 2 * num),)
+            if world_size <= 2:
+                return (Message("all-reduce", 2 * num),)
+            part = 2 * -(-num // world_size)  # summed in float32 by one rank each: a ring would round at every hop
+            return Message("all-to-all", part * world_size), Message("all-gather", part)
         if self.codec in QUANTIZED_BITS:
             part = count_shard_bytes(num, world_size, QUANTIZED_BITS[self.codec])
             return Message("all-to-all", part * world_size), Message("all-gather", part)

@@ -239,7 +239,7 @@ class Layers(steps.Probe):
         parameters = [
             ParameterTimes(
                 name, p.nbytes, p.numel(), str(p.dtype).removeprefix("torch."), owner.get(p, ""),
-                tuple(step.ready_s.get(index) for step in seen), tuple(aliases),
+                tuple(step.ready_s.get(index) for step in seen), tuple(aliases), tuple(p.shape),
             )
             for index, (p, (name, *aliases)) in enumerate(self._names.items())
         ]  # fmt: skip

@@ -143,7 +143,9 @@ def fit_job(
     emulated = Contention(basis="an emulated network takes no core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0
-    gradients = (Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used)
+    gradients = (
+        Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype, shape=p.shape) for p in used
+    )
     ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
     job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)

@@ -380,7 +380,7 @@ def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: st
     """The tuning of a saved run. `plan_text` is its plan.json, which runs of versions 1 and 2 need."""
     if "tune" in config:
         settings = TuneSettings(**config["tune"] | {"caps_bytes": tuple(config["tune"]["caps_bytes"])})
-        gradients = tuple(Gradient(**gradient) for gradient in config["gradients"])
+        gradients = tuple(Gradient(**g | {"shape": tuple(g.get("shape", ()))}) for g in config["gradients"])
         default_plan = Plan.from_json(json.dumps(config["default_plan"]))
         return judge_tuning(settings, records, gradients, default_plan, config.get("predictions", ()))
     if plan_text is None:
