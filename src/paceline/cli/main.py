@@ -188,7 +188,7 @@ def _predict(
 add_command(
     app, "predict", _predict,
     "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
-    "accumulate gradients straggler",
+    "accumulate gradients straggler strategy:several",
     "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
     "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
 )  # fmt: skip

@@ -117,6 +117,7 @@ OPTIONS = {
     "sync_batchnorm": Option(JOB, "BatchNorm over the whole global batch.", False),
     "plan": Option(JOB, "Buckets from this file, which `tune` writes.", Path, read=lambda path, _: str(path)),
     "strategy": Option(JOB, "bf16, int8, int4, topk:0.01, powersgd:4, diloco:100+int8, zero1, ...", "dense"),
+    "strategy:several": Option(JOB, "Compare strategies: all, or some: 'bf16;powersgd:4;diloco:100+int8'"),
     "seed": Option(JOB, "Of the model, the order of the data, and dropout.", 1),
     "command:run": Option(JOB, "The command, behind --: -- python train.py", list[str], flags="argument"),
     "hosts": Option(JOB, "Over ssh: hosts with their ranks, a:8,b:8. Default ranks: the host's GPUs, else 1."),

@@ -104,9 +104,13 @@ class CapCurve:
         return min(inside, key=lambda point: point.backward_s)
 
 
-def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
-    """Simulate every partition that one cap can make."""
-    caps = enumerate_caps(job.sizes).items()
+def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
+    """Simulate every partition that one cap can make; of more than `most`, unless it is 0, as many evenly spread."""
+    caps = list(enumerate_caps(job.sizes).items())
+    if costs.sending is not None and costs.sending.strategy.outer:
+        caps = caps[-1:]  # it has no buckets
+    if 1 < most < len(caps):
+        caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
     return CapCurve(tuple(CapPoint(*limits, cuts, simulate(job, cuts, costs)) for cuts, limits in caps))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
 from paceline.predict.curves import fit_curve, fit_line, hold_draws
-from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
+from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
     Fabric,
@@ -120,14 +120,19 @@ class PredictResult(Result):
         ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         self.scenario["evidence"] = find_evidence(self.records)
-        draws = draw_jobs(self.profile, self.job, DRAWS)
         self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
         self.rows: list[WhatIfRow] = []
+        self._simulate(draw_jobs(self.profile, self.job, DRAWS))
+
+    def _simulate(self, draws: Sequence[Job]) -> None:
         for fabric in self.fabrics:
-            swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
-            busy = [name for name in self.busy if name == "profile" or swept]
-            rows = simulate_what_if(self.job, draws, fabric, config["ranks"], **self.scenario)
-            self.rows += [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
+            self.rows += self._simulate_on(fabric, draws)
+
+    def _simulate_on(self, fabric: Fabric, draws: Sequence[Job], **more: Any) -> list[WhatIfRow]:
+        swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
+        busy = [name for name in self.busy if name == "profile" or swept]
+        rows = simulate_what_if(self.job, draws, fabric, self.config["ranks"], **self.scenario, **more)
+        return [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
 
     @staticmethod
     def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
