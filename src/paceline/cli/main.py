@@ -210,7 +210,7 @@ def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
 add_command(
     app, "tune", _tune,
     f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command:run steps:tune quick confirm caps network:tune "
-    "network_ranks iters budget strict",
+    "network_ranks iters budget strategy:several strict",
     "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",

@@ -73,9 +73,7 @@ def _measure(strategy: Strategy, world_size: int, buckets: Sequence[Named], devi
         rows.append(parts)
         spent_s += sum(parts)
     warmup, *timed = ([(value,) for value in row] for row in rows)
-    samples = [
-        Samples(tuple(row[number] for row in timed), (warmup[number],)) for number in range(len(warmup))
-    ]
+    samples = [Samples(tuple(row[number] for row in timed), (warmup[number],)) for number in range(len(warmup))]
     num_bytes = sum(grad.nbytes for bucket in buckets for _, grad in bucket)
     return CodecRecord(
         strategy=strategy.text, device=device.type, world_size=world_size, num_bytes=num_bytes,

@@ -339,7 +339,8 @@ def measure_layers(
 ) -> list[Record]:  # fmt: skip
     """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs. `labels`
     are those of its job. With the `job`, steps that messages disturb and steps of the wrapper on a group of this rank
-    take turns, too, and their records follow, and those of codecs. The steps train the module. Collective: every rank must call this."""
+    take turns, too, and their records follow, and those of codecs. The steps train the module. Collective: every rank
+    must call this."""
     per_turn = 1 if job is None else job.steps_per_turn
     iters, warmup = iters or (20 if job is None else 10), 3 if warmup is None else warmup
     with StepBench(world, labels, steps_per_turn=per_turn) as bench, contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -242,6 +242,13 @@ class Predictor:
         source, timing = random.Random(_SEED), evidence.plain.timing
         draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
         return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
+
+    def change(self, change: Callable[[MachineCosts, Resample], MachineCosts]) -> Predictor:
+        """The same job with other costs, in the draws, too."""
+        drawn = [
+            (job, change(costs, Resample(random.Random(number)))) for number, (job, costs) in enumerate(self.draws)
+        ]
+        return Predictor(self.job, change(self.costs, Resample()), drawn, self.plain_s, self.noise)
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)

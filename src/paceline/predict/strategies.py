@@ -1,7 +1,8 @@
-"""Strategies compared: what the codecs of a profile cost, which strategy to take, and at which bandwidth that changes."""
+"""Strategies compared: what codecs cost, which strategy to take, and the bandwidth at which that changes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -189,6 +190,6 @@ def sweep_bandwidths(
         look(middle, found, high, last)
 
     places = [(rate, choose_fastest(found)) for rate, found in steps_s.items()]
-    for (low, first), (high, last) in zip(places, places[1:], strict=False):
+    for (low, first), (high, last) in itertools.pairwise(places):
         look(low, first, high, last)
     return Sweep(steps_s, tuple(crossings))

@@ -17,6 +17,6 @@ from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord,
 
 __all__ = [
     "BatchRecord", "BlockTimes", "CapTimeRecord", "ChunksRecord", "CodecRecord", "CollectiveRecord", "CurvePoint",
-    "LargeBatchRecord", "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord", "ParameterTimes",
-    "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
+    "LargeBatchRecord", "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord",
+    "ParameterTimes", "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
 ]  # fmt: skip

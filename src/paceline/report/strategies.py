@@ -1,4 +1,4 @@
-"""`predict --strategy` as a result: a step under each strategy, which to take, and the bandwidth at which that changes."""
+"""`predict --strategy` as a result: a step under each strategy, which to take, and where that changes."""
 
 from __future__ import annotations
 
