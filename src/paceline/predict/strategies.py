@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from paceline.predict.curves import Resample, hold_draws
 from paceline.predict.job import Job
+from paceline.predict.race import Interval
 from paceline.predict.search import PLATEAU
 from paceline.predict.simulate import Sending
 from paceline.predict.whatif import WhatIfRow
@@ -124,12 +125,12 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
 @dataclass(frozen=True)
 class StrategyRow:
     """A strategy on one network and number of ranks. `to_dense` and `to_bf16` are its step over theirs, each with its
-    best buckets: the value, and from where to where it is in 90 % of draws."""
+    best buckets, with 90 % of draws."""
 
     strategy: Strategy
     step: WhatIfRow
-    to_dense: tuple[float, float, float]
-    to_bf16: tuple[float, float, float]
+    to_dense: Interval
+    to_bf16: Interval
 
     @property
     def loss(self) -> str:
@@ -138,17 +139,16 @@ class StrategyRow:
     @property
     def is_worth_it(self) -> bool:
         """Whether it is shown to be more than 1 % faster than bf16."""
-        value, _, high = self.to_bf16
-        return value < 1 - PLATEAU and high < 1
+        return self.to_bf16.value < 1 - PLATEAU and self.to_bf16.high < 1
 
 
 def compare_rows(rows: Mapping[str, WhatIfRow], strategies: Sequence[Strategy]) -> list[StrategyRow]:
     """The strategies on one network and number of ranks; rows by the text of their strategy."""
 
-    def compare(mine: WhatIfRow, other: WhatIfRow) -> tuple[float, float, float]:
+    def compare(mine: WhatIfRow, other: WhatIfRow) -> Interval:
         value = mine.step_s / other.step_s
         drawn = [here / there for here, there in zip(mine.drawn_s, other.drawn_s, strict=True)]
-        return value, *hold_draws(value, drawn)
+        return Interval(value, *hold_draws(value, drawn))
 
     dense, bf16 = rows[DENSE.text], rows[BF16.text]
     return [

@@ -421,8 +421,8 @@ def judge_tuning(
             others.append(build(f"cap {format_bytes(point.cap_bytes)}", point.cap_bytes, point.estimate))
     confirmed, unique = {record.label: record for record in ran}, dict[tuple[str, tuple[int, ...]], Candidate]()
     for candidate in (default, *others):  # a plan with the buckets of another one is that one
-        record = confirmed.get(candidate.label)
-        sizes = candidate.plan.bucket_bytes if record is None else record.bucket_bytes
+        measured = confirmed.get(candidate.label)
+        sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
         unique.setdefault((candidate.strategy.text, sizes), candidate)
     kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or c.plan.fits_torch]
     kept = kept if ran else kept[:_MOST_CANDIDATES]

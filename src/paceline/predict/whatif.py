@@ -150,7 +150,7 @@ def simulate_what_if(
     # The error of a network is most of an interval: its quantiles in random order, as few draws reach into the tails.
     shifts = [statistics.NormalDist().inv_cdf((place + 0.5) / len(draws)) for place in range(len(draws))]
     source.shuffle(shifts)
-    varied = []
+    varied: list[_Draw] = []
     for draw, shift in zip(draws, shifts, strict=True):
         rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
         found = fabric.draw(source, shift)

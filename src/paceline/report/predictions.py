@@ -757,7 +757,7 @@ def describe_answer(tuning: Tuning) -> str:
             return f"use {what}: predicted {choice.gain:.1%} less than the default; no plan was run"
         why = "all plans are predicted within 1 % of it" if tuning.verdict == "flat" else "no gain is certain"
         return f"{'flat: ' if tuning.verdict == 'flat' else ''}keep {what}: {why}; no plan was run"
-    rounds, count = format_number_of(race.num_rounds, "round"), len(tuning.candidates)
+    rounds, count = format_number_of(race.num_rounds, "round"), len(race.to_default)
     if count == 1:
         return f"flat: all plans have the buckets of {what}"
     most = race.regret[2]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
+from paceline.predict.race import Interval
 from paceline.predict.strategies import (
     BF16,
     StrategyRow,
@@ -38,9 +39,14 @@ _LATENCY_S = 50e-6  # of a link, where a network does not say
 NOT_JUDGED = "a lossy strategy changes what is learned, which is not judged here: see `paceline scale strategies`"
 
 
-def _say_change(ratio: tuple[float, float, float]) -> str:
-    value, low, high = (share - 1 for share in ratio)
-    return "=" if value == low == high == 0 else f"{value:+.0%} ({low:+.0%} to {high:+.0%})"
+def _say_change(ratio: Interval) -> str:
+    if ratio.low == ratio.high:
+        return "="
+    return f"{ratio.value - 1:+.0%} ({ratio.low - 1:+.0%} to {ratio.high - 1:+.0%})"
+
+
+def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -> float:
+    return row[3][strategy]
 
 
 STRATEGIES = (
@@ -56,11 +62,8 @@ STRATEGIES = (
     Column("bucket size", lambda r: None if r.strategy.outer else r.step.best_cap_bytes, "bytes", "best_cap_bytes"),
     *raw_columns(low_s="step.low_s", high_s="step.high_s", num_buckets="step.num_buckets", doubt="step.doubt"),
     *raw_columns(exposed_s="step.exposed_s", is_worth_it="is_worth_it", source="step.source"),
-    *(
-        Column(None, lambda r, name=name, place=place: getattr(r, name)[place], key=f"{name}{end}")
-        for name in ("to_dense", "to_bf16")
-        for place, end in enumerate(("", "_low", "_high"))
-    ),
+    *raw_columns(to_dense="to_dense.value", to_dense_low="to_dense.low", to_dense_high="to_dense.high"),
+    *raw_columns(to_bf16="to_bf16.value", to_bf16_low="to_bf16.low", to_bf16_high="to_bf16.high"),
 )
 
 
@@ -91,11 +94,12 @@ class Cell:
         text = f"of the exact strategies {self.exact.strategy.text} is fastest, {format_ms(self.exact.step.step_s)} ms"
         if self.lossy is None:
             return f"{text}; {took}"
-        name, (value, low, high) = self.lossy.strategy.text, self.lossy.to_bf16
+        name, ratio = self.lossy.strategy.text, self.lossy.to_bf16
         if not self.lossy.is_worth_it:
-            return f"{text}; {took}; not worth it here: no lossy strategy is shown to be faster than that ({name}: " \
-                f"{value - 1:+.0%}, 90 %: {low - 1:+.0%} to {high - 1:+.0%})"  # fmt: skip
-        less = f"{1 - value:.0%} less than bf16 with its best buckets (90 %: {1 - high:.0%} to {1 - low:.0%})"
+            why = "no lossy strategy is shown to be more than 1 % faster than bf16"
+            return f"{text}; {took}; not worth it here: {why} ({name}: {_say_change(ratio)})"
+        least, most = 1 - ratio.high, 1 - ratio.low
+        less = f"{1 - ratio.value:.0%} less than bf16 with its best buckets (90 %: {least:.0%} to {most:.0%})"
         return f"{text}; {took}; of the lossy ones {name}, {format_ms(self.lossy.step.step_s)} ms, {less}"
 
 
@@ -175,7 +179,7 @@ class StrategiesResult(PredictResult):
             Column("ranks", lambda r: r[0], "{:,}".format, "world_size", is_key=True),
             Column("bandwidth (Gb/s)", lambda r: r[1] / 1e9, "{:g}".format, "gbit_per_s", is_key=True),
             Column("fastest", lambda r: r[2], key="fastest", priority=3),
-            *(Column(f"{one.text} (ms)", lambda r, name=one.text: r[3][name], format_ms, f"{one.text}_s")
+            *(Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
               for one in self.strategies),
         )  # fmt: skip
         title = f"{self.profile.model}: the fastest by bandwidth, within 1 % the one that changes the update least"
