@@ -34,7 +34,7 @@ _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # to 4 GiB
 # What a codec computes when a message has arrived shares its rank's core with backward.
 _CALLBACK_RATE = 0.5
-# Behind a codec the wrapper's control words have a message of their own.
+# Where a bucket is not one all-reduce, the wrapper's control words have a message of their own.
 _WORDS_BYTES = 64
 
 
@@ -139,21 +139,19 @@ class Sending:
 
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
         """The bytes that a rank sends in a step with these buckets, in the mean over a period."""
-        strategy = self.strategy
-        ends = cut_fragments(job, strategy.fragments) if strategy.outer else cuts
+        groups = [job.gradients[start:end] for start, end in itertools.pairwise([0, *cuts])]
         messages = (
             message
-            for start, end in itertools.pairwise([0, *ends])
-            for message in strategy.traffic(job.gradients[start:end], self.world_size)
+            for group in (self.list_fragments(job) if self.strategy.outer else groups)
+            for message in self.strategy.traffic(group, self.world_size)
             if not (self.is_in_place and message.kind == "all-gather")
         )
-        return sum(message.sent_bytes(self.world_size) for message in messages) / strategy.period
+        return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
 
-
-def cut_fragments(job: Job, count: int) -> tuple[int, ...]:
-    """Where gradients in ready order are cut into so many fragments of about equal size."""
-    places = {bisect.bisect_left(job.totals, job.num_bytes * number / count) for number in range(1, count + 1)}
-    return tuple(sorted({min(max(1, place), len(job.sizes)) for place in places} | {len(job.sizes)}))
+    def list_fragments(self, job: Job) -> list[tuple[Gradient, ...]]:
+        """What each exchange of a period sends: every so many-th parameter."""
+        count = self.strategy.fragments
+        return [group for number in range(count) if (group := job.gradients[number::count])]
 
 
 @dataclass(frozen=True)
@@ -264,12 +262,14 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
 def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:
     """Steps of the rank alone, and in each period one exchange of every fragment. It blocks, unless it has a delay."""
     strategy, spans, exposed_s = sending.strategy, list[BucketSpan](), 0.0
-    for start, end in itertools.pairwise([0, *cut_fragments(job, strategy.fragments)]):
-        run, span = _Run(costs), BucketSpan(job.totals[end] - job.totals[start])
-        run.hand_over(span, sending.list_messages(job.gradients[start:end]), costs.launch_s)
+    for group in sending.list_fragments(job):
+        run, span = _Run(costs), BucketSpan(sum(gradient.num_bytes for gradient in group))
+        run.hand_over(span, sending.list_messages(group), costs.launch_s)
         run.drain()
         spans.append(span)
-        exposed_s += span.launch_s + max(0.0, span.done_s - span.launch_s - strategy.delay * job.local_s)
+        # Ranks agree by control words before an exchange begins, and before its result is used.
+        exposed_s += 2 * costs.curve.estimate_s(_WORDS_BYTES) + span.launch_s
+        exposed_s += max(0.0, span.done_s - span.launch_s - strategy.delay * job.local_s)
     over_s = job.backward_s + exposed_s / strategy.period
     return SimulatedStep(tuple(spans), job.backward_s, over_s, job.before_s, job.after_s, job.backward_s)
 
@@ -277,8 +277,8 @@ def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> Simulat
 def _estimate_gathering(job: Job, layout: Layout, costs: MachineCosts, sending: Sending) -> float:
     """By how much the next forward is longer since it waits for updated parameters. They arrive in its order, the
     reverse of the buckets', and a bucket is needed when the share of forward before it, by bytes, has passed."""
-    if sending.is_in_place:
-        return 0.0
+    if sending.is_in_place:  # all ranks are there before the parameters change, and again before they are used
+        return 2 * costs.curve.estimate_s(_WORDS_BYTES)
     arrived_s, passed_s = 0.0, 0.0
     for num_bytes in reversed(layout.num_bytes):
         (*_, message) = sending.strategy.traffic([Gradient("", num_bytes, 1)], sending.world_size)
