@@ -126,6 +126,14 @@ class Strategy:
         """Whether it is the plain all-reduce of every gradient in every step."""
         return replace(self, text="dense") == Strategy()
 
+    def count_sent_bytes(self, gradients: Sequence[Gradient], world_size: int) -> float:
+        """What a rank sends in a step, as a mean over a period, if each dtype is one bucket."""
+        families: dict[tuple[str, str], list[Gradient]] = {}
+        for gradient in gradients:
+            families.setdefault(gradient.family, []).append(gradient)
+        messages = [message for family in families.values() for message in self.traffic(family, world_size)]
+        return sum(message.sent_bytes(world_size) for message in messages) / self.period
+
     @property
     def is_hook(self) -> bool:
         """Whether a communication hook can do it: it sends gradients in every step, and the optimizer is the user's."""
@@ -164,6 +172,19 @@ class Strategy:
         left = 4 * (sum(rows * rank for rows, _, rank in matrices) + rest)
         right = 4 * sum(columns * rank for _, columns, rank in matrices)
         return tuple(Message("all-reduce", size) for size in (left, right) if size)
+
+
+def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
+    """The strategies of a list such as `bf16,topk:0.01,dgc,int8`, each once. What is no part is an option of the one
+    before."""
+    parts: list[str] = []
+    for item in texts.split(",") if isinstance(texts, str) else texts:
+        name = item.strip().partition("+")[0].partition(":")[0]
+        if isinstance(texts, str) and parts and name not in _PARTS:
+            parts[-1] += f",{item.strip()}"
+        else:
+            parts.append(item.strip())
+    return tuple(dict.fromkeys(map(Strategy.parse, parts)))
 
 
 def count_shard_bytes(num_elements: int, world_size: int, bits: int) -> int:

@@ -25,7 +25,7 @@ from paceline.predict.strategies import (
     describe_strategies,
     find_codec,
     fit_sending,
-    parse_strategies,
+    list_strategies,
     prefer,
     rank_loss,
     sweep_bandwidths,
@@ -37,7 +37,7 @@ from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.store import Run
 from paceline.report.predictions import TuneResult, describe_offers
 from paceline.report.result import build_result
-from paceline.report.strategies import StrategiesResult, plot_bandwidths
+from paceline.report.strategy_steps import StrategyStepsResult, plot_bandwidths
 from paceline.strategy import DENSE, Message, Strategy
 from paceline.units import MIB
 from tests.unit.made_jobs import line
@@ -202,18 +202,18 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
 
 
 def test_a_list_of_strategies_has_those_to_compare_with():
-    assert [one.text for one in parse_strategies("all")] == ["dense", *ALL]
-    assert [one.text for one in parse_strategies("topk:0.001,dgc; int8;bf16")] == [
+    assert [one.text for one in list_strategies("all")] == ["dense", *ALL]
+    assert [one.text for one in list_strategies("topk:0.001,dgc; int8,bf16")] == [
         "dense", "bf16", "topk:0.001,dgc", "int8",
     ]  # fmt: skip
-    for text in ("", "int9", "all;zip", ";"):
+    for text in ("", "int9", "all;zip", ";", []):
         with pytest.raises(ConfigError) as error:
-            parse_strategies(text)
+            list_strategies(text)
         assert error.value.code == "strategy"
     losses = [rank_loss(parse(text)) for text in ("dense", "zero1", "bf16", "zero1+bf16", "int8", "localsgd:2")]
     assert losses == ["exact", "exact", "rounded", "rounded", "lossy", "lossy"]
     assert rank_loss(parse("localsgd:2+bf16")) == "lossy"
-    assert [one.text for one in prefer(parse_strategies("int8;zero1"))] == ["dense", "zero1", "bf16", "int8"]
+    assert [one.text for one in prefer(list_strategies("int8;zero1"))] == ["dense", "zero1", "bf16", "int8"]
 
 
 def test_where_another_one_is_fastest():
@@ -233,11 +233,11 @@ def test_where_another_one_is_fastest():
 
 def test_what_is_assumed_is_said():
     job = make_job([4000], [0.0], 0.0)
-    unknown = describe_strategies(job, parse_strategies("powersgd:4"), [])
+    unknown = describe_strategies(job, list_strategies("powersgd:4"), [])
     assert any("bf16, powersgd:4" in line and "limit" in line for line in unknown)
     assert any("shapes of 1 gradients" in line for line in unknown)
     shaped = replace(job, gradients=(Gradient("w", 4000, shape=(100, 10)),))
-    known = describe_strategies(shaped, parse_strategies("topk:0.1"), CODECS)
+    known = describe_strategies(shaped, list_strategies("topk:0.1"), CODECS)
     assert known == ["the codec of topk:0.1 costs what that of topk:0.01 does"]
 
 
@@ -266,7 +266,7 @@ def test_records_refuse_what_cannot_be():
 MADE = MadeJob(sizes=(4 * MIB,) * 4, launch_s=0.0, gather_s=0.0, disturbed=((MIB, 1.0, 1.0),))
 
 
-def predict(network: str, ranks: list[int], strategies: tuple[str, ...] = ALL) -> StrategiesResult:
+def predict(network: str, ranks: list[int], strategies: tuple[str, ...] = ALL) -> StrategyStepsResult:
     config = {
         "network": network, "ranks": ranks, "backend": None, "ranks_per_node": None, "cores": 0, "inside": None,
         "algorithm": "auto", "accumulate": 1, "gradients": None, "spread": 0.0, "is_own": False, "busy": [],
@@ -274,7 +274,7 @@ def predict(network: str, ranks: list[int], strategies: tuple[str, ...] = ALL) -
     }  # fmt: skip
     run = Run("predict strategies", config, capture_environment(), tuple(MADE.build_carried()))
     result = build_result(run)
-    assert isinstance(result, StrategiesResult)
+    assert isinstance(result, StrategyStepsResult)
     return result
 
 

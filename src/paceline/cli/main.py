@@ -101,7 +101,7 @@ add_command(
     app, "train", _train,
     f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
     "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
-    "test_samples strategy profile:train compare:train resume save_every keep tensorboard",
+    "test_samples strategy workers profile:train compare:train resume save_every keep tensorboard",
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
 )  # fmt: skip
@@ -241,6 +241,13 @@ add_command(
     "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
     "test_samples evaluations at_once resume",
     "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
+)  # fmt: skip
+add_command(
+    scale, "strategies", "scale:strategies",
+    f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small ranks:study strategies workers:study seeds epochs:large "
+    "steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout test_samples "
+    "global_batch_size:train evaluations target at_once resume",
+    "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
 )  # fmt: skip
 add_command(
     scale, "report", "scale:report", "runs resume",

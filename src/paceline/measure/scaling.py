@@ -27,7 +27,7 @@ from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synch
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.settings import Cell, CollectiveSettings, ScaleSettings, Setup, TrainingCell
 from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
-from paceline.parallel.replicas import only_computing
+from paceline.parallel.replicas import only_computing, read_replica
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
@@ -194,7 +194,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
         return len(train), any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
-def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
+def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
     """Train the cell to its end. Collective: call on every rank of the launched world. Synthetic data has one seed in
     all cells: another seed would be another task, not another run of it."""
     with open_world(cell.settings) as world:
@@ -230,6 +230,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         due = due[passed:]
         if passed or taken.is_last:
             total = loss_sum.cpu()
+            reached_s = time.perf_counter() - begin_s
             if world.world_size > 1:
                 dist.all_reduce(total, group=world.control)
             assert job.test is not None
@@ -237,7 +238,8 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
             if not (math.isfinite(train_loss) and math.isfinite(test.loss)):
                 failure = f"the loss was no number after {step} updates"
                 break
-            curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy))
+            curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy, reached_s))
+            begin_s += time.perf_counter() - begin_s - reached_s  # evaluations do not count
             loss_sum.zero_()
             num_targets = 0
         if step in probed:
@@ -245,12 +247,14 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
             with contextlib.suppress(MeasurementError):
                 noise.append(measure_noise_scale(job, step=step, epoch=num_samples / epoch_samples, **asked))
         report(done)
+    num_workers, gradients = world.world_size * settings.workers, read_replica(job.learner.module).gradients
     record = LargeBatchRecord(
         model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
         world_size=world.world_size, batch_size=job.batches.batch_size, global_batch_size=cell.global_batch_size,
         largest_batch_size=largest, recipe=cell.recipe, configuration=cell.configuration, budget=cell.budget,
         epochs=epochs if settings.steps is None else num_samples / epoch_samples, num_updates=step,
         num_samples=num_samples, seed=settings.seed, lr=settings.lr, seconds=time.perf_counter() - begin_s,
-        curve=tuple(curve), failure=failure,
+        curve=tuple(curve), failure=failure, num_workers=num_workers,
+        sent_bytes=settings.parsed_strategy.count_sent_bytes(gradients, num_workers),
     )  # fmt: skip
     return [record, *noise]

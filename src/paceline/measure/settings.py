@@ -506,3 +506,29 @@ class LargeBatchSettings(StudySettings):
         found = super().from_json(values)
         fit = [text for text in found.recipes if not Recipe.parse(text).is_for_classes]
         return replace(found, recipes=tuple(fit)) if found.job.predicts_numbers else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategiesSettings(StudySettings):
+    """`scale strategies`: the job with every strategy and every seed. `target` is a test accuracy, or a test loss where
+    numbers are predicted: how long does each take to reach it?"""
+
+    is_timed: ClassVar[bool] = False
+
+    strategies: tuple[str, ...]
+    seeds: tuple[int, ...] = (1, 2, 3)
+    evaluations: int = 10
+    target: float | None = None
+
+    def check(self) -> None:
+        check_counts(evaluations=self.evaluations)
+        several = max(self.job.ranks, self.job.workers) > 1
+        refuse((not several, "one rank and one worker: nothing is sent; use --workers 4, or --ranks"))
+        for text in self.strategies:
+            replace(self.job, strategy=text).check()
+
+    def list_cells(self) -> list[TrainingCell]:
+        """All runs of the study."""
+        job, size = self.job, self.job.batches.global_batch_size
+        runs = [replace(job, strategy=text, seed=seed) for text in self.strategies for seed in self.seeds]
+        return [TrainingCell(run, "epochs" if run.steps is None else "updates", run.strategy, size) for run in runs]

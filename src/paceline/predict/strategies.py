@@ -15,7 +15,7 @@ from paceline.predict.search import PLATEAU
 from paceline.predict.simulate import Sending
 from paceline.predict.whatif import WhatIfRow
 from paceline.records import CodecRecord
-from paceline.strategy import DENSE, Strategy
+from paceline.strategy import DENSE, Strategy, parse_strategies
 
 ALL = (
     "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:8", "diloco:100", "diloco:100+int8", "zero1",
@@ -28,15 +28,12 @@ BF16 = Strategy.parse("bf16")
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
 
 
-def parse_strategies(text: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """`all`, or strategies by semicolons: a comma belongs to the options of one. Those to compare with come first: the
-    dense all-reduce, and bfloat16."""
-    given = text.split(";") if isinstance(text, str) else text
-    names = [name.strip() for one in given for name in (ALL if one.strip() == "all" else (one,))]
-    if not any(names):
-        raise ConfigError(f"--strategy {text!r} names none: give all, or some such as bf16;powersgd:4", code="strategy")
-    found = [DENSE, BF16, *(Strategy.parse(name) for name in names if name)]
-    return tuple({strategy.text: strategy for strategy in found}.values())
+def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
+    """`all`, or a list by commas or semicolons. Those to compare with come first: dense all-reduce, and bfloat16."""
+    texts = given.replace(";", ",").strip(" ,") if isinstance(given, str) else given
+    if not texts:
+        raise ConfigError("--strategy names none: give all, or some such as bf16,powersgd:4", code="strategy")
+    return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts == "all" else texts))))
 
 
 def rank_loss(strategy: Strategy) -> str:

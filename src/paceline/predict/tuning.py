@@ -23,7 +23,7 @@ from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
 from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
-from paceline.predict.strategies import BF16, describe_strategies, fit_sending, parse_strategies, rank_loss
+from paceline.predict.strategies import BF16, describe_strategies, fit_sending, list_strategies, rank_loss
 from paceline.records import CodecRecord, LayerProfileRecord, Record, StepRecord
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
@@ -393,7 +393,7 @@ def judge_tuning(
 
     default = Candidate(DEFAULT, 0, default_plan, choice.default)
     ran = [record for record in jobs if record.note]
-    strategies = parse_strategies(settings.strategies) if settings.strategies else ()
+    strategies = list_strategies(settings.strategies) if settings.strategies else ()
     models = {one.text: _send_by(model, one, records) for one in strategies}
     predicted = {
         text: choice.estimate if text == DENSE.text else one.choose(choice.default.cuts, only_caps=True).estimate

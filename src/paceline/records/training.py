@@ -81,21 +81,23 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
 @dataclass(frozen=True)
 class CurvePoint:
     """One evaluation of a run. `update` and `num_samples` count from its start; `train_loss` is the mean since the last
-    evaluation. There is no accuracy where numbers are predicted."""
+    evaluation. There is no accuracy where numbers are predicted. `seconds` are those of the run until then."""
 
     update: int
     num_samples: int
     train_loss: float
     test_loss: float
     test_accuracy: float | None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of a large-batch study, of a `budget` of `epochs` (maybe a fraction) or `updates`.
+    """One training run of a study of accuracy, of a `budget` of `epochs` (maybe a fraction) or `updates`.
 
     `batch_size` is the samples that one rank computes at once, `largest_batch_size` the global batch size at the end if
-    it grew. A run whose loss became NaN or infinite has a `failure`, and its curve ends there.
+    it grew. A run whose loss became NaN or infinite has a `failure`, and its curve ends there. In a study of strategies
+    the recipe is one, of `num_workers` ranks or replicas in a process, each of which sends `sent_bytes` in a step.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -118,6 +120,8 @@ class LargeBatchRecord(Record):
     seconds: float
     curve: tuple[CurvePoint, ...]
     failure: str = ""
+    num_workers: int = 1
+    sent_bytes: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,11 +192,11 @@ class RecipeSummary:
         return (self.baseline.score.mean - self.score.mean) * (1 if self.accuracy else -1)
 
 
-def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:
-    """A summary for each cell, in order. The baseline of a budget is its smallest batch size without a recipe."""
+def summarize_recipes(records: Sequence[LargeBatchRecord], baseline: str = "none") -> list[RecipeSummary]:
+    """A summary for each cell, in order. The baseline of a budget is its smallest batch size with this recipe."""
     cells = group_by(records, lambda record: record.cell)
     found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
-    plain = sorted((cell for cell in found if cell[2] == "none"), key=lambda cell: cell[1], reverse=True)
+    plain = sorted((cell for cell in found if cell[2] == baseline), key=lambda cell: cell[1], reverse=True)
     baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
     pairs = [(summary, baselines.get(summary.first.budget)) for summary in found.values()]
     return [summary if summary is base else RecipeSummary(summary.runs, base) for summary, base in pairs]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NUMBERS = (("linear", "synthetic"), ("mlp", "synthetic"))
 
 
-def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
+def spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
     return [
         Column(name, f"{of}.mean", render, key, priority=priority),
         Column("±", f"{of}.deviation", render, f"{key}_deviation", priority=priority - 1),
@@ -51,12 +51,12 @@ RECIPES = (
     Column("updates", "first.num_updates", "number", "num_updates", priority=2),
     Column("epochs", "first.epochs", lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
     Column("lr", "first.lr", "{:g}".format, "lr", priority=-2),
-    *_spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
+    *spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
     Column("gap (points)", lambda s: s.gap if s.accuracy else None, _percent, priority=3),
     Column("gap (test loss)", lambda s: None if s.accuracy else s.gap, "{:.4f}".format, priority=3),
     *raw_columns("gap"),
-    *_spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
-    *_spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
+    *spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
+    *spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
     Column("seeds", lambda s: len(s.runs), "number", "num_seeds", priority=-1),
     Column("failed", "num_failed", "number", "num_failed", priority=0),
     Column(None, lambda s: statistics.fmean(r.seconds for r in s.finished) if s.finished else None, key="run_s"),
@@ -64,18 +64,18 @@ RECIPES = (
 )
 
 
-def _say(summary: RecipeSummary, value: float) -> str:
+def say_score(summary: RecipeSummary, value: float) -> str:
     """An accuracy, in percent, or a loss."""
     return f"{100 * value:.1f}" if summary.accuracy else f"{value:.4g}"
 
 
-def _say_gap(summary: RecipeSummary) -> str:
+def say_gap(summary: RecipeSummary, baseline: str = "the baseline") -> str:
     """How far its score is from the baseline's, and whether that is less than the spread over seeds of either."""
     gap, spreads = summary.gap or 0.0, (summary.score, summary.baseline and summary.baseline.score)
     known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
     inside = " (less than the spread over seeds)" if known and abs(gap) <= max(known) else ""
     points, worse, better = (" points", "below", "above") if summary.accuracy else ("", "above", "below")
-    return f"{_say(summary, abs(gap))}{points} {worse if gap >= 0 else better} the baseline{inside}"
+    return f"{say_score(summary, abs(gap))}{points} {worse if gap >= 0 else better} {baseline}{inside}"
 
 
 def _describe(summary: RecipeSummary) -> str:
@@ -84,11 +84,11 @@ def _describe(summary: RecipeSummary) -> str:
     if score is None:
         return f"{what}: no seed finished ({first.failure})"
     seeds = f"{len(summary.finished)} seeds"
-    sure = "one seed" if score.deviation is None else f"± {_say(summary, score.deviation)}, {seeds}"
+    sure = "one seed" if score.deviation is None else f"± {say_score(summary, score.deviation)}, {seeds}"
     failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
-    gap = "" if summary.gap is None else f", {_say_gap(summary)}"
+    gap = "" if summary.gap is None else f", {say_gap(summary)}"
     length = f"{format_number_of(first.num_updates, 'update')} in {round(first.epochs, 2):g} epochs"
-    mean = f"{_say(summary, score.mean)} %" if summary.accuracy else f"test loss {_say(summary, score.mean)}"
+    mean = f"{say_score(summary, score.mean)} %" if summary.accuracy else f"test loss {say_score(summary, score.mean)}"
     return f"{what}: {mean} ({sure}{failed}){gap}, after {length}"
 
 
@@ -106,7 +106,7 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
         if tried and (lost is None or lost > 0):
             gap, best = min(tried, key=lambda pair: pair[0])
             text += "; the best recipe" if lost is None or gap < lost else "; no recipe repairs it; the best"
-            text += f", {best.first.recipe}: {_say_gap(best)}"
+            text += f", {best.first.recipe}: {say_gap(best)}"
             if (num_updates := best.first.num_updates) != plain[0].first.num_updates:
                 text += f", after {format_number_of(num_updates, 'update')}"
         lines.append(f"{text}.")
@@ -206,15 +206,15 @@ def plot_scores(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
     return figure
 
 
-def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
+def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str, title: str = "large batches") -> Figure:
     """Test accuracy, or loss, on the way, against epochs and against updates: the mean over seeds of each cell, with a
     band from the worst to the best seed. Runs that failed are left out."""
     cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
     of = _LOSS if any(p.test_accuracy is None for record in records for p in record.curve) else _ACCURACY
-    figure, panels = build_panels(["against epochs", "against updates"], f"large batches: {of} on the way", subtitle)
+    figure, panels = build_panels(["against epochs", "against updates"], f"{title}: {of} on the way", subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
         seeds_of = format_number_of(len(runs), "seed")
-        name = "no recipe" if recipe == "none" else f"recipe {recipe}"
+        name = recipe if title != "large batches" else "no recipe" if recipe == "none" else f"recipe {recipe}"
         label = f"{name} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
         first, seeds = runs[0], [{point.update: _read_score(point) for point in run.curve} for run in runs]
         # Wherever every seed was evaluated.

@@ -21,6 +21,7 @@ from paceline.training.own import OwnState, Sets, load_own, open_parts, open_who
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
 from paceline.training.step import Learner, settled_kernels
+from paceline.training.workers import build_workers
 from paceline.workloads.data import is_own, is_own_data
 from paceline.workloads.data.own import OWN_FORM, OwnData
 from paceline.workloads.data.sets import DataSet, load_data
@@ -177,14 +178,15 @@ def build_learner(
     own = (parts.step, parts.evaluate) if parts is not None else (None, None)
     form = data.form if own[0] is None else OWN_FORM
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
-    return Learner(
+    learner = Learner(
         wrap_models(module, lambda part: _wrap(part, settings, plan)), module, optimizer, scaler, form, world.device,
         world.world_size, settings.precision, settings.clip, settings.label_smoothing, settings.model, *own,
     )  # fmt: skip
+    return learner if settings.workers == 1 else build_workers(learner, settings.workers, settings.parsed_strategy)
 
 
 def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:
-    if settings.wrapper == "none":
+    if settings.wrapper == "none" or settings.workers > 1:
         return module
     if settings.wrapper == "dp":
         return nn.DataParallel(module)

@@ -35,7 +35,7 @@ _KNOWN = {
 }  # fmt: skip
 _LEAST = {
     "ranks": 1, "epochs": 1, "steps": 1, "keep": 1, "lr_warmup": 0, "samples": 1, "test_samples": 1, "context": 2,
-    "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2,
+    "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2, "workers": 1,
 }  # fmt: skip
 _REALS = dict.fromkeys(("lr", "momentum", "weight_decay", "label_smoothing"), "from")
 _REALS |= dict.fromkeys(("clip", "trust_coefficient"), "above")
@@ -105,6 +105,7 @@ class TrainSettings:
     ghost_batchnorm: int | None = None
     plan: str | None = None
     strategy: str = "dense"
+    workers: int = 1
     profile: bool = False
     save_every: str = "60s"
     keep: int = 3
@@ -202,6 +203,10 @@ class TrainSettings:
              f"--wrapper {self.wrapper} {what}, and --ranks is {self.ranks}: use --ranks 1"),
             (self.plan is not None and self.wrapper not in ("paceline", "torch"),
              f"--plan needs --wrapper paceline or torch, not {self.wrapper}"),
+            (self.workers > 1 and self.ranks > 1,
+             f"--workers {self.workers} are in one process, and --ranks is {self.ranks}: use one of them"),
+            (self.workers > 1 and not strategy.is_hook,
+             f"{sends} with --workers {self.workers}: use --ranks {self.workers}"),
             (not strategy.is_dense and self.wrapper not in ("paceline", "torch"),
              f"{sends} needs --wrapper paceline, not {self.wrapper}"),
             (not strategy.is_hook and self.wrapper == "torch",

@@ -1,5 +1,7 @@
 """One training step, top to bottom: forward, backward and optimizer, each a phase on a clock."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools
@@ -99,6 +101,7 @@ class Learner:
     name: str = ""
     own_step: Callable[..., Any] | None = None
     own_evaluate: Callable[..., Any] | None = None
+    takes_step: Callable[..., StepOutcome] | None = None  # of several workers: see `workers`
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -146,6 +149,13 @@ class StepOutcome:
     num_correct: torch.Tensor | None
     bad_parameter: str = ""
 
+    def add(self, other: StepOutcome) -> StepOutcome:
+        """The sums of both."""
+        correct = self.num_correct
+        if correct is not None and other.num_correct is not None:
+            correct = correct + other.num_correct
+        return StepOutcome(self.loss_sum + other.loss_sum, correct, self.bad_parameter or other.bad_parameter)
+
 
 def take_step(
     learner: Learner, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases
@@ -157,8 +167,18 @@ def take_step(
     which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
     rank, with the same number of micro-batches.
     """
+    if learner.takes_step is not None:
+        return learner.takes_step(window, num_targets, rate, phases)
     if learner.own_step is not None:
         return _take_own_step(learner, window, phases)
+    total = compute_gradients(learner, window, num_targets, phases)
+    phases.enter("optimizer")
+    learner.update(rate)
+    return total
+
+
+def compute_gradients(learner: Learner, window: Sequence[LoadedBatch], num_targets: int, phases: Phases) -> StepOutcome:
+    """Forward and backward of a step, as `take_step` says."""
     # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
     total = StepOutcome(torch.zeros((), device=learner.device), correct)
@@ -174,13 +194,9 @@ def take_step(
             phases.enter("backward")
             learner.scaler.scale(loss).backward()
         if loaded.num_counted:
-            total.loss_sum = total.loss_sum + outcome.loss_sum.detach()
-            if outcome.num_correct is not None and total.num_correct is not None:
-                total.num_correct = total.num_correct + outcome.num_correct
+            total = total.add(StepOutcome(outcome.loss_sum.detach(), outcome.num_correct))
     if learner.device.type == "cpu" and not math.isfinite(total.loss_sum.item()):
         total.bad_parameter = find_bad_parameter(learner.module)
-    phases.enter("optimizer")
-    learner.update(rate)
     return total
 
 

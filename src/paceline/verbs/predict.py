@@ -48,15 +48,15 @@ def predict(
     node, joined by the network `inside`: given both a network and a sweep, the sweep joins them. `algorithm` is
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
-    `strategy` compares strategies, each with its best buckets (a `StrategiesResult`): "all", or some ("bf16;int8").
+    `strategy` compares strategies, each with its best buckets (a `StrategyStepsResult`): "all", or some ("bf16,int8").
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.predict.strategies import parse_strategies
+    from paceline.predict.strategies import list_strategies
     from paceline.report.predictions import PredictResult
-    from paceline.report.strategies import StrategiesResult
+    from paceline.report.strategy_steps import StrategyStepsResult
 
     check_algorithm(algorithm)
-    strategies = () if strategy is None else parse_strategies(strategy)
+    strategies = () if strategy is None else list_strategies(strategy)
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     refuse(
         (network is None and allreduce is None,
@@ -85,7 +85,7 @@ def predict(
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
         "busy": busy,
     }  # fmt: skip
-    build = StrategiesResult if strategies else PredictResult
+    build = StrategyStepsResult if strategies else PredictResult
     config |= {"strategies": [one.text for one in strategies]} if strategies else {}
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:

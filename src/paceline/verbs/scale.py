@@ -18,6 +18,7 @@ from paceline.measure.settings import (
     LargeBatchSettings,
     ScaleSettings,
     Setup,
+    StrategiesSettings,
     StudySettings,
     check_counts,
 )
@@ -26,6 +27,7 @@ from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
+from paceline.strategy import parse_strategies
 from paceline.training.recipes import NO_RECIPE, Recipe
 from paceline.training.settings import TrainSettings, check_job
 from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, finish, list_counts, list_names
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from paceline.report.large_batch import LargeBatchResult
     from paceline.report.result import Result
     from paceline.report.scaling import BatchResult, RanksResult, ReportResult
+    from paceline.report.strategies import StrategiesResult
 
 _ROOM = "paceline.measure.scaling:"
+_STRATEGIES = "int8,int4,topk:0.01,powersgd:4"
 _RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing", "lars+warmup", "lamb+warmup", "grow")
 
 
@@ -208,14 +212,15 @@ def _build_large_batch(
     )  # fmt: skip
 
 
-def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
-    def describe(records: Sequence[Record]) -> str:
-        record = next(record for record in records if isinstance(record, LargeBatchRecord))
-        if record.failure:
-            return record.failure
-        loss, accuracy = record.curve[-1].test_loss, record.curve[-1].test_accuracy
-        return f"test loss {loss:.4g}" if accuracy is None else f"test accuracy {accuracy:.2%}"
+def _describe_run(records: Sequence[Record]) -> str:
+    record = next(record for record in records if isinstance(record, LargeBatchRecord))
+    if record.failure:
+        return record.failure
+    loss, accuracy = record.curve[-1].test_loss, record.curve[-1].test_accuracy
+    return f"test loss {loss:.4g}" if accuracy is None else f"test accuracy {accuracy:.2%}"
 
+
+def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
     num_samples, has_norm = session.ask(_ROOM + "survey_job", (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)
     tasks = []
@@ -223,8 +228,55 @@ def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once
         steps = cell.settings.steps
         weight = steps * cell.global_batch_size if steps is not None else num_samples * cell.settings.epochs
         arguments = (cell, settings.evaluations, settings.seeds[0])
-        tasks.append(Task(cell.name, _ROOM + "measure_large_batch", arguments, settings.job.ranks, float(weight)))
-    return session.run(tasks, describe, at_once)
+        tasks.append(Task(cell.name, _ROOM + "measure_training", arguments, settings.job.ranks, float(weight)))
+    return session.run(tasks, _describe_run, at_once)
+
+
+def strategies(
+    model: str | None = None, strategies: Names | None = None, *, workers: int | None = None, ranks: int | None = None,
+    seeds: int = 3, epochs: int = 6, lr: float = 0.02, schedule: str = "cosine", evaluations: int = 6,
+    target: float | None = None, at_once: int | None = None, out: Place = None, resume: Place = None,
+    progress: bool | None = None, **job: Any,
+) -> StrategiesResult:  # fmt: skip
+    """What does sending less cost in test accuracy? The same job with each strategy, several seeds each.
+
+    `strategies`: such as "bf16,int8,powersgd:4"; float32 (`dense`) and `bf16` are always there, to compare with.
+    `workers`: replicas in one process that exchange as ranks would, 4 by default; with `ranks` the job runs on ranks,
+    and its times count. `target`: a test accuracy (0 to 1), or a test loss: when does each strategy reach it?
+    `at_once`, `job`, `out` and `resume` as for `large_batch`.
+    """
+    return cast("StrategiesResult", _run_study("strategies", locals()))
+
+
+def _build_strategies(
+    *, model: str | None, strategies: Names | None, workers: int | None, ranks: int | None, seeds: int,
+    evaluations: int, target: float | None, **job: Any,
+) -> StrategiesSettings:  # fmt: skip
+    check_counts(seeds=seeds, workers=workers)
+    if model is None and not {"channels", "hidden"} & set(job):
+        job |= {"channels": (8, 16), "hidden": 64}
+    if job.get("data", "synthetic") == "synthetic":
+        job = {"samples": 1024} | job
+    count = 1 if ranks is None else choose_world(ranks, 1)
+    train = TrainSettings(
+        model=model or "cnn", ranks=count, workers=(4 if ranks is None else 1) if workers is None else workers, **job
+    )
+    names = parse_strategies(_STRATEGIES if strategies is None else strategies)
+    texts = dict.fromkeys(("dense", "bf16", *(strategy.text for strategy in names)))
+    return StrategiesSettings(
+        job=train, strategies=tuple(texts), seeds=tuple(train.seed + number for number in range(seeds)),
+        evaluations=evaluations, target=target,
+    )  # fmt: skip
+
+
+def _measure_strategies(session: Session, settings: StrategiesSettings, at_once: int = 1) -> list[Record]:
+    ranks, seed = settings.job.ranks, settings.seeds[0]
+    session.ask(_ROOM + "survey_job", (settings.job,), ranks)  # refuses data without an end, and without a test set
+    tasks = [
+        Task(cell.name, _ROOM + "measure_training", (cell, settings.evaluations, seed), ranks)
+        for cell in settings.list_cells()
+    ]
+    return session.run(tasks, _describe_run, at_once)
 
 
 def report(
@@ -248,7 +300,8 @@ def report(
     for part in parts:
         found, taken = f"{part.folder} is a run of `{part.run.verb}`", [f"scale {name}" for name in STUDIES]
         refuse((part.run.verb not in taken, f"{found}: a report takes those of {', '.join(taken)}"), code="other-verb")
-    settings = {} if runs else {name: _build(name, **_get_defaults(name)) for name in STUDIES}
+    usual = [name for name in STUDIES if name != "strategies"]
+    settings = {} if runs else {name: _build(name, **_get_defaults(name)) for name in usual}
     most = max((each.num_ranks for each in settings.values()), default=1)
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
@@ -278,6 +331,7 @@ STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Call
     "batch": (BatchSettings, _build_batch, _measure_batch, batch),
     "ranks": (ScaleSettings, _build_ranks, _measure_ranks, ranks),
     "large-batch": (LargeBatchSettings, _build_large_batch, _measure_large_batch, large_batch),
+    "strategies": (StrategiesSettings, _build_strategies, _measure_strategies, strategies),
 }
 
 

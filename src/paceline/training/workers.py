@@ -1,0 +1,91 @@
+"""Several workers of a data-parallel job in one process: what a strategy costs in accuracy, studied on one device.
+
+Each worker has a model and an optimizer, and computes its part of every batch. What ranks would exchange in messages,
+the same codecs exchange here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.parallel.codecs import Codec, build_codec, run_together
+from paceline.strategy import Strategy
+from paceline.training.loader import LoadedBatch
+from paceline.training.step import Learner, Phases, StepOutcome, compute_gradients
+
+BuildCodec = Callable[[Strategy, int, int], Codec]
+
+
+class Workers:
+    """Learners that take their steps together."""
+
+    def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
+        self.learners, count = learners, len(learners)
+        self._codecs = [build(strategy, rank, count) for rank in range(count)]
+        named = learners[0].module.named_parameters()
+        self._names = [name for name, param in named if param.requires_grad]
+        self._step = 0
+
+    def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
+        """One step of all workers, with equal parts of each micro-batch."""
+        count, total = len(self.learners), None
+        for number, learner in enumerate(self.learners):
+            parts = [_cut(loaded, number, count) for loaded in window]
+            outcome = compute_gradients(learner, parts, num_targets, phases)
+            total = outcome if total is None else total.add(outcome)
+        assert total is not None
+        phases.enter("exchange")
+        with torch.no_grad():
+            grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
+            averages = [
+                codec.average(self._names, own, self._step) for codec, own in zip(self._codecs, grads, strict=True)
+            ]
+            run_together(averages)
+            average_statistics([learner.module for learner in self.learners])
+        phases.enter("optimizer")
+        for learner in self.learners:
+            learner.update(rate)
+        self._step += 1
+        return total
+
+
+def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
+    """The learner as the first of several workers, which start alike: a step of it is one of all of them."""
+    learners = [replace(learner, world_size=count * learner.world_size)]
+    for _ in range(count - 1):
+        # Together, for one holds the other's tensors.
+        module, optimizer = copy.deepcopy((learner.module, learner.optimizer))
+        learners.append(replace(learners[0], model=module, module=module, optimizer=optimizer))
+    return replace(learners[0], takes_step=Workers(learners, strategy, build).take_step)
+
+
+def average_statistics(modules: Sequence[nn.Module]) -> None:
+    """Give all replicas the mean of their running statistics, as the wrapper does."""
+    for layers in zip(*(module.modules() for module in modules), strict=True):
+        if isinstance(layers[0], _BatchNorm):
+            for name in ("running_mean", "running_var"):
+                own = [getattr(layer, name) for layer in layers if getattr(layer, name) is not None]
+                if own:
+                    mean = torch.stack(own).mean(0)
+                    for buffer in own:
+                        buffer.copy_(mean)
+
+
+def _gradient(param: nn.Parameter) -> torch.Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
+
+
+def _cut(loaded: LoadedBatch, number: int, count: int) -> LoadedBatch:
+    """The part of a micro-batch that one of `count` workers gets; where there is none, a sample that does not count."""
+    size = len(loaded.batch)
+    start, end = (size * place // count for place in (number, number + 1))
+    batch = loaded.batch.map(lambda tensor: tensor[start:end] if end > start else tensor[:1])
+    return LoadedBatch(batch, min(end - start, max(0, loaded.num_counted - start)))
