@@ -303,21 +303,21 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     assert {"dense", *ALL} <= {one.get_label() for one in lines}
 
 
-SETTINGS = TuneSettings(strategies=("dense", "bf16", "int8", "powersgd:4", "diloco:100", "zero1"))
+SETTINGS = TuneSettings(strategies=("dense", "bf16", "int8", "diloco:100", "zero1"))
 
 
-def judge(confirmed_s: dict[str, float]):
+def judge(confirmed_s: dict[str, float], settings: TuneSettings = SETTINGS):
     """A tuning whose plans of the race took these times; the default is a bucket for each gradient."""
     job = MadeJob(alpha_s=0.003, bytes_per_s=1e8, backend="gloo", disturbed=((MIB, 1.0, 1.0),))
     records = [*job.build_calibration(), *CODECS]
     plan = plan_by_cap(job.gradients, range(7, -1, -1), MIB)
-    before = judge_tuning(SETTINGS, records, job.gradients, plan)
+    before = judge_tuning(settings, records, job.gradients, plan)
     sizes = {candidate.label: candidate.plan.bucket_bytes for candidate in before.candidates}
     assert set(confirmed_s) <= set(sizes)
     for label, seconds in confirmed_s.items():
         turns = [seconds * (1 + 0.001 * (number % 3)) for number in range(64)]
         records.append(job.build_plan_step(label, turns, note="raced", bucket_bytes=sizes[label]))
-    config = SETTINGS.to_json(job.gradients, plan, before.predictions)
+    config = settings.to_json(job.gradients, plan, before.predictions)
     after = load_tuning(json.loads(json.dumps(config)), records)
     return before, after, Run("tune", config, capture_environment(), tuple(records))
 
@@ -344,6 +344,13 @@ def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
     assert result.to_json()["race"][3]["strategy"] == "int8"
     sent = {row[0]: row[3] for row in tables["strategies"].rows}
     assert sent["dense"] == 8 * MIB and sent["diloco:100"] == 8 * MIB / 100 and math.isclose(sent["bf16"], 4 * MIB)
+
+
+def test_all_that_are_named_race_and_of_all_the_best():
+    named, *_ = judge({}, TuneSettings(strategies=("dense", "bf16", "topk:0.01", "int8", "diloco:100")))
+    assert [candidate.label for candidate in named.candidates][2:] == ["bf16", "int8", "topk:0.01"]  # the fastest first
+    best, *_ = judge({}, TuneSettings(strategies=("all",)))
+    assert list(best.predicted) == ["dense", *ALL] and len(best.candidates) == 4
 
 
 def test_a_lossy_strategy_that_is_no_faster_than_bf16_is_not_worth_it():

@@ -21,6 +21,7 @@ ALL = (
     "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:8", "diloco:100", "diloco:100+int8", "zero1",
     "zero1+bf16",
 )  # fmt: skip
+EVERY = ("all",)
 # What a profile measures; another amount of a codec is taken to cost as much.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4")
 BF16 = Strategy.parse("bf16")
@@ -33,7 +34,7 @@ def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
     texts = given.replace(";", ",").strip(" ,") if isinstance(given, str) else given
     if not texts:
         raise ConfigError("--strategy names none: give all, or some such as bf16,powersgd:4", code="strategy")
-    return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts == "all" else texts))))
+    return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts in ("all", EVERY) else texts))))
 
 
 def rank_loss(strategy: Strategy) -> str:

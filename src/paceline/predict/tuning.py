@@ -23,7 +23,7 @@ from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
 from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
-from paceline.predict.strategies import BF16, describe_strategies, fit_sending, list_strategies, rank_loss
+from paceline.predict.strategies import BF16, EVERY, describe_strategies, fit_sending, list_strategies, rank_loss
 from paceline.records import CodecRecord, LayerProfileRecord, Record, StepRecord
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
@@ -71,7 +71,7 @@ class TuneSettings:
     """What a tuning is to do with a job. Without `caps_bytes` a range is chosen. `confirms` is whether the job itself
     is run at all, and `race_s` how long plans race at most (by default as the effort says). With a `network`, one rank
     sends to `network_ranks - 1` others that do not exist. `takes_lists`: the wrapper can be given a cap for each
-    bucket. With `strategies`, the best of them race, too."""
+    bucket. With `strategies` those of them race, too, that are sent in every step; of `all`, the best."""
 
     wrapper: str = "paceline"
     effort: str = "full"
@@ -407,11 +407,12 @@ def judge_tuning(
             cuts = found.get("cuts") or model.cut_like(record.bucket_bytes)
             estimate = models.get(strategy.text, model).estimate(cuts)
             others.append(build(record.label, record.cap_bytes, estimate, strategy))
-    elif strategies:  # bfloat16, and the best of those that change more
+    elif strategies:  # bfloat16, and those that change more: all that are named, or the best
         others = [build(RECOMMENDED, 0, choice.estimate)]
         lossy = [one for one in strategies if rank_loss(one) == "lossy" and one.is_hook]
-        best_lossy = sorted(lossy, key=lambda one: predicted[one.text].step_s)[:1]
-        others += [build(one.text, 0, predicted[one.text], one) for one in (BF16, *best_lossy)]
+        lossy.sort(key=lambda one: predicted[one.text].step_s)
+        chosen = lossy[:1] if settings.strategies == EVERY else lossy
+        others += [build(one.text, 0, predicted[one.text], one) for one in (BF16, *chosen)]
     else:
         others = [build(RECOMMENDED, 0, choice.estimate)]
         # The best of the sweep, and all that may be as good as the best by what is predicted.
@@ -425,7 +426,7 @@ def judge_tuning(
         sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
         unique.setdefault((candidate.strategy.text, sizes), candidate)
     kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or c.plan.fits_torch]
-    kept = kept if ran else kept[:_MOST_CANDIDATES]
+    kept = kept if ran or strategies else kept[:_MOST_CANDIDATES]
     race = whole = None
     if DEFAULT in confirmed:
         race = judge_race({c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}, DEFAULT)
