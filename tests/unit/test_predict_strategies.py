@@ -327,6 +327,8 @@ def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
     assert [candidate.label for candidate in before.candidates] == ["default", "recommended", "bf16", "int8"]
     assert [candidate.strategy.text for candidate in before.candidates] == ["dense", "dense", "bf16", "int8"]
     assert list(before.predicted) == list(SETTINGS.strategies) and before.race is None
+    said = describe_offers(before)  # as without --confirm
+    assert "diloco:100 is predicted to take" in said and "scale strategies" in said
     assert before.predicted["diloco:100"].step_s < before.predicted["dense"].step_s
     # The fastest of all is lossy; the answer is the exact one.
     assert after.verdict == "use" and after.answer.label == "recommended" and after.answer.strategy == DENSE
@@ -355,7 +357,7 @@ def test_all_that_are_named_race_and_of_all_the_best():
 
 def test_a_lossy_strategy_that_is_no_faster_than_bf16_is_not_worth_it():
     _, after, _ = judge({"default": 0.30, "recommended": 0.20, "bf16": 0.15, "int8": 0.1495})
-    assert "int8 is not worth it here" in describe_offers(after)
+    assert "not worth it here: bf16 with tuned buckets is as good as int8" in describe_offers(after)
     with pytest.raises(ConfigError) as error:
         replace(SETTINGS, wrapper="torch").check(2)
     assert error.value.code == "strategy"

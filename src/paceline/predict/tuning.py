@@ -266,7 +266,8 @@ class Tuning:
             return self.race.verdict
         if self.choice.is_clear and any(candidate.label == RECOMMENDED for candidate in self.candidates):
             return "use"
-        estimates = [*(c.estimate for c in self.candidates), *(point.estimate for point in self.points)]
+        exact = (c.estimate for c in self.candidates if c.strategy.is_exact)
+        estimates = [*exact, *(point.estimate for point in self.points)]
         ratios = [estimate.step_s / self.choice.default.step_s for estimate in estimates]
         return "flat" if min(ratios) >= 1 - PLATEAU and max(ratios) <= 1 + PLATEAU else "default"
 

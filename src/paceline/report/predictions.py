@@ -707,17 +707,18 @@ def _say_offer(ratio: Interval) -> str:
 
 def describe_offers(tuning: Tuning) -> str:
     """What strategies gain that change the update, in sentences; empty where none was asked for."""
-    said, is_worth_it = [], False
-    for candidate, to_default, to_bf16 in tuning.offers:
-        name = "bf16" if candidate.strategy.text == "bf16" else candidate.strategy.text
-        said.append(f"{name} takes {_say_difference(to_default)} compared with the default")
-        is_worth_it |= name != "bf16" and to_bf16.high < 1 and to_bf16.value < 1 - PLATEAU
-    lossy = [c.strategy.text for c, *_ in tuning.offers if c.strategy.text != "bf16"]
+    said = [f"{c.label} takes {_say_difference(to_default)} compared with the default" for c, to_default, _ in
+            tuning.offers]  # fmt: skip
+    if tuning.whole is None:  # the fastest first
+        others = [(e.step_s, text) for text, e in tuning.predicted.items() if not Strategy.parse(text).is_exact]
+        said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
     if not said:
         return ""
-    if lossy and not is_worth_it:
-        said.append(f"{lossy[0]} is not worth it here: bf16 with tuned buckets is as good, by what was measured")
-    note = "they change the update and are not chosen for you: accuracy is not judged here, see"
+    lossy = [(c.label, to_bf16) for c, _, to_bf16 in tuning.offers if rank_loss(c.strategy) == "lossy"]
+    if lossy and not any(ratio.high < 1 and ratio.value < 1 - PLATEAU for _, ratio in lossy):
+        names = " and ".join(label for label, _ in lossy)
+        said.append(f"not worth it here: bf16 with tuned buckets is as good as {names}, by what was measured")
+    note = "these change the update and are not chosen for you: accuracy is not judged here, see"
     return f"; {'; '.join(said)}; {note} `paceline scale strategies`"
 
 
