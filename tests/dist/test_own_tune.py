@@ -175,7 +175,8 @@ def test_strategies_race_with_exact_plans(tmp_path):
     codecs = [record for record in result.records if isinstance(record, CodecRecord)]
     assert {"bf16", "int8"} <= {record.strategy for record in codecs}
     elements = sum(parameter.num_elements for parameter in result.only(LayerProfileRecord)[0].parameters)
-    assert codecs[0].num_bytes == 4 * elements and result.only(LayerProfileRecord)[0].parameters[0].shape
+    assert codecs[0].num_bytes == 4 * elements
+    assert {(), (50, 16)} <= {parameter.shape for parameter in result.only(LayerProfileRecord)[0].parameters}
     # Nobody chose them: the plan is one of the exact candidates.
     assert result.tuning.answer.strategy.is_exact and "paceline scale strategies" in result.answer
     predicted = {row["strategy"]: row for row in result.to_json()["strategies"]}

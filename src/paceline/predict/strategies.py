@@ -172,7 +172,7 @@ def sweep_bandwidths(
     estimate: Callable[[float], Mapping[str, float]], bandwidths: Sequence[float] = BANDWIDTHS
 ) -> Sweep:
     """`estimate` gives the steps at a bandwidth. Between two at which another one is fastest, the crossing is found to
-    1 %; there may be several in between."""
+    2 %; there may be several in between."""
     steps_s = {rate: estimate(rate) for rate in bandwidths}
     crossings = []
 
@@ -180,7 +180,7 @@ def sweep_bandwidths(
         if first == last:
             return
         middle = math.sqrt(low * high)
-        if high / low < 1.01:
+        if high / low < 1.02:
             crossings.append((middle, first, last))
             return
         found = choose_fastest(estimate(middle))

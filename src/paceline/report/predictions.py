@@ -128,12 +128,12 @@ class PredictResult(Result):
 
     def _simulate(self, draws: Sequence[Job]) -> None:
         for fabric in self.fabrics:
-            self.rows += self._simulate_on(fabric, draws)
+            self.rows += self._simulate_on(fabric, draws, self.config["ranks"])
 
-    def _simulate_on(self, fabric: Fabric, draws: Sequence[Job], **more: Any) -> list[WhatIfRow]:
+    def _simulate_on(self, fabric: Fabric, draws: Sequence[Job], ranks: Sequence[int], **more: Any) -> list[WhatIfRow]:
         swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
         busy = [name for name in self.busy if name == "profile" or swept]
-        rows = simulate_what_if(self.job, draws, fabric, self.config["ranks"], **self.scenario, **more)
+        rows = simulate_what_if(self.job, draws, fabric, ranks, **self.scenario, **more)
         return [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
 
     @staticmethod

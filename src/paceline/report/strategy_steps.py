@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Bucket sizes that are tried for each strategy on a network, and at each bandwidth.
-_CAPS, _SWEPT_CAPS = 48, 12
+_CAPS, _SWEPT_CAPS = 48, 10
 _LATENCY_S = 50e-6  # of a link, where a network does not say
 NOT_JUDGED = "a lossy strategy changes what is learned, which is not judged here: see `paceline scale strategies`"
 
@@ -111,10 +111,11 @@ class StrategyStepsResult(PredictResult):
         self.strategies = list_strategies(self.config["strategies"])
         self.codecs = self.only(CodecRecord)
         self.cells: list[Cell] = []
+        ranks = self.config["ranks"]
         for fabric in self.fabrics:
-            found = {one.text: self._simulate_on(fabric, draws, **self._send_by(one, fabric, _CAPS))
+            found = {one.text: self._simulate_on(fabric, draws, ranks, **self._send_by(one, fabric, _CAPS))
                      for one in self.strategies}  # fmt: skip
-            for place, world_size in enumerate(self.config["ranks"]):
+            for place, world_size in enumerate(ranks):
                 if world_size > 1:
                     rows = {text: rows[place] for text, rows in found.items()}
                     self.cells.append(Cell(compare_rows(rows, self.strategies)))
@@ -134,18 +135,16 @@ class StrategyStepsResult(PredictResult):
         latency = f"{1e6 * (named or _LATENCY_S):g}us"
         ordered = prefer(self.strategies)
 
-        @functools.cache
-        def simulate(rate: float) -> dict[str, list[Any]]:
+        def estimate(world_size: int, rate: float) -> dict[str, float]:
             link = find_network(f"{rate / 1e9:.6g}Gb/s,{latency}")
-            fabric = AssumedFabric(link, link)
-            return {one.text: self._simulate_on(fabric, (), **self._send_by(one, fabric, _SWEPT_CAPS))
-                    for one in ordered}  # fmt: skip
+            fabric, found = AssumedFabric(link, link), dict[str, float]()
+            for one in ordered:
+                (row,) = self._simulate_on(fabric, (), [world_size], **self._send_by(one, fabric, _SWEPT_CAPS))
+                found[one.text] = row.step_s
+            return found
 
-        def at(place: int) -> Callable[[float], Mapping[str, float]]:
-            return lambda rate: {name: rows[place].step_s for name, rows in simulate(rate).items()}
-
-        counts = enumerate(config["ranks"])
-        return {world_size: sweep_bandwidths(at(place)) for place, world_size in counts if world_size > 1}
+        counts = [world_size for world_size in config["ranks"] if world_size > 1]
+        return {count: sweep_bandwidths(functools.partial(estimate, count)) for count in counts}
 
     @property
     def answer(self) -> str:
