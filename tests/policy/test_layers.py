@@ -20,6 +20,7 @@ LEVELS = (
     ("runtime",),
     ("transport", "report"),
     ("predict",),
+    ("strategy",),
     ("records", "plan"),
     ("machine",),
     ("units",),
