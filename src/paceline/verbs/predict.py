@@ -28,6 +28,7 @@ from paceline.records.store import RUN_FILE, Run, create_folder, load_run
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
+    from paceline.report.strategy_steps import StrategyStepsResult
     from paceline.report.traced import TracedResult
 
 Place = str | Path | None
@@ -39,7 +40,7 @@ def predict(
     allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
     inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
     straggler: str = "0%", strategy: str | Sequence[str] | None = None, out: Place = None,
-) -> PredictResult:  # fmt: skip
+) -> PredictResult | StrategyStepsResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
