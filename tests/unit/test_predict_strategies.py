@@ -16,7 +16,7 @@ from paceline.plan import Gradient
 from paceline.predict.curves import Resample
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps
-from paceline.predict.simulate import MachineCosts, Sending, simulate
+from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending, simulate
 from paceline.predict.strategies import (
     ALL,
     BANDWIDTHS,
@@ -197,6 +197,15 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
     assert unknown is not None and unknown.parts == () and unknown.list_works(100, 2) == [0.0, 0.0, 0.0]
     assert fit_sending(DENSE, 8, CODECS) is None and fit_sending(parse("int8"), 1, CODECS) is None
     assert find_codec(CODECS, parse("diloco:10+bf16")) == "bf16" and find_codec(CODECS, parse("zero1")) == ""
+    # A bucket above 32 MiB costs twice as much for each byte.
+    large = replace(codec("topk:0.01", 2, 1, 0.020, 0.008), num_bytes=LARGE_BYTES + 8)
+    large = replace(large, parts=times(*(2 * value * large.num_bytes / 1000 for value in (0.010, 0.004))))
+    twice = fit_sending(parse("topk:0.01"), 2, [*CODECS, large])
+    assert twice is not None and twice.parts == found.parts and twice.large_factor == pytest.approx(2)
+    assert twice.list_works(LARGE_BYTES + 8, 1)[0] == pytest.approx(2 * (0.001 + 9e-6 * (LARGE_BYTES + 8)))
+    assert twice.list_works(1000, 1) == found.list_works(1000, 1)
+    alone = fit_sending(parse("topk:0.01"), 2, [large])
+    assert alone is not None and alone.large_factor == 1 and alone.parts[0] == (0.0, pytest.approx(2e-5))
     drawn = fit_sending(parse("topk:0.01"), 2, CODECS, Resample())
     assert drawn == found
 
@@ -241,7 +250,7 @@ def test_what_is_assumed_is_said():
     assert known == ["the codec of topk:0.1 costs what that of topk:0.01 does"]
 
 
-def test_codecs_are_timed_between_their_messages():
+def test_codecs_are_timed_between_their_messages(monkeypatch):
     grads = [(str(number), torch.randn(shape)) for number, shape in enumerate(SHAPES)]
     records = measure_codecs(grads, torch.device("cpu"))
     gradients = [Gradient(name, grad.nbytes, shape=tuple(grad.shape)) for name, grad in grads]
@@ -253,6 +262,9 @@ def test_codecs_are_timed_between_their_messages():
     assert [(r.world_size, r.num_buckets) for r in records[:3]] == [(2, 1), (2, len(grads)), (8, 1)]
     assert len(measure_codecs(grads[:1], torch.device("cpu"))) == 2 * len(MEASURED)
     assert measure_codecs([], torch.device("cpu")) == []
+    monkeypatch.setattr("paceline.measure.codecs.LARGE_BYTES", 60_000)  # below that of all, and of the largest alone
+    several = measure_codecs(grads, torch.device("cpu"), ["bf16"])
+    assert [(r.world_size, r.num_buckets) for r in several] == [(2, 2), (2, len(grads)), (8, 2), (2, 1)]
 
 
 def test_records_refuse_what_cannot_be():

@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from paceline.measure.engine import synchronize
 from paceline.measure.steps import Replica
 from paceline.parallel.codecs import GATHER, Codec, build_codec
+from paceline.predict.simulate import LARGE_BYTES
 from paceline.predict.strategies import MEASURED
 from paceline.records import CodecRecord, Samples
 from paceline.strategy import Strategy
@@ -19,8 +20,8 @@ from paceline.training.step import NoPhases
 from paceline.units import MIB
 
 # As many gradients as these bytes hold are enough.
-_MOST_BYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
-_BUDGET_S, _LEAST, _MOST = 0.05, 3, 10
+_MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
+_BUDGET_S, _LEAST, _MOST = 0.05, 2, 10
 # Of few ranks and many: what grows with their number is told from what does not.
 _RANKS = (2, 8)
 
@@ -50,11 +51,20 @@ def take_gradients(replica: Replica) -> Named:
 
 
 def measure_codecs(grads: Named, device: torch.device, strategies: Sequence[str] = MEASURED) -> list[CodecRecord]:
-    """Each codec for all gradients in one bucket and in a bucket each; and in one on more ranks."""
+    """Each codec for all gradients in one bucket and in a bucket each; and in one on more ranks. Where one bucket is
+    large, also in several that are not."""
     if not grads:
         return []
     each = [[named] for named in grads]
-    settings = [(_RANKS[0], [grads]), (_RANKS[0], each), (_RANKS[1], [grads])]
+    few = [grads]
+    if sum(grad.nbytes for _, grad in grads) > LARGE_BYTES:
+        few = [[]]
+        for named in grads:
+            if few[-1] and sum(grad.nbytes for _, grad in (*few[-1], named)) > LARGE_BYTES:
+                few.append([])
+            few[-1].append(named)
+    settings = [(_RANKS[0], few), (_RANKS[0], each), (_RANKS[1], few)]
+    settings += [(_RANKS[0], [grads])] if len(few) > 1 else []
     return [
         _measure(Strategy.parse(text), world_size, buckets, device)
         for text in strategies

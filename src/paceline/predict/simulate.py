@@ -111,16 +111,22 @@ class Contention:
         return compute, message
 
 
+# Larger blocks the C library gives back to the system when they are freed.
+LARGE_BYTES = 32 << 20
+
+
 @dataclass(frozen=True)
 class Sending:
     """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
-    share the memory of the parameters, so that a sharded update needs no gathering."""
+    share the memory of the parameters, so that a sharded update needs no gathering. `large_factor`: how many times as
+    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step."""
 
     strategy: Strategy
     world_size: int
     parts: tuple[tuple[float, float], ...] = ()
     is_in_place: bool = False
+    large_factor: float = 1.0
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[int, ...]:
         """The messages that a bucket becomes, each as the bytes of the all-reduce that moves as much. A sharded update
@@ -135,7 +141,8 @@ class Sending:
             return [0.0] * (count + 1)
         chosen = [*self.parts[:count], self.parts[-1]]
         chosen += [(0.0, 0.0)] * (count + 1 - len(chosen))
-        return [fixed_s + s_per_byte * num_bytes for fixed_s, s_per_byte in chosen]
+        factor = self.large_factor if num_bytes > LARGE_BYTES else 1.0
+        return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
 
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
         """The bytes that a rank sends in a step with these buckets, in the mean over a period."""

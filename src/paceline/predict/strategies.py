@@ -12,7 +12,7 @@ from paceline.predict.curves import Resample, hold_draws
 from paceline.predict.job import Job
 from paceline.predict.race import Interval
 from paceline.predict.search import PLATEAU
-from paceline.predict.simulate import Sending
+from paceline.predict.simulate import LARGE_BYTES, Sending
 from paceline.predict.whatif import WhatIfRow
 from paceline.records import CodecRecord
 from paceline.strategy import DENSE, Strategy, parse_strategies
@@ -72,6 +72,11 @@ def fit_sending(
         return None
     resample, name = resample or Resample(), find_codec(records, strategy)
     mine = sorted((r for r in records if r.strategy == name), key=lambda r: (r.world_size, r.num_buckets))
+    large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
+    if rest := [record for record in mine if record not in large]:
+        mine = rest
+    else:  # one gradient that is large itself
+        large = []
     if not mine:
         return Sending(strategy, world_size, is_in_place=is_in_place)
     count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
@@ -93,8 +98,12 @@ def fit_sending(
             rates = [here + max(0.0, more_s - here) * share for here, more_s in zip(rates, there, strict=True)]
         else:  # other messages than few ranks exchange
             rates, fixed = there, [fixed[0], *[fixed[-1]] * (len(there) - 1)]
+    large_factor = 1.0
+    if large:
+        here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
+        large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = tuple((factor * bucket_s, factor * rate) for bucket_s, rate in zip(fixed, rates, strict=True))
-    return Sending(strategy, world_size, parts, is_in_place)
+    return Sending(strategy, world_size, parts, is_in_place, large_factor)
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
