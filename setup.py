@@ -61,8 +61,8 @@ setup(
     ext_modules=[
         Extension(
             "paceline.transport._native",
-            sources=[f"{SOURCES}/{name}.c" for name in ("group", "kernels", "worker")],
-            depends=[f"{SOURCES}/{name}" for name in ("group.h", "paceline_native.h", "kernels.inc")],
+            sources=[f"{SOURCES}/{name}.c" for name in ("codecs", "group", "kernels", "worker")],
+            depends=[f"{SOURCES}/{name}" for name in ("group.h", "paceline_native.h", "kernels.inc", "codecs.inc")],
             optional=True,
         )
     ],

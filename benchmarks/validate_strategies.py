@@ -65,6 +65,7 @@ CASES = [
 def run(case: Case, arguments: list[str], folder: Path) -> bool:
     """One command in its own process, and its run in this folder; False if it failed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     command = [sys.executable, "-m", "paceline", *arguments, "--out", str(new)]
     if case.rate:
@@ -80,7 +81,6 @@ def run(case: Case, arguments: list[str], folder: Path) -> bool:
     said = "" if is_fine else f" failed: {(done.stderr.strip() or done.stdout.strip())[-400:]}"
     print(f"{folder.parent.name}/{folder.name}: {took}{said}", flush=True)
     if is_fine:
-        shutil.rmtree(folder, ignore_errors=True)
         found[0].rename(folder)
     shutil.rmtree(new, ignore_errors=True)
     return is_fine

@@ -113,10 +113,12 @@ class Strategy:
                 self.codec == "powersgd" and (self.amount < 1 or self.amount % 1 > 0),
                 f"{text}a rank is a whole number from 1",
             ),
+            (self.delay >= self.period, f"{text}delay={self.delay} is not below the period of {self.period} steps"),
             (
-                self.delay >= self.period > 1,
-                f"{text}delay={self.delay} is not below the period of {self.period} steps",
+                "mixing=" in self.text and not self.delay,
+                f"{text}mixing is of parameters that went on meanwhile; give delay=STEPS, too, or leave it out",
             ),
+            (self.between_hosts, f"{text}a level for each host is not built yet: leave out +hosts"),
             (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
             code="strategy",
         )
@@ -154,7 +156,7 @@ class Strategy:
             num_bytes = each if self.codec == "dense" else 2 * each // item_bytes
             return Message("reduce-scatter", world_size * num_bytes), Message("all-gather", min(each, exact))
         if self.codec == "dense":
-            return (Message("all-reduce", 4 * num if self.outer else exact),)
+            return (Message("all-reduce", exact),)
         if self.codec == "bf16":
             if world_size <= 2:
                 return (Message("all-reduce", 2 * num),)

@@ -196,11 +196,15 @@ CASES = {
     "ghosts": {"model": "normed", "ghost_batchnorm": 4},
     "synced": {"model": "normed", "sync_batchnorm": True},
     "alone": {"ranks": 1, "wrapper": "none"},
+    # Step 6 is in the middle of their rounds; the last one is shorter, and so is that of an evaluation.
+    "diloco": {"strategy": "diloco:4,fragments=2,delay=3+int8", "optimizer": "adamw", "lr": 0.003},
+    "localsgd": {"strategy": "localsgd:4,after=3", "model": "normed", "precision": "fp16"},
+    "slowmo": {"strategy": "slowmo:4", "backend": "gloo", "schedule": "cosine"},
 }
 
 
 # One of each kind; the others are slow.
-QUICK = ("adamw", "accumulate", "torch", "gloo", "normed", "synced", "lars")
+QUICK = ("adamw", "accumulate", "torch", "gloo", "normed", "synced", "lars", "diloco")
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])

@@ -29,9 +29,11 @@ from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
+from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
+from paceline.transport.works import keep_from_compiler
 
 _engine = torch.autograd.Variable._execution_engine
 _RUN_BACKWARD = _engine_run_backward.__code__
@@ -69,8 +71,10 @@ class GradientSync:
     """The step logic. `syncs`: layers of the model exchange messages in forward."""
 
     def __init__(
-        self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs: bool
-    ) -> None:
+        self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs: bool,
+        schedule: OuterState | None = None,
+    ) -> None:  # fmt: skip
+        self.schedule = schedule  # which averages parameters; then gradients are not sent, or only at first
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
@@ -82,6 +86,7 @@ class GradientSync:
         self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
         self._task: int | None = None  # autograd's number of the backward that is running
         self._syncing, self._warned, self._is_stopped = False, False, False
+        self._completes, self._warned_of_drift = False, False
         self._change = ""  # of the model, since it was wrapped
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._unusable = ""  # the failure after which the ranks cannot match their messages any more
@@ -95,12 +100,7 @@ class GradientSync:
     def _hook(self, params: Collection[torch.Tensor]) -> None:
         for handle in self._handles:
             handle.remove()
-        own = weakref.ref(self)
-
-        def begin(_: torch.Tensor) -> None:
-            if (me := own()) is not None:
-                me._on_backward(is_certain=True)
-
+        begin = functools.partial(_begin_backward, weakref.ref(self), None)
         self._handles = [_on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
@@ -108,13 +108,50 @@ class GradientSync:
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
+        if self.schedule is not None:
+            self.schedule.stop()
 
-    def before_forward(self, change: str) -> None:
+    @property
+    def _is_local(self) -> bool:
+        """Whether steps send no gradients now."""
+        return self.schedule is not None and self.schedule.outer.is_local
+
+    def open_groups(self) -> None:
+        if self.schedule is not None:
+            self.schedule.open_groups()
+
+    def sync_parameters(self) -> None:
+        """Average the parameters now where they may differ. Collective."""
+        if self.schedule is None:
+            return
+        self.schedule.run()
+        if self.schedule.outer.has_drifted:
+            self._completes = True
+            try:
+                self._meet(Status.OK)
+                self.schedule.complete()
+            finally:
+                self._completes = False
+
+    def warn_of_drift(self, is_training: bool) -> None:
+        if self.schedule is not None and self.schedule.outer.has_drifted and not (is_training or self._warned_of_drift):
+            self._warned_of_drift = True
+            text = "this evaluates the parameters of this rank alone: call sync_parameters() on all ranks before"
+            warnings.warn(f"strategy {self.schedule.strategy.text!r}: {text}", stacklevel=4)
+
+    def before_forward(self, change: str, is_training: bool = True) -> None:
         """Finish what the last step left open. `change` of the model is reported to every rank in the next step."""
+        if self.schedule is not None:
+            self._unusable = self._unusable or self.schedule.unusable
         if self._unusable:
             text = f"{self._unusable}; messages do not match any more after that: restart the ranks"
             raise CollectiveError(text, code="unusable")
         self._read_deferred()
+        if self.schedule is not None and is_training:
+            self.schedule.run()
+            self.schedule.outer.begin_round()
+        elif self.schedule is not None:  # perhaps an evaluation on some ranks; if not, a backward follows
+            self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
@@ -125,16 +162,9 @@ class GradientSync:
         """Get notice when a backward passes through the output."""
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             return  # for example of a teacher: no backward will follow
-        own, forward = weakref.ref(self), _Forward(samples, is_training)
+        forward = _Forward(samples, is_training)
         self._open.add(forward)
-
-        def begin(_: Any) -> None:
-            if (me := own()) is not None:
-                if forward in me._open:
-                    me._open.discard(forward)
-                    me._samples = (me._samples or 0) + forward.samples
-                me._on_backward()
-
+        begin = functools.partial(_begin_backward, weakref.ref(self), forward)
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(begin)
@@ -154,6 +184,10 @@ class GradientSync:
             return
         self.channel.timeout_s = _SHORT_REPORT_S if self.syncs_in_forward else _REPORT_S
         try:
+            if self.schedule is not None and self._is_local:
+                self.schedule.report_failure()
+                self._meet(Status.FAILED, Failure(error, IN_FORWARD))
+                return
             self._announce_step()
             self._run_step(Status.FAILED, take_part=False, failure=Failure(error, IN_FORWARD))
         except CollectiveError as found:
@@ -183,14 +217,14 @@ class GradientSync:
         if syncing:
             self._announce_step()
         self._task, self._syncing = task, syncing
-        if syncing:
+        if syncing and not self._is_local:
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 text = "the averaged gradients carry no graph; for a penalty on gradients use torch.autograd.grad"
                 warnings.warn(f"backward(create_graph=True): {text}", stacklevel=2)
             self._weight = self._count_weight()
             self.reducer.begin(self._factor)
-        _engine.queue_callback(lambda: self._on_backward_over(task))
+        _engine.queue_callback(functools.partial(self._on_backward_over, task))
 
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
@@ -199,7 +233,7 @@ class GradientSync:
         while self.futures:
             self.futures.pop().wait()
         if syncing:
-            self._run_step(Status.OK, take_part=True)
+            self._end_step()
         else:
             self.is_pending = True
 
@@ -207,7 +241,33 @@ class GradientSync:
         """Average the gradients now. Collective: every rank must call this."""
         self._announce_step()
         self._weight = self._count_weight()
-        self._run_step(Status.OK, take_part=True)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        schedule = self.schedule
+        if schedule is None or not self._is_local:
+            self._run_step(Status.OK, take_part=True)
+            if schedule is not None:
+                schedule.outer.count()
+            return
+        if schedule.is_overdue:
+            schedule.run()
+        schedule.outer.begin_round()
+        self.num_steps += 1
+        self.is_pending, self._samples = False, None
+        if schedule.must_meet():
+            self._meet(Status.OK)
+
+    def _meet(self, status: Status, failure: Failure | None = None) -> None:
+        """Exchange control words where no gradients are sent. Collective. After an error all ranks count anew."""
+        assert self.schedule is not None
+        try:
+            self._run_step(status, take_part=False, failure=failure)
+        except Exception:
+            self.schedule.restart()
+            raise
+        if failure is not None:  # every rank has failed
+            self.schedule.restart()
 
     def _count_weight(self) -> int:
         """1, or the samples of all forwards since the last step, those included whose backward is still to come."""
@@ -245,15 +305,21 @@ class GradientSync:
         """Send what is left, with this rank's report, wait, and act on the reports. Collective. A `status` of FAILED or
         FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone."""
         has_data, every = status == Status.OK, self.options.check_every
+        local = self.schedule if self._is_local else None
+        reducer: BucketedReducer | ControlMessage = self.reducer if local is None else local.control
         try:
             self._read_deferred()
-            digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
-            words, missing, found = self.reducer.collect(self._factor, take_part)
+            if local is not None:
+                digest = local.digest(every) if has_data else 0
+            else:
+                digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
+            words, missing, found = reducer.collect(self._factor, take_part)
             failure = failure or found
             if has_data:
-                report = RankReport(self._find_status(missing), self._weight, digest)
+                weight = self._weight if local is None else local.position
+                report = RankReport(self._find_status(missing), weight, digest)
             else:
-                report, missing = RankReport(status, samples=0), []
+                report, missing = RankReport(status, samples=0 if local is None else local.position), []
             if failure is not None:
                 report, take_part = report._replace(status=report.status | Status.FAILED), False
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
@@ -265,8 +331,8 @@ class GradientSync:
                 if control.num_statistics:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
-            self.reducer.exchange()
-            self.num_steps += 1
+            reducer.exchange()
+            self.num_steps += local is None
             self.is_pending = False
             if take_part:
                 self._samples, self._last_samples = None, self._weight
@@ -274,6 +340,8 @@ class GradientSync:
             with torch.no_grad():
                 if words.device.type != "cuda" or self._must_read_now(report):
                     reports = control.read_reports(slots.tolist())
+                    if local is not None:  # where ranks stopped at different steps, all name the same one
+                        self.num_steps += max(r.samples for r in reports) - report.samples
                     if not self._act_on(reports, missing, failure):
                         if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
                             raise failure.error
@@ -290,7 +358,7 @@ class GradientSync:
         finally:
             # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
             self._is_announced, failure, found = False, None, None
-        self.reducer.learn()
+        reducer.learn()
 
     def _find_status(self, missing: Sequence[int]) -> Status:
         status = Status.OK
@@ -298,10 +366,12 @@ class GradientSync:
             status |= Status.MISSING
         if self._change:
             status |= Status.CHANGED
+        if self.schedule is not None and self._is_local and not self.schedule.has_finite_gradients():
+            status |= Status.SKIPS
         # A backward is still to come that needs the buffers as they are. An output of evaluation may be kept for ever.
         if any(forward.is_training for forward in self._open):
             return status | Status.HOLD
-        if self.buffers.are_due(self.num_steps):
+        if self.buffers.are_due(0 if self._is_local else self.num_steps, in_training=not self._completes):
             status |= Status.STATISTICS
         if self.buffers.every and self.buffers.have_changed():
             status |= Status.BUFFERS
@@ -311,7 +381,7 @@ class GradientSync:
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
-        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join)
+        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join or self._is_local)
 
     def _read_deferred(self) -> None:
         if self._unread is not None:
@@ -332,8 +402,14 @@ class GradientSync:
             done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
             text = f"step {self.num_steps}: rank {done} has no more data, and others have"
             raise CollectiveError(text, code="uneven-inputs")
+        local = self.schedule if self._is_local else None
+        if local is not None and len(counts := sorted({report.samples for report in reports})) > 1:
+            made = f"ranks have made {', '.join(map(str, counts))} steps since the last sync"
+            text = f"step {self.num_steps}: {made}: give all ranks the same number of batches"
+            raise CollectiveError(text, code="uneven-inputs")
         if len({reports[rank].digest for rank in active}) > 1:
-            raise build_drift_error(self.replica, self.channel, self.num_steps)
+            replica = self.replica if local is None else local.as_replica()
+            raise build_drift_error(replica, self.channel, self.num_steps)
         if together & Status.BUFFERS and not together & Status.HOLD:
             self.buffers.broadcast(self.channel, active[0])
         return True
@@ -357,6 +433,8 @@ class GradientSync:
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
         """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
+        if self.schedule is not None and self._is_local:
+            self.schedule.agree(any(report.status & Status.SKIPS for report in reports))
         writes = [bool(report.status & Status.STATISTICS) for report in reports]
         if any(writes) and not any(report.status & Status.HOLD for report in reports):
             if self.buffers.need_message:
@@ -375,6 +453,15 @@ class GradientSync:
             self.reducer.multiply(self._expected_total / total)
         if by_samples and total:
             self._expected_total = total
+
+
+def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _: object) -> None:
+    """A backward has reached the output of a forward, or a parameter."""
+    if (me := own()) is not None:
+        if forward is not None and forward in me._open:
+            me._open.discard(forward)
+            me._samples = (me._samples or 0) + forward.samples
+        me._on_backward(is_certain=forward is None)
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -418,6 +505,10 @@ def _is_nested() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
+
+
+def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
+    arrived.append(index)
 
 
 def _on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
@@ -491,7 +582,7 @@ class BucketedReducer:
             if param.requires_grad:
                 # Held while recording: a graph made in backward (checkpointing) then uses the same node.
                 node = get_gradient_edge(param).node
-                note = functools.partial(lambda arrived, index, *_: arrived.append(index), self._arrived, index)
+                note = functools.partial(_note_arrival, self._arrived, index)
                 self._recorders.append((node, node.register_hook(note)))
 
     def _stop_recording(self) -> None:
@@ -821,3 +912,6 @@ class _LiveBucket:
         """The fused gradients, kept until they are gathered: reading each attribute takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
+
+
+keep_from_compiler(GradientSync, BucketedReducer, _begin_backward, _note_arrival)

@@ -50,9 +50,9 @@ class SharedBuffers:
     def is_turn(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
 
-    def are_due(self, step: int) -> bool:
+    def are_due(self, step: int, in_training: bool = True) -> bool:
         """Whether statistics change on this rank and are synchronised in this step."""
-        return self.is_turn(step) and any(layer.training for layer in self._layers)
+        return self.is_turn(step) and any(layer.training or not in_training for layer in self._layers)
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(words, [statistic.numel() for statistic in self._statistics])

@@ -31,7 +31,7 @@ class Channel:
     """A process group and the device of its messages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device, self._has_own_group = group, device, False
+        self.group, self.device, self.has_own_group = group, device, False
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         # NCCL takes many tensors in one launch and averages as it reduces. Elsewhere a message is one tensor.
@@ -57,20 +57,20 @@ class Channel:
 
     def use_own_group(self) -> None:
         """Use a group from now on that nobody else uses, where torch can make one. Collective."""
-        if not self._has_own_group and (group := open_group(self, self)) is not None:
-            self.group, self._has_own_group = group, True
+        if not self.has_own_group and (group := open_group(self, self)) is not None:
+            self.group, self.has_own_group = group, True
 
     @property
     def _failures(self) -> dist.Store:
         store = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore(f"paceline-failures-{self.group.group_name}", store)
 
-    def report_failure(self, step: int) -> None:
+    def report_failure(self, step: object) -> None:
         """Report to ranks that wait outside our own messages that what they wait for may never be sent in this step."""
         with contextlib.suppress(RuntimeError):  # the rank that held the store has left
             self._failures.set(str(step), "")
 
-    def has_failure(self, step: int) -> bool:
+    def has_failure(self, step: object) -> bool:
         try:
             return self._failures.check([str(step)])
         except RuntimeError:

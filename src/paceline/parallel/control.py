@@ -30,6 +30,7 @@ class Status(IntFlag):
     STATISTICS = 16  # running statistics have changed and travel in this message
     BUFFERS = 32  # other buffers have changed
     HOLD = 64  # another backward still needs the buffers as they are: do not change them in this step
+    SKIPS = 128  # gradients that no other rank has are not finite here: the optimizer may skip this step
 
 
 ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED

@@ -33,6 +33,7 @@ from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
+from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import (
     Options,
     StructureWatch,
@@ -45,6 +46,7 @@ from paceline.parallel.strategies import StrategyState, strategy_hook
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.strategy import Strategy
+from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
@@ -84,7 +86,7 @@ class DDP(DistributedDataParallel):
 
     def __init__(
         self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None, dim: int = 0, broadcast_buffers: bool | None = None,
+        output_device: int | torch.device | None = None, dim: int = 0, broadcast_buffers: bool = True,
         init_sync: bool = True, process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False, check_reduction: bool = False, gradient_as_bucket_view: bool = False,
         static_graph: bool = False, delay_all_reduce_named_params: None = None, param_to_hook_all_reduce: None = None,
@@ -96,11 +98,11 @@ class DDP(DistributedDataParallel):
         samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
         statistics_every: int | None = None, ignore: Iterable[str] = (), strategy: str | Strategy | None = None,
     ) -> None:  # fmt: skip
-        if module is self:  # torch's class was given a model that is wrapped already: see `_new`
-            return
         nn.Module.__init__(self)
         Joinable.__init__(self)
         _take_over()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"the model must be an nn.Module, not {type(module).__name__}: pass one that was built")
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
@@ -112,7 +114,7 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"{names}: not supported, leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
             raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
-        sync_buffers = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         if statistics_every and not sync_buffers:
             name = "broadcast" if forward_sync_buffers is None else "forward_sync"
             raise ConfigError(f"{name}_buffers=False contradicts statistics_every={statistics_every}")
@@ -159,6 +161,8 @@ class DDP(DistributedDataParallel):
         """Read the module again, after parameters were added, frozen, unfrozen or moved. Collective."""
         if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
+        if self._sync is not None:
+            self._sync.sync_parameters()
         replica, channel = read_replica(self.module, self.parameters_to_ignore), self._open_channel()
         # torch can make only one more group of a part of the ranks: who needs several must pass them.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
@@ -171,7 +175,7 @@ class DDP(DistributedDataParallel):
             verify_values(replica, channel)
         elif self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
-        self._set_up()
+        self._set_up().open_groups()
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
@@ -192,15 +196,19 @@ class DDP(DistributedDataParallel):
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
-        hook = self._comm_hook
-        if not options.strategy.is_dense:
+        hook, schedule = self._comm_hook, None
+        if options.strategy.outer:
+            self._strategy = schedule = OuterState(
+                options.strategy, replica, channel, control.num_words, options.allow_missing, self._strategy
+            )
+        elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
             hook = self._strategy, strategy_hook
         planner = options.make_planner(channel, replica.gradients, with_hook=hook is not None)
         reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
-        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))
+        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
         self._sync.do_sync = do_sync
         self._watch = StructureWatch(replica, ignored)
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
@@ -216,6 +224,8 @@ class DDP(DistributedDataParallel):
         """Remove all hooks from the module: nothing is synchronised from now on."""
         if self._sync is not None:
             self._finalizer()
+        if self._strategy is not None:
+            self._strategy.stop()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not profiler._is_profiler_enabled:  # a range costs time also where nothing records it
@@ -227,12 +237,12 @@ class DDP(DistributedDataParallel):
         if self.device_ids is not None:
             args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
+            if self._sync is not None:
+                self._sync.warn_of_drift(self.training)
             return self.module(*args, **kwargs)
-        known = self._sync.replica.params if self._sync is not None else ()
-        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
-            return self.module(*args, **kwargs)  # everything is frozen, as in a teacher
-        sync = self._ready
-        sync.before_forward(self._watch.find_change(self.module))
+        sync = self._begin_forward()
+        if sync is None:
+            return self.module(*args, **kwargs)
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
@@ -250,6 +260,14 @@ class DDP(DistributedDataParallel):
             raise
         sync.after_forward(output, samples, self.module.training)
         return output
+
+    def _begin_forward(self) -> GradientSync | None:
+        """None where everything is frozen, as in a teacher."""
+        known = self._sync.replica.params if self._sync is not None else ()
+        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
+            return None
+        self._ready.before_forward(self._watch.find_change(self.module), self.training)
+        return self._sync
 
     @property
     def do_sync(self) -> bool:
@@ -287,6 +305,12 @@ class DDP(DistributedDataParallel):
         if sync.do_sync and (sync.is_pending or self._options.manual):
             sync.synchronize()
 
+    def sync_parameters(self) -> None:
+        """With a strategy that averages parameters every few steps: average them now, so that all ranks hold the same
+        model, and begin a new round. At the end of training, and before evaluation, export, or a checkpoint without
+        `strategy_state`. Does nothing where the ranks already do. Collective: every rank must call this."""
+        self._ready.sync_parameters()
+
     @contextlib.contextmanager
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -301,6 +325,7 @@ class DDP(DistributedDataParallel):
             yield
             return
         sync = self._ready
+        self._refuse_join()
         sync.join = Joining(divide_by_initial_world_size, throw_on_early_termination)
         try:
             yield
@@ -309,6 +334,13 @@ class DDP(DistributedDataParallel):
             sync.broadcast_final()
         finally:
             sync.join = None
+
+    def _refuse_join(self) -> None:
+        if self._options.strategy.outer:
+            text = "averages parameters after equal numbers of steps, and in join() ranks make different numbers"
+            raise ConfigError(
+                f"strategy={self._options.strategy.text!r} {text}: drop the last batches", code="strategy"
+            )
 
     @property
     def _planned(self) -> BucketedReducer | None:
@@ -333,7 +365,9 @@ class DDP(DistributedDataParallel):
 
     def count_sent(self) -> Sent:
         """All messages of gradients since the wrapper was made or rebuilt, except those of a communication hook."""
-        return self._ready.channel.sent
+        sent = self._ready.channel.sent
+        more = Sent(0, 0) if self._strategy is None else self._strategy.sent
+        return Sent(sent.num_messages + more.num_messages, sent.num_bytes + more.num_bytes)
 
     @property
     def bucket_memory(self) -> list[torch.Tensor]:
@@ -345,7 +379,8 @@ class DDP(DistributedDataParallel):
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None
-        return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times)
+        costs = None if self._strategy is None else self._strategy.costs
+        return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs)
 
     def strategy_state(self) -> dict[str, Any]:
         """What the strategy must keep to go on exactly: `rank` is this rank's part, the rest is common to all ranks."""
@@ -423,13 +458,25 @@ class DDP(DistributedDataParallel):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """With the prefix `module.`, as in torch. Without it where a framework wrapped this model again (`_new`): to it
         this is the bare model."""
-        return super().state_dict(*args, **kwargs) if self._has_own_keys else self.module.state_dict(*args, **kwargs)
+        if self._has_own_keys or _is_distributed_checkpoint():
+            return super().state_dict(*args, **kwargs)
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper as well as those of the module."""
-        if not super().state_dict().keys().isdisjoint(state_dict) or not state_dict:
-            return super().load_state_dict(state_dict, strict, assign)
-        return self.module.load_state_dict(state_dict, strict, assign)
+        if state_dict and self._lacks_prefix(state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """What torch calls where this is a part of the model that is loaded: takes both kinds of keys as well."""
+        if self._lacks_prefix(state_dict, prefix):
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
+    def _lacks_prefix(self, state_dict: Mapping[str, Any], prefix: str = "") -> bool:
+        return super().state_dict(prefix=prefix).keys().isdisjoint(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
@@ -578,8 +625,8 @@ def swap_wrapper(enable: bool = True, **options: Any) -> None:
     that exist, and torch's `replicate` stay as they are. `enable=False` ends it.
     """
     global _in_place
-    if unknown := options.keys() - inspect.signature(DDP.__init__).parameters.keys():
-        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): paceline.DDP has no such argument")
+    if unknown := options.keys() - (inspect.signature(DDP.__init__).parameters.keys() - {"self", "module"}):
+        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): not an option of paceline.DDP")
     _in_place = options if enable else None
     if enable:
         _take_over()
@@ -599,14 +646,21 @@ class _InPlace(DDP):
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     """`DistributedDataParallel.__new__`. Whoever wraps a model that is wrapped by us gets it back: frameworks wrap each
     model that they are given, and two wrappers around one model would both average its gradients."""
-    module = args[0] if args else kwargs.get("module")
-    if cls is not DistributedDataParallel or module is None:  # None: a copy that is being made
+    if cls is not DistributedDataParallel or not (args or kwargs):  # without: a copy that is being made
         return object.__new__(cls)
+    module = args[0] if args else kwargs.get("module")
     if isinstance(module, DDP):
-        if unused := sorted(kwargs.keys() - {"module", "device_ids", "output_device"}):
+        signature = inspect.signature(DDP.__init__)
+        given = signature.bind(module, *args, **kwargs).arguments.items()
+        differs = {name for name, value in given if name in kwargs or value != signature.parameters[name].default}
+        if unused := sorted(differs - {"self", "module", "device_ids", "output_device"}):
             text = f"the model is already wrapped in paceline.DDP: {_join(unused)} of the second wrapper is not used"
             warnings.warn(text, stacklevel=2)
         module._has_own_keys = False
+        # Python calls `__init__` of what is returned, which may be that of a program's own subclass.
+        kind = type(module)
+        done = {"__init__": lambda self, *_, **__: setattr(self, "__class__", kind)}
+        module.__class__ = type(kind.__name__, (kind,), done)
         return module
     # torch's `replicate` wraps the parameters alone and calls private methods.
     return object.__new__(_InPlace if _in_place is not None and not isinstance(module, nn.ParameterList) else cls)
@@ -621,11 +675,20 @@ def _take_over() -> None:
     DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
 
 
+def _is_distributed_checkpoint() -> bool:
+    """Whether torch's distributed checkpoints ask for the state: they expect the prefix of a wrapper, and remove it."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 class _TorchJoinHook(JoinHook):
     """Takes part in the steps of the ranks that still have data, in torch's own `Join`."""
 
     def __init__(self, model: DDP, divide_by_world: bool) -> None:
         self._model, self._sync = model, model._ready
+        model._refuse_join()
         # torch announces a step in forward. Here it is known when backward begins that ranks without data are needed.
         self._sync.join = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
 
@@ -688,3 +751,8 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
         if tensor.dim():
             return tensor.size(0)
     raise ConfigError("average='samples' finds no tensor with a first dimension in the inputs: pass samples_of")
+
+
+# These two call the module, which may be compiled.
+keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
+keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _move_inputs, _count_samples)

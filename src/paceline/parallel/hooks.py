@@ -18,7 +18,7 @@ from paceline.plan import Plan
 IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"
 # How often a rank that waits for a hook's result checks whether another rank's hook has failed.
 _CHECK_S = 0.5
-CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]]  # its state, and the function
+CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[Any]"]]  # its state, and the function
 
 
 class Failure(NamedTuple):
@@ -99,15 +99,15 @@ class HookCalls:
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0
         self.failure: Failure | None = None
-        self._is_over = False  # in this step: it has failed, here or on another rank
+        self.is_over = False  # in this step: it has failed, here or on another rank
 
     def begin(self) -> None:
         self._step += 1
-        self._is_over, self.failure = False, None
+        self.is_over, self.failure = False, None
 
-    def start(self, bucket: HookBucket) -> Any:
+    def start(self, bucket: Any) -> Any:
         """Call the hook. Not after a failure: its next message would be taken for the one it failed to send."""
-        if self._is_over:
+        if self.is_over:
             return None
         try:
             state, call = self._hook
@@ -120,7 +120,7 @@ class HookCalls:
 
     def finish(self, future: Any, into: torch.Tensor | None) -> None:
         """Wait for a result and copy it into the bucket. Return without it where this or another rank has failed."""
-        if future is None or self._is_over:
+        if future is None or self.is_over:
             return
         try:
             if not future.done():
@@ -128,7 +128,7 @@ class HookCalls:
                 future.add_done_callback(lambda _: done.set())
                 while not done.wait(_CHECK_S):
                     if self._channel.has_failure(self._step):
-                        self._is_over = True
+                        self.is_over = True
                         return
             result = future.wait()
             result = result[0] if isinstance(result, list | tuple) else result
@@ -138,5 +138,5 @@ class HookCalls:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self._is_over, self.failure = True, Failure(error, IN_HOOK)
+        self.is_over, self.failure = True, Failure(error, IN_HOOK)
         self._channel.report_failure(self._step)

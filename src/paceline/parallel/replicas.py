@@ -77,6 +77,10 @@ class Options:
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(values)}")
+        if self.strategy.outer and (self.average != "ranks" or self.manual):
+            what = "manual=True" if self.manual else f"average={self.average!r}"
+            text = f"strategy={self.strategy.text!r} averages parameters after equal numbers of steps, and {what}"
+            raise ConfigError(f"{text} is about gradients: leave it out", code="strategy")
         given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.channel import Channel, alias, open_group
-from paceline.parallel.codecs import GATHER, SUM, Codec, Exchange, build_codec
+from paceline.parallel.channel import Channel, Sent, alias, open_group
+from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
 from paceline.parallel.replicas import Replica, read_replica
+from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import Message, Strategy
+from paceline.transport.group import PacelineGroup
 
 
 class Exchanges:
@@ -24,24 +29,38 @@ class Exchanges:
 
     Every rank must start its messages in the same order, and callbacks run in any. So the first messages of all
     exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
+    After an error nothing more is sent: it would be taken for what is missing.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._groups: list[dist.ProcessGroup] = []
+        # As it is now: later the channel may have a group of its own, for the control words, which report errors.
+        self._groups: list[dist.ProcessGroup] = [channel.group]
+        self._is_open = False
         self._lock = threading.RLock()
-        self._reached: dict[int, float] = {}  # of each exchange under way: how many messages it has started
+        self._reached: dict[int, int] = {}  # of each exchange under way: how many messages it has started
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
-        self.num_messages = self.sent_bytes = 0
-        self.computing_s = 0.0  # in codecs, on the host
+        self._error: Exception | None = None
+        # One stream for all of them, so that memory is used again only behind what used it before.
+        self._stream = torch.cuda.Stream(channel.device) if channel.device.type == "cuda" else None
+        self.num_messages = self.num_bytes = self.sent_bytes = 0
+        self.encode_s = self.decode_s = 0.0  # on the host: until the first message of an exchange, and after it
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether nothing else is sent in the group in which callbacks send."""
+        return len(self._groups) > 1 or self._channel.world_size == 1
 
     def start(self, exchange: Exchange) -> torch.futures.Future[None]:
         """Begin an exchange. Its Future is complete when it is over, or has the error of this rank. The first call is
         collective."""
-        if not self._groups:
-            other = open_group(self._channel, self) if self._channel.world_size > 1 else None
-            self._groups = [self._channel.group, *([] if other is None else [other])]
+        if self._error is not None:
+            raise self._error
+        if not self._is_open and self._channel.world_size > 1:
+            other = open_group(self._channel, self)
+            self._groups += [] if other is None else [other]
+        self._is_open = True
         device = self._channel.device
         future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)  # type: ignore[var-annotated]
         with self._lock:
@@ -53,51 +72,65 @@ class Exchanges:
 
     def _resume(self, number: int, exchange: Exchange, value: Any, future: Any) -> None:
         """Compute the next message of an exchange, and start all whose turn it is."""
-        begin_s, is_over = time.perf_counter(), False
-        try:
-            with torch.no_grad():
+        begin_s = time.perf_counter()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._channel.device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            try:
                 kind, tensor = exchange.send(value)
-        except StopIteration:
-            is_over = True
-            future.set_result(None)
-        except Exception as error:
-            is_over = True
-            future.set_exception(error)
-        with self._lock:
-            self.computing_s += time.perf_counter() - begin_s
-            if is_over:
-                self._reached.pop(number)
+            except StopIteration:
+                with self._lock:
+                    self._reached.pop(number)
+                future.set_result(None)
+            except Exception as error:
+                self._fail(error, number, future)
             else:
-                self._waiting[number] = kind, tensor, exchange, future
-            for other in sorted(self._waiting):
-                if other in self._waiting and self._is_turn(other):
-                    self._send(other)
+                with self._lock:
+                    self._waiting[number] = kind, tensor, exchange, future
+            with self._lock:
+                if value is None:
+                    self.encode_s += time.perf_counter() - begin_s
+                else:
+                    self.decode_s += time.perf_counter() - begin_s
+                for other in sorted(self._waiting):
+                    if other in self._waiting and self._is_turn(other):
+                        self._send(other)
+
+    def _fail(self, error: Exception, number: int, future: Any) -> None:
+        """Keep the error for what follows; what waits gets it, too."""
+        with self._lock:
+            self._error = self._error or error
+            waiting = [future, *(item[-1] for item in self._waiting.values())]
+            for ended in (number, *self._waiting):
+                self._reached.pop(ended, None)
+            self._waiting.clear()
+        for each in waiting:
+            each.set_exception(error)
 
     def _is_turn(self, number: int) -> bool:
-        stage = self._reached[number]
-        several = len(self._groups) > 1
-        return all(reached > stage if several else False for other, reached in self._reached.items() if other < number)
+        stage, is_alone = self._reached[number], len(self._groups) == 1
+        return all(not is_alone and reached > stage for other, reached in self._reached.items() if other < number)
 
     def _send(self, number: int) -> None:
         kind, tensor, exchange, future = self._waiting.pop(number)
-        group = self._groups[min(int(self._reached[number]), len(self._groups) - 1)]
+        group = self._groups[min(self._reached[number], len(self._groups) - 1)]
         self._reached[number] += 1
         try:
+            if self._error is not None:
+                raise self._error
             work, result = start_message(kind, tensor, group, self._channel.world_size)
         except Exception as error:
-            self._reached.pop(number)
-            future.set_exception(error)
+            self._fail(error, number, future)
             return
         self.num_messages += 1
+        self.num_bytes += tensor.nbytes
         self.sent_bytes += Message(kind, tensor.nbytes).sent_bytes(self._channel.world_size)
 
         def go_on(done: Any) -> None:
             try:
                 done.value()
             except Exception as error:
-                with self._lock:
-                    self._reached.pop(number, None)
-                future.set_exception(error)
+                self._fail(error, number, future)
                 return
             self._resume(number, exchange, result, future)
 
@@ -129,7 +162,10 @@ def _sum_options() -> Any:
 
 
 class StrategyState:
-    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It goes on where `before` was."""
+    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It goes on where `before` was.
+
+    An error is in units of gradients: where an optimizer's learning rate changes from a to b, it is multiplied by a/b.
+    """
 
     def __init__(
         self, strategy: Strategy, replica: Replica, channel: Channel, before: StrategyState | None = None
@@ -137,15 +173,93 @@ class StrategyState:
         self.strategy, self._world_size, self._rank = strategy, channel.world_size, channel.rank
         self._names = {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         self._shapes = {names[0]: layout[0] for names, layout in zip(replica.names, replica.layouts, strict=True)}
+        for param, names in zip(replica.params, replica.names, strict=True):
+            if param.is_complex():
+                text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
+                raise ConfigError(f"{text}: use strategy='dense'", code="strategy")
         self.codec: Codec = build_codec(strategy, channel.rank, channel.world_size)
-        self.exchanges, self.step = Exchanges(channel), 0
+        if isinstance(self.codec, BFloat16):
+            # In shared memory ranks add in float32 and round once. gloo and NCCL round at every hop of a ring.
+            is_shared = isinstance(channel.group, PacelineGroup) and channel.group.shares_memory
+            self.codec.sums_precisely = is_shared and channel.device.type == "cpu"
+        self.exchanges, self.step, self._first_step = Exchanges(channel), 0, 0
+        self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
+        self._is_first = True  # the next bucket is the first of a step
         if before is not None and before._world_size == self._world_size:
-            self._take({"common": before.codec.common, "step": before.step}, before.codec.errors)
+            self._take(before.state(), before.codec.errors)
+            self._optimizers = before._optimizers
+        own = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (me := own()) is not None:
+                me._before_step(optimizer)
+
+        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def stop(self) -> None:
+        """Remove the hooks on optimizers."""
+        self._end()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Note the rates of this step, and refuse a second momentum."""
+        for group in optimizer.param_groups:
+            if not (names := self._find_names(group)):
+                continue
+            momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
+            if self.strategy.dgc and momentum:
+                twice = f"{type(optimizer).__name__} has momentum {momentum:g}, and the strategy {self.strategy.dgc:g}"
+                text = f"strategy {self.strategy.text!r}: {twice}: use an optimizer without it, or leave out dgc"
+                raise ConfigError(text, code="strategy")
+            self._optimizers.add(optimizer)
+            self._note_rate(names, group.get("lr", 0.0))
+
+    def _find_names(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
+
+    def _note_rate(self, names: Sequence[str], rate: Any) -> None:
+        """From now on their errors belong to this rate, if it is above 0."""
+        if isinstance(rate, torch.Tensor) and rate.is_cuda:  # without waiting for it
+            self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
+        elif rate > 0:
+            self._rates |= dict.fromkeys(names, float(rate))
+
+    def _follow_rates(self) -> None:
+        """Before the first exchange of a step: rescale errors that belong to another rate than that of the step."""
+        if self._rates and not self._optimizers:  # of a state that was loaded: no step has shown the optimizer yet
+            found = (item for item in gc.get_objects() if issubclass(type(item), Optimizer))
+            self._optimizers.update(item for item in found if any(map(self._find_names, item.param_groups)))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                names, new = self._find_names(group), group.get("lr", 0.0)
+                for name in names:
+                    old = self._rates.get(name, new)
+                    if isinstance(new, torch.Tensor) and new.is_cuda:
+                        self.codec.rescale([name], torch.where((new > 0) & (old > 0), old / new, 1.0))
+                    elif new > 0 and new != old > 0:
+                        self.codec.rescale([name], float(old) / float(new))
+                self._note_rate(names, new)
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
-        common, step = dict(self.codec.common), self.step
-        return {"strategy": self.strategy.text, "step": step, "common": common, "rank": dict(self.codec.errors)}
+        # Copies, which later steps do not change.
+        memory = self.codec.common, self.codec.errors
+        common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
+        rates = {name: float(rate) for name, rate in self._rates.items()}
+        return {"strategy": self.strategy.text, "step": self.step, "rates": rates, "common": common, "rank": errors}
+
+    @property
+    def sent(self) -> Sent:
+        """The messages so far, and the bytes that were passed to them."""
+        return Sent(self.exchanges.num_messages, self.exchanges.num_bytes)
+
+    @property
+    def costs(self) -> StrategyCosts:
+        exchanges, steps = self.exchanges, max(1, self.step - self._first_step)
+        sent, memory = exchanges.sent_bytes // steps, self.codec.memory_bytes
+        return StrategyCosts(
+            self.strategy.text, sent, sent, memory, exchanges.encode_s / steps, exchanges.decode_s / steps
+        )
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
@@ -160,7 +274,7 @@ class StrategyState:
         mean = {}
         for name in names:
             parts = [state["rank"][name].cpu().double() for state in states if name in state["rank"]]
-            mean[name] = (torch.stack(parts).sum(0) / len(states)).float()
+            mean[name] = (torch.stack(parts).sum(0) / len(states)).to(states[0]["rank"][name].dtype)
         self._take(states[0], mean)
 
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
@@ -174,13 +288,17 @@ class StrategyState:
         # Copies: a step changes neither what was given nor what `state` returned.
         self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
         self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
-        self.step = common["step"]
+        self._rates = dict(common["rates"])
+        self.step = self._first_step = common["step"]
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
         names = [self._names[id(param)] for param in bucket.parameters()]
+        if self._is_first:
+            self._follow_rates()
         exchange = self.codec.average(names, grads, self.step)
-        self.step += bucket.is_last()
+        self._is_first = bucket.is_last()
+        self.step += self._is_first
         future: torch.futures.Future[torch.Tensor] = self.exchanges.start(exchange).then(
             lambda done: _result(done, buffer)
         )

@@ -136,6 +136,25 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
+class StrategyCosts:
+    """What a strategy costs a rank: bytes and seconds of one step, on the average of all; the seconds are the host's.
+    `memory_bytes` is all that it holds."""
+
+    text: str
+    sent_bytes: int
+    received_bytes: int
+    memory_bytes: int
+    encode_s: float
+    decode_s: float
+
+    def __str__(self) -> str:
+        sent, received, memory = map(format_bytes, (self.sent_bytes, self.received_bytes, self.memory_bytes))
+        encode, decode = map(format_ms, (self.encode_s, self.decode_s))
+        spent = f"encodes for {encode} ms, decodes for {decode} ms; memory {memory}"
+        return f"strategy {self.text}: a step sends {sent}, receives {received}, {spent}"
+
+
+@dataclass(frozen=True)
 class Report:
     """The plan, the times of one synchronised step on this rank, and what limits it."""
 
@@ -145,6 +164,7 @@ class Report:
     num_steps: int
     plan: Plan
     times: StepTimes | None
+    strategy: StrategyCosts | None = None  # None: the plain all-reduce
 
     @property
     def exposed_s(self) -> float | None:
@@ -155,6 +175,7 @@ class Report:
         num_buckets, times = len(self.plan.buckets), self.times
         head = f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
         head += f"buckets: {num_buckets}, {format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
+        head += f"\n{self.strategy}" if self.strategy is not None else ""
         if times is None:
             return f"{head}\nno step has been timed yet"
         table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)

@@ -104,8 +104,10 @@ class RunFiles:
         expected = disk.fingerprint(learner.module.state_dict())
         disk.check_fingerprint(disk.fingerprint(loaded.model), expected, found)
         learner.module.load_state_dict(loaded.model)
-        learner.optimizer.load_state_dict(state["optimizer"])
-        learner.scaler.load_state_dict(state["scaler"])
+        # Where ranks step alone, each has a state of its own.
+        inner = state["inner"][self._world.rank % len(state["inner"])] if state.get("inner") else state
+        learner.optimizer.load_state_dict(inner["optimizer"])
+        learner.scaler.load_state_dict(inner["scaler"])
         for number, model in enumerate(list_models(learner.model)):
             if isinstance(model, DataParallel):
                 model.load_strategy_state([states[number] for states in state.get("strategy", ()) if states[number]])
@@ -148,11 +150,14 @@ class RunFiles:
         """Save everything that the next step depends on. Collective: call on every rank."""
         randoms = self._world.share(_get_random(job.world.device))
         strategies = self._world.gather(list(map(_get_strategy, list_models(job.learner.model))))
+        learner, inner = job.learner, []
+        if job.settings.parsed_strategy.outer:
+            own = {"optimizer": learner.optimizer.state_dict(), "scaler": learner.scaler.state_dict()}
+            inner = self._world.gather(own)
         self._saved_s = time.monotonic()
         self.last = position.step
         if self._store is None:
             return
-        learner = job.learner
         plan = learner.model.plan if isinstance(learner.model, DataParallel) else None
         optimizer, scaler = learner.optimizer.state_dict(), learner.scaler.state_dict()
         meta = dataclasses.asdict(position) | {
@@ -162,6 +167,7 @@ class RunFiles:
             "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
         }  # fmt: skip
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms, "strategy": strategies}
+        state |= {"inner": inner} if inner else {}
         self._store.save(position.step, learner.module.state_dict(), state, meta)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:

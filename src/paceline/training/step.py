@@ -101,11 +101,15 @@ class Learner:
     name: str = ""
     own_step: Callable[..., Any] | None = None
     own_evaluate: Callable[..., Any] | None = None
-    takes_step: Callable[..., StepOutcome] | None = None  # of several workers: see `workers`
+    workers: Any = None  # several that take their steps together: see `workers`
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
+
+    @property
+    def can_evaluate(self) -> bool:
+        return self.own_step is None or self.own_evaluate is not None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -128,6 +132,12 @@ class Learner:
         found = f"a {type(loss).__name__}{list(loss.shape) if isinstance(loss, torch.Tensor) else ''}"
         needed = "it must return its mean loss over the batch, a number or a tensor with one element"
         raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
+
+    def sync_parameters(self) -> None:
+        """Make all replicas equal, where a schedule lets them differ between two syncs. Collective."""
+        for model in (*list_models(self.model), self.workers):
+            if hasattr(model, "sync_parameters"):
+                model.sync_parameters()
 
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""
@@ -167,8 +177,9 @@ def take_step(
     which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
     rank, with the same number of micro-batches.
     """
-    if learner.takes_step is not None:
-        return learner.takes_step(window, num_targets, rate, phases)
+    if learner.workers is not None:
+        outcome: StepOutcome = learner.workers.take_step(window, num_targets, rate, phases)
+        return outcome
     if learner.own_step is not None:
         return _take_own_step(learner, window, phases)
     total = compute_gradients(learner, window, num_targets, phases)

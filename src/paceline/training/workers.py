@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.parallel.codecs import Codec, build_codec, run_together
+from paceline.parallel.codecs import Codec, Exchange, build_codec, run_together
+from paceline.parallel.outer import Outer
 from paceline.strategy import Strategy
 from paceline.training.loader import LoadedBatch
 from paceline.training.step import Learner, Phases, StepOutcome, compute_gradients
@@ -23,18 +24,26 @@ BuildCodec = Callable[[Strategy, int, int], Codec]
 
 
 class Workers:
-    """Learners that take their steps together."""
+    """Learners that take their steps together, and what they have learned since they last were equal."""
 
     def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
         self.learners, count = learners, len(learners)
         self._codecs = [build(strategy, rank, count) for rank in range(count)]
         named = learners[0].module.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
-        self._step = 0
+        self._step, self._rate = 0, 0.0
+        self._outers = [
+            Outer(strategy, self._names, learner.parameters, codec)
+            for learner, codec in zip(learners, self._codecs, strict=True)
+            if strategy.outer
+        ]
 
     def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
         """One step of all workers, with equal parts of each micro-batch."""
         count, total = len(self.learners), None
+        is_local = any(outer.is_local for outer in self._outers)
+        for outer in self._outers:
+            outer.begin_round()
         for number, learner in enumerate(self.learners):
             parts = [_cut(loaded, number, count) for loaded in window]
             outcome = compute_gradients(learner, parts, num_targets, phases)
@@ -42,17 +51,39 @@ class Workers:
         assert total is not None
         phases.enter("exchange")
         with torch.no_grad():
-            grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
-            averages = [
-                codec.average(self._names, own, self._step) for codec, own in zip(self._codecs, grads, strict=True)
-            ]
-            run_together(averages)
-            average_statistics([learner.module for learner in self.learners])
+            if not is_local:
+                self._average_gradients(rate)
+                average_statistics([learner.module for learner in self.learners])
         phases.enter("optimizer")
         for learner in self.learners:
             learner.update(rate)
-        self._step += 1
+        self._step, self._rate = self._step + 1, rate or self._rate
+        if any([outer.count() for outer in self._outers]):
+            self._run([outer.advance(self._lrs) for outer in self._outers])
         return total
+
+    @property
+    def _lrs(self) -> list[float]:
+        return [self._rate] * len(self._names)
+
+    def _average_gradients(self, rate: float) -> None:
+        if rate > 0 and rate != self._rate > 0:  # errors are in units of gradients
+            for codec in self._codecs:
+                codec.rescale(self._names, self._rate / rate)
+        grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
+        run_together(
+            [codec.average(self._names, own, self._step) for codec, own in zip(self._codecs, grads, strict=True)]
+        )
+
+    def _run(self, exchanges: Sequence[Exchange]) -> None:
+        with torch.no_grad():
+            run_together(exchanges)
+            average_statistics([learner.module for learner in self.learners])
+
+    def sync_parameters(self) -> None:
+        """End the round, so that all workers hold the same parameters."""
+        if any(outer.has_drifted for outer in self._outers):
+            self._run([outer.complete(self._lrs) for outer in self._outers])
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
@@ -62,7 +93,7 @@ def build_workers(learner: Learner, count: int, strategy: Strategy, build: Build
         # Together, for one holds the other's tensors.
         module, optimizer = copy.deepcopy((learner.module, learner.optimizer))
         learners.append(replace(learners[0], model=module, module=module, optimizer=optimizer))
-    return replace(learners[0], takes_step=Workers(learners, strategy, build).take_step)
+    return replace(learners[0], workers=Workers(learners, strategy, build))
 
 
 def average_statistics(modules: Sequence[nn.Module]) -> None:

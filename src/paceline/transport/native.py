@@ -41,7 +41,7 @@ Operation = tuple[int, int, int, int, int, int, int]
 # The lanes that an operation uses, and its number in each.
 Ticket = list[tuple[int, int]]
 
-_VERSION = 3  # PLN_VERSION in the header
+_VERSION = 4  # PLN_VERSION in the header
 _FORKED = "this process was forked from a rank, and the rank's group is not its own: start it with `spawn`"
 # The code of each failure, and its text where the core has none.
 _ERRORS = {
@@ -85,6 +85,12 @@ def load_library() -> ctypes.CDLL:
         "pln_break_too": (None, [pointer, pointer]),
         "pln_explain": (None, [pointer, ctypes.c_char_p, ctypes.c_size_t]),
         "pln_reduce": (None, [number, number, pointer, number, pointer, number, ctypes.c_size_t, number]),
+        "pln_quantize": (None, [pointer, pointer, pointer, pointer, number, number, size, pointer]),
+        "pln_average_quantized": (None, [pointer, number, number, size, pointer, pointer, pointer, number, size]),
+        "pln_dequantize": (number, [pointer, number, size, pointer, pointer, number]),
+        "pln_to_bf16": (None, [pointer, ctypes.c_float, size, pointer]),
+        "pln_select": (size, [pointer, pointer, pointer, size, ctypes.c_float, pointer, size]),
+        "pln_subtract_product": (None, [pointer, pointer, pointer, size, size, number, pointer]),
         "pln_cpu": (ctypes.c_char_p, []),
         "pln_use_cpu": (number, [ctypes.c_char_p]),
     }

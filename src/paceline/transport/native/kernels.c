@@ -121,14 +121,25 @@ size_t pln_element_bytes(int dtype)
     return bytes[dtype];
 }
 
+uint64_t pln_plain_mode(void)
+{
+    const uint64_t mode = read_mode();
+    if (mode != PLAIN_MODE)
+        write_mode(PLAIN_MODE);
+    return mode;
+}
+
+void pln_restore_mode(uint64_t mode)
+{
+    if (mode != PLAIN_MODE)
+        write_mode(mode);
+}
+
 void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *const *src, int num_src, size_t count,
                 int divisor)
 {
     const int how = op == PLN_AVG && (divisor & (divisor - 1)) == 0 ? SCALED : op;
-    const uint64_t mode = read_mode();
-    if (mode != PLAIN_MODE)
-        write_mode(PLAIN_MODE);
+    const uint64_t mode = pln_plain_mode();
     chosen[dtype][how](dst, num_dst, src, num_src, count * pln_element_bytes(dtype), divisor);
-    if (mode != PLAIN_MODE)
-        write_mode(mode);
+    pln_restore_mode(mode);
 }

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLN_VERSION 3 /* of this interface; native.py wants the same */
+#define PLN_VERSION 4 /* of this interface; native.py wants the same */
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
@@ -48,6 +48,34 @@ void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *co
 size_t pln_element_bytes(int dtype);
 const char *pln_cpu(void); /* which kernels this processor got */
 int pln_use_cpu(const char *name); /* take others, for tests; 0 if this processor has them */
+
+/* How the caller's thread rounds becomes the default, and is what it was again. */
+uint64_t pln_plain_mode(void);
+void pln_restore_mode(uint64_t mode);
+
+/* -- codecs.c: a bucket is `num` vectors of float32, one behind the other -- */
+
+#define PLN_BLOCK 256 /* numbers with one scale; BLOCK in strategy.py */
+
+/* grads + errors in blocks: a scale in float32 and PLN_BLOCK numbers of 8 or 4 bits. What is lost is left in `lost`.
+ * Without errors, `errors` and `lost` are NULL. */
+void pln_quantize(float *const *grads, float *const *errors, float *const *lost, const uint64_t *counts, int num,
+                  int bits, uint64_t num_blocks, uint8_t *out);
+/* The mean of rows of such blocks, quantised again. What is lost, once for each row, is added to `lost` (or NULL) from
+ * the number `offset` on. */
+void pln_average_quantized(const uint8_t *rows, int num_rows, int bits, uint64_t num_blocks, uint8_t *out,
+                           float *const *lost, const uint64_t *counts, int num, uint64_t offset);
+/* Write the numbers to `grads`; whether all are finite. */
+int pln_dequantize(const uint8_t *in, int bits, uint64_t num_blocks, float *const *grads, const uint64_t *counts, int num);
+void pln_to_bf16(const float *in, float factor, uint64_t count, uint16_t *out);
+/* sums = values + errors, and the places of those at least as large as `threshold`, NaN included. Returns how many there
+ * are; only `room` of them are listed. */
+uint64_t pln_select(const float *values, const float *errors, float *sums, uint64_t count, float threshold,
+                    int32_t *places, uint64_t room);
+/* A matrix becomes the product of `left` (rows x rank) and `right` (rank x columns), and what it had more goes to `lost` (or
+ * NULL). */
+void pln_subtract_product(float *matrix, const float *left, const float *right, uint64_t rows, uint64_t columns, int rank,
+                          float *lost);
 
 /* -- group.c -- */
 

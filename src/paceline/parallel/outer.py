@@ -1,0 +1,440 @@
+"""Schedules that send differences of parameters every few steps: local SGD, SlowMo, DiLoCo, and DiLoCo in fragments.
+
+`Outer` is one replica's part and sends nothing itself: it yields the messages of its codec, so that replicas in one
+process run it, too (`run_together`). `OuterState` runs it between ranks, when the optimizers have stepped.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from paceline.errors import CollectiveError, ConfigError
+from paceline.parallel.channel import Channel
+from paceline.parallel.codecs import Codec, Exchange
+from paceline.parallel.hooks import Failure, HookCalls
+from paceline.parallel.replicas import Replica, digest_replica, list_some
+from paceline.parallel.strategies import Exchanges, StrategyState
+from paceline.strategy import Strategy
+
+# How often a rank between two syncs looks whether another rank has failed.
+_CHECK_S = 1.0
+# In the state of a strategy: what comes before the name of a parameter.
+_START, _MOMENTUM, _MEAN, _PARAM, _LRS = "start ", "momentum ", "mean ", "param ", "lrs"
+_COUNTS = ("base", "is_fresh", "has_drifted", "begun", "to_apply", "to_begin")
+
+
+class Outer:
+    """The outer optimizer of one replica. `start` is where all replicas began the round: in float32 where parameters
+    have fewer bits, so that small steps are not lost. A fragment is every F-th parameter.
+
+    Around each step of the replica: `begin_round` before it, `count` after it, then `advance`, which is what is due.
+    Where `is_local` is False (post-local, at first) the gradients must be averaged instead.
+    """
+
+    def __init__(self, strategy: Strategy, names: Sequence[str], params: Sequence[torch.Tensor], codec: Codec) -> None:
+        self.strategy, self.names, self.params, self.codec = strategy, list(names), list(params), codec
+        self.step, self.base = 0, strategy.after  # steps, and those at the last sync of all fragments
+        self.start = [_master(value) for value in self.values]
+        self.momentum: dict[str, torch.Tensor] = {}
+        self.is_fresh = True  # `start` is to be read before the next step
+        self.has_drifted = False  # replicas may hold different parameters
+        self.means: dict[int, list[torch.Tensor]] = {}  # of fragments: averaged differences that are not applied yet
+        self.begun: dict[int, int] = {}  # of fragments whose average is under way: the step that applies it
+        self.to_apply: list[int] = []
+        self.to_begin: list[int] = []
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The parameters, without autograd, as real numbers."""
+        return [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.params]
+
+    @property
+    def is_local(self) -> bool:
+        return self.step >= self.strategy.after
+
+    def fragment(self, number: int) -> range:
+        return range(number, len(self.params), self.strategy.fragments)
+
+    def begin_round(self) -> None:
+        """Before the first step after a sync: begin from the parameters as they are, which may have been loaded."""
+        if self.is_fresh and self.is_local:
+            self.is_fresh = False
+            self.read_start()
+
+    def read_start(self) -> None:
+        for start, value in zip(self.start, self.values, strict=True):
+            start.copy_(torch.where(start.to(value.dtype) == value, start, value.to(start.dtype)))
+
+    def count(self) -> bool:
+        """One step more: whether something is due after its optimizer step."""
+        self.step += 1
+        if self.step <= self.strategy.after:
+            return False
+        self.has_drifted = True
+        period, num = self.strategy.period, self.strategy.fragments
+        position = (self.step - self.base) % period
+        due = [f for f in range(num) if f * period // num == position and self.fragment(f) and f not in self.to_begin]
+        ready = [f for f, at in self.begun.items() if (at <= self.step or f in due) and f not in self.to_apply]
+        self.to_apply += ready
+        self.to_begin += due
+        return bool(self.to_apply or self.to_begin)
+
+    def advance(self, lrs: Sequence[float] = ()) -> Exchange:
+        """Everything that is due, for replicas in one process. `lrs`: the learning rate of each parameter (SlowMo)."""
+        while self.to_apply:
+            self.apply(self.to_apply.pop(0), lrs, self.strategy.mixing)
+        while self.to_begin:
+            number = self.to_begin.pop(0)
+            yield from self.average(number)
+            if self.strategy.delay:
+                self.begun[number] = self.step + self.strategy.delay
+            else:
+                self.apply(number, lrs)
+
+    def complete(self, lrs: Sequence[float] = ()) -> Exchange:
+        """End the round now, so that all replicas hold the same parameters."""
+        if self.has_drifted:
+            self.to_apply, self.to_begin = list(self.begun), []
+            yield from self.advance(lrs)
+            for number in range(self.strategy.fragments):
+                yield from self.average(number)
+                self.apply(number, lrs)
+            self.end_round()
+
+    def end_round(self) -> None:
+        self.base, self.is_fresh, self.has_drifted = self.step, True, False
+
+    def restart(self) -> None:
+        """After an error, which found the ranks at different steps: all count from the last sync again."""
+        self.step, self.has_drifted, self.to_apply, self.to_begin = self.base, True, [], []
+        self.begun = dict.fromkeys(self.begun, self.base + self.strategy.delay)
+
+    def average(self, number: int) -> Exchange:
+        """The average over the replicas of how far each has gone, in `means`."""
+        is_dense, values, gone = self.strategy.codec == "dense", self.values, []
+        for index in self.fragment(number):
+            start, value = self.start[index], values[index]
+            # From where this replica really began, which is `start` rounded.
+            begin = start.to(value.dtype)
+            gone.append(begin - value if is_dense else begin.to(start.dtype) - value.to(start.dtype))
+        if gone:
+            yield from self.codec.average([self.names[index] for index in self.fragment(number)], gone, self.step)
+        self.means[number] = gone
+
+    def is_finite(self, number: int) -> bool:
+        return _are_finite(self.means[number])
+
+    def apply(self, number: int, lrs: Sequence[float] = (), mixing: float = 0.0) -> None:
+        """The outer step with the averaged differences. A replica that went on meanwhile keeps the share `mixing` of
+        its own parameters. Raises, and changes nothing, where the average is not finite."""
+        if not self.is_finite(number):
+            raise CollectiveError("the average of the parameters is not finite", code="not-finite")
+        self.begun.pop(number, None)
+        strategy, values = self.strategy, self.values
+        b, gone = strategy.momentum, self.means.pop(number)
+        for index, mean in zip(self.fragment(number), gone, strict=True):
+            start, name, update = self.start[index], self.names[index], mean.to(self.start[index].dtype)
+            lr = 1.0 if strategy.outer != "slowmo" or not b else lrs[index]
+            # With a learning rate of 0 nothing follows about gradients, and momentum stays as it is.
+            if b and lr:
+                before = self.momentum.get(name)
+                # SlowMo's momentum is of gradients: the learning rate may change between rounds.
+                moving = update / lr if before is None else before.mul_(b).add_(update, alpha=1 / lr)
+                self.momentum[name] = moving
+                update = update.add(moving, alpha=b) if strategy.outer == "diloco" else moving * lr
+            start.sub_(update, alpha=strategy.lr)
+            value = values[index]
+            value.copy_(start if not mixing else value.to(start.dtype).lerp(start, 1 - mixing))
+        if strategy.fragments == 1 and not strategy.delay:
+            self.end_round()
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    norms = torch._foreach_norm([t for t in tensors if t.numel() and not t.is_sparse] or [torch.zeros(1)], torch.inf)
+    return bool(torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all())
+
+
+def _master(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+
+
+class ControlMessage:
+    """In place of the reducer in a step that sends no gradients: the control words alone."""
+
+    def __init__(self, replica: Replica, channel: Channel, num_words: int, allow_missing: bool) -> None:
+        self._replica, self._channel, self._allow_missing = replica, channel, allow_missing
+        self._words = torch.zeros(num_words, device=channel.device)
+        self._missing: set[int] = set()  # without a gradient in some step since the last message
+
+    def note_missing(self) -> None:
+        if not self._allow_missing:
+            self._missing |= {index for index, param in enumerate(self._replica.params) if param.grad is None}
+
+    def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
+        missing, self._missing = sorted(self._missing), set()
+        if self._allow_missing:
+            missing = [index for index, param in enumerate(self._replica.params) if param.grad is None]
+        return self._words, missing, None
+
+    def exchange(self) -> None:
+        words = self._words
+        self._channel.wait(self._channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+
+    def learn(self) -> None:
+        """Nothing to plan."""
+
+
+class OuterState(StrategyState):
+    """The schedule between ranks. A sync is due when the backward of its step is over (`count`): then the ranks have
+    agreed by control words. It runs when all parameters have been stepped; or, where not (an optimizer skipped, or a
+    parameter has none), at the next forward. Ranks count backwards, so that none can differ."""
+
+    def __init__(
+        self, strategy: Strategy, replica: Replica, channel: Channel, num_words: int, allow_missing: bool,
+        before: StrategyState | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(strategy, replica, channel, before)
+        self.replica, self._channel = replica, channel
+        self.control = ControlMessage(replica, channel, num_words, allow_missing)
+        # Other groups than the control words: after an error, messages of the codec may be left over.
+        self._moving = Channel(channel.group, channel.device)
+        self.exchanges = Exchanges(self._moving)
+        self._calls = HookCalls((self.exchanges, Exchanges.start), channel)
+        self._futures: dict[int, Any] = {}
+        self.is_due = self.defers = self.is_overdue = False
+        self._stepped: set[int] = set()  # parameters whose optimizer has stepped since a sync was due
+        self._lrs: dict[int, float] = {}
+        self._num_controls, self._looked_s = 0, time.monotonic()
+        self._compared: int | None = None  # the step at which the ranks compared what the last sync left
+        self._compares = False
+        self.unusable = ""  # the failure after which the ranks cannot match their messages any more
+        self.outer = Outer(strategy, list(self._names.values()), replica.params, self.codec)
+        if isinstance(before, OuterState):
+            self._follow(before)
+        self._index = {id(param): index for index, param in enumerate(replica.params)}
+        own = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            if (me := own()) is not None and me.is_due:
+                me._on_optimizer_step(optimizer)
+
+        self._handle = register_optimizer_step_post_hook(stepped)
+
+    def _follow(self, before: OuterState) -> None:
+        """Go on where the state before the model was read again was."""
+        old, new = before.outer, self.outer
+        self.is_due, self.defers, self._lrs = before.is_due, before.defers, dict(before._lrs)
+        if [(name, start.shape) for name, start in zip(old.names, old.start, strict=True)] == [
+            (name, start.shape) for name, start in zip(new.names, new.start, strict=True)
+        ]:
+            before.wait()
+            vars(new).update({**vars(old), "params": new.params, "codec": new.codec})
+            new.start = [a.to(b.device) for a, b in zip(old.start, new.params, strict=True)]
+        else:
+            new.step, new.base = old.step, old.step
+        places = dict(zip(new.names, new.start, strict=True))
+        new.momentum = {
+            name: value.to(places[name].device)
+            for name, value in old.momentum.items()
+            if name in places and places[name].shape == value.shape
+        }
+
+    def stop(self) -> None:
+        super().stop()
+        self._handle.remove()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Errors are differences of parameters, which no learning rate changes."""
+
+    def open_groups(self) -> None:
+        """Groups that nobody else uses: a sync may come before or after the user's own messages. Collective."""
+        if self._channel.world_size > 1:
+            self._channel.use_own_group()
+            self._moving.use_own_group()
+
+    @property
+    def position(self) -> int:
+        """Steps since the last sync of everything."""
+        return self.outer.step - self.outer.base
+
+    def digest(self, every: int) -> int:
+        """Of what the last sync left, which all ranks must hold alike; 0 where it is not the time to compare."""
+        self._compares = bool(every) and (self._compared is None or self.outer.step - self._compared >= every)
+        return digest_replica(self.as_replica()) if self._compares else 0
+
+    def as_replica(self) -> Replica:
+        return replace(self.replica, params=tuple(self.outer.start))  # type: ignore[arg-type]
+
+    def report_failure(self) -> None:
+        """This rank has failed: ranks between two syncs look for it, and come to the control words at once."""
+        if self._channel.has_own_group:
+            self._channel.report_failure(f"control {self._num_controls}")
+
+    def must_meet(self) -> bool:
+        """A backward is over: whether the ranks exchange control words now."""
+        self.control.note_missing()
+        if self.outer.count():
+            return True
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _CHECK_S or not self._channel.has_own_group:
+            return False
+        self._looked_s = now_s
+        return self._channel.has_failure(f"control {self._num_controls}")
+
+    def agree(self, skips: bool) -> None:
+        """The ranks have met. `skips`: on some rank the optimizer may skip this step, so all wait for the forward."""
+        self._num_controls += 1
+        self._compared = self.outer.step if self._compares else self._compared
+        self.is_due, self.defers, self._stepped = bool(self.outer.to_apply or self.outer.to_begin), skips, set()
+
+    def restart(self) -> None:
+        self._num_controls += 1
+        self.is_due = False
+        self.outer.restart()
+
+    def has_finite_gradients(self) -> bool:
+        return _are_finite([param.grad for param in self.replica.params if param.grad is not None])
+
+    def _on_optimizer_step(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            found = [self._index[id(param)] for param in group["params"] if id(param) in self._index]
+            self._stepped.update(found)
+            self._lrs.update(dict.fromkeys(found, float(group.get("lr", 0.0))))
+        if len(self._stepped) == len(self._index) and not self.defers:
+            self.run()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """What is due now. Collective."""
+        if not self.is_due:
+            return
+        outer, self.is_due, self.is_overdue = self.outer, False, False
+        outer.to_apply, ready = [], outer.to_apply
+        outer.to_begin, due = [], outer.to_begin
+        self._finish(ready, self.strategy.mixing)
+        self._begin(due)
+        if self.strategy.delay:
+            outer.begun |= dict.fromkeys(due, outer.step + self.strategy.delay)
+        else:
+            self._finish(due)
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """End the round now: all ranks hold the same parameters afterwards. Collective."""
+        outer = self.outer
+        self._finish(list(outer.begun), self.strategy.mixing)
+        every = list(range(self.strategy.fragments))
+        self._begin(every)
+        self._finish(every)
+        outer.end_round()
+
+    def _begin(self, numbers: Sequence[int]) -> None:
+        if not numbers:
+            return
+        for number in numbers:
+            self._futures[number] = self._calls.start(self.outer.average(number))
+        if not self.exchanges.has_groups:  # in one group, nothing may be sent until it is over
+            self.wait()
+
+    def wait(self) -> None:
+        while self._futures:
+            self._calls.finish(self._futures.popitem()[1], None)
+
+    def _finish(self, numbers: Sequence[int], mixing: float = 0.0) -> None:
+        """Wait for the averages, and apply them if no rank has failed. One message tells, and has SlowMo's rates."""
+        if not numbers:
+            return
+        for number in numbers:
+            self._calls.finish(self._futures.pop(number, None), None)
+        failure, channel = self._calls.failure, self._channel
+        size = len(self._index) if self.strategy.outer == "slowmo" and self.strategy.momentum else 0
+        words = torch.zeros(1 + 2 * size, dtype=torch.float64)
+        words[0] = self._calls.is_over
+        for index, lr in self._lrs.items() if size else ():
+            words[1 + index], words[1 + size + index] = lr, 1.0
+        words = words.to(channel.device)
+        channel.wait(channel.start_sum(words, extra_bytes=words.nbytes), "the end of the sync")
+        has_failed, *rest = words.tolist()
+        if has_failed:
+            text = "" if failure is None else f"{type(failure.error).__name__}: {failure.error}".partition("\n\n")[0]
+            failed = [f"rank {rank}: {text}" for rank, text in enumerate(channel.share(text)) if text]
+            self.unusable = f"the parameters cannot be averaged: {'; '.join(failed)}"
+            raise CollectiveError(self.unusable, code="hook-failed")
+        if size and not any(rest[size:]):
+            text = "slowmo needs the learning rate, and no torch.optim.Optimizer has stepped this model's parameters"
+            raise ConfigError(f"{text}: use localsgd or diloco", code="strategy")
+        lrs = [lr / max(1.0, known) for lr, known in zip(rest[:size], rest[size:], strict=True)]
+        if not all(map(self.outer.is_finite, numbers)):
+            self.outer.means = {n: mean for n, mean in self.outer.means.items() if n not in numbers}
+            self._raise_not_finite()
+        for number in numbers:
+            self.outer.apply(number, lrs, mixing)
+
+    def _raise_not_finite(self) -> None:
+        values = zip(self.outer.names, self.outer.values, strict=True)
+        mine = next((name for name, value in values if not bool(torch.isfinite(value).all())), "")
+        self.outer.begun.clear()
+        self.outer.restart()
+        found = [f"{name} on rank {rank}" for rank, name in enumerate(self._channel.share(mine)) if name]
+        advice = "nothing was averaged; lower the learning rate, clip gradients, or resume from a checkpoint"
+        text = f"parameters are not finite: {list_some(found or ['their average'])}; {advice}"
+        raise CollectiveError(text, code="not-finite")
+
+    def state(self) -> dict[str, Any]:
+        """The common part has what the last sync left; this rank's part its own parameters, between two syncs."""
+        self.wait()
+        outer, names = self.outer, self.outer.names
+        if outer.is_fresh:
+            outer.read_start()
+        common = {_START + name: start for name, start in zip(names, outer.start, strict=True)}
+        common |= {_MOMENTUM + name: value for name, value in outer.momentum.items()}
+        for number, mean in outer.means.items():
+            common |= {_MEAN + names[i]: value for i, value in zip(outer.fragment(number), mean, strict=True)}
+        rank: dict[str, torch.Tensor] = dict(self.codec.errors)
+        if outer.has_drifted:
+            rank |= {_PARAM + name: value for name, value in zip(names, outer.values, strict=True)}
+        if self._lrs:
+            known = [[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(names))]
+            rank[_LRS] = torch.tensor(known, dtype=torch.float64)
+        counts = {name: copy.copy(getattr(outer, name)) for name in _COUNTS} | {"due": (self.is_due, self.defers)}
+        return {
+            "strategy": self.strategy.text, "step": outer.step, "outer": counts, "rates": {},
+            "common": {name: value.clone() for name, value in common.items()},
+            "rank": {name: value.clone() for name, value in rank.items()},
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
+        """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
+        if not hasattr(self, "outer"):  # `before`, while this is being built: `_follow` does the rest
+            super()._take(common, errors)
+            return
+        outer, kept = self.outer, common["common"]
+        shapes = {name: start.shape for name, start in zip(outer.names, outer.start, strict=True)}
+        found = {name.removeprefix(_START): tensor.shape for name, tensor in kept.items() if name.startswith(_START)}
+        if shapes != found:
+            odd = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
+            text = f"the state of strategy {self.strategy.text!r} is of another model: {list_some(odd, ', ')} differ"
+            raise ConfigError(text, code="strategy")
+        own = {name for name in errors if name == _LRS or name.startswith(_PARAM)}
+        super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
+        vars(outer).update(copy.deepcopy({name: common["outer"][name] for name in _COUNTS}))
+        self.is_due, self.defers = common["outer"]["due"]
+        outer.step, outer.momentum, outer.means, self._futures = common["step"], {}, {}, {}
+        for index, (name, start, value) in enumerate(zip(outer.names, outer.start, outer.values, strict=True)):
+            start.copy_(kept[_START + name])
+            value.copy_(errors.get(_PARAM + name, start))
+            if (moving := kept.get(_MOMENTUM + name)) is not None:
+                outer.momentum[name] = moving.to(start, copy=True)
+            if (mean := kept.get(_MEAN + name)) is not None:
+                outer.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
+        lrs = errors.get(_LRS)
+        self._lrs = {} if lrs is None else {i: float(lr) for i, (lr, is_known) in enumerate(lrs.tolist()) if is_known}

@@ -1,0 +1,373 @@
+"""Strategies between ranks: the same averages everywhere, bytes as promised, errors that survive, failures that end."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import paceline
+from paceline.parallel import DDP, codecs
+from paceline.strategy import Strategy
+from tests.dist.wrapped import check_equal, error_of
+
+LOSSY = ("int8", "int4", "topk:0.1", "powersgd:2")
+ALL = ("bf16", *LOSSY, "topk:0.1,dgc,warmup=4")
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=60)
+
+
+class Mixed(nn.Module):
+    """Matrices, a convolution in channels_last, tied weights, a scalar, an empty parameter, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.conv = nn.Conv2d(3, 6, 3, padding=1).to(memory_format=torch.channels_last)
+        self.wide, self.deep, self.tied = nn.Linear(54, 31), nn.Linear(31, 31), nn.Linear(31, 31, bias=False)
+        self.tied.weight = self.deep.weight
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.wide(self.conv(x).flatten(1)))
+        return self.tied(torch.tanh(self.deep(hidden))) * self.scale + self.empty.sum()
+
+
+def loss(model: Any, rank: int, step: int, size: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return model(torch.randn(size, 3, 3, 3, generator=generator)).square().mean()
+
+
+def average_alone(module: nn.Module, num_ranks: int, step: int) -> dict[str, torch.Tensor]:
+    """The mean of the gradients of all ranks, in float64."""
+    alone = copy.deepcopy(module)
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(num_ranks):
+        alone.zero_grad()
+        loss(alone, rank, step).backward()
+        for name, param in alone.named_parameters():
+            total[name] = total.get(name, 0) + param.grad.double() / num_ranks
+    return total
+
+
+def train(model: Any, world: Any, steps: range, rate: float = 0.05) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = rate * 0.9**step
+        optimizer.zero_grad()
+        loss(model, world.rank, step).backward()
+        optimizer.step()
+
+
+def sum_errors(world: Any, model: DDP) -> dict[str, torch.Tensor]:
+    everyone = world.share(model.strategy_state()["rank"])
+    return {name: sum(errors[name].double() for errors in everyone) / len(everyone) for name in everyone[0]}
+
+
+def run_steps() -> None:
+    """Every codec: equal replicas in every step, nothing lost, and the bytes that the strategy promises."""
+    with paceline.init(announce=None) as world:
+        n = world.world_size
+        for text in ALL:
+            # With check_replicas_every=1 a difference between replicas is an error in the next step.
+            model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001, check_replicas_every=1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            given: dict[str, Any] = {}
+            applied: dict[str, Any] = {}
+            for step in range(6):
+                optimizer.zero_grad()
+                wanted = average_alone(model.module, n, step)
+                before = model.report().strategy, model.count_sent()
+                loss(model, world.rank, step).backward()
+                grads = dict(model.module.named_parameters())
+                check_equal(world, [param.grad for param in grads.values()], (text, step))
+                for name, param in grads.items():
+                    given[name] = given.get(name, 0) + wanted[name]
+                    applied[name] = applied.get(name, 0) + param.grad.double()
+                optimizer.step()
+                if step == 3:
+                    assert len(model.plan.buckets) > 2
+            strategy, sent = Strategy.parse(text), model.count_sent()
+            assert before[0].text == text
+            if "warmup" not in text and text != "bf16":  # in the last step, all buckets
+                parts = [[model.plan.gradients[i] for i in bucket] for bucket in model.plan.partition]
+                messages = [m for part in parts if any(g.num_bytes for g in part) for m in strategy.traffic(part, n)]
+                assert sent.num_messages - before[1].num_messages == len(messages)
+                assert sent.num_bytes - before[1].num_bytes == sum(message.num_bytes for message in messages)
+                exchanges = model._strategy.exchanges
+                assert model.report().strategy.sent_bytes == exchanges.sent_bytes // 6 > 0
+            assert f"strategy {text}" in str(model.report())
+            if text in LOSSY:
+                assert model.report().strategy.memory_bytes > 0
+                left = sum_errors(world, model)
+                for name, want in given.items():
+                    have = applied[name] + (left[name].view_as(want) if name in left else 0)
+                    torch.testing.assert_close(have, want, rtol=0, atol=1e-5, msg=f"{text}: {name}")
+            model.stop()
+
+
+def test_every_codec_keeps_replicas_equal_and_loses_nothing(job):
+    job(2, run_steps)
+
+
+@pytest.mark.slow
+def test_every_codec_keeps_replicas_equal_and_loses_nothing_on_three_ranks(job):
+    job(3, run_steps)
+
+
+def compare_exact() -> None:
+    with paceline.init(announce=None) as world:
+        models = [DDP(Mixed(), strategy=text, bucket_cap_mb=0.001) for text in (None, "topk:1", "powersgd:31")]
+        for step in range(4):
+            for model in models:
+                model.zero_grad()
+                loss(model, world.rank, step).backward()
+            plain, most, ranked = ([p.grad for p in model.parameters()] for model in models)
+            if world.backend == "shm":
+                assert all(map(torch.equal, plain, most))
+            for one, other in zip(plain, ranked, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_where_nothing_is_left_out_it_is_the_all_reduce(job, num_ranks):
+    job(num_ranks, compare_exact)
+
+
+def keep_errors() -> None:
+    with paceline.init(announce=None) as world:
+        for text in LOSSY:
+            model = DDP(Mixed(), strategy=text)
+            train(model, world, range(3))
+            before = model.strategy_state()
+            assert any(error.any() for error in before["rank"].values())
+            model.rebuild()
+            after = model.strategy_state()
+            assert after["step"] == 3 and after["rank"].keys() == before["rank"].keys()
+            assert all(torch.equal(after["rank"][name], error) for name, error in before["rank"].items())
+            assert all(torch.equal(after["common"][name], value) for name, value in before["common"].items())
+            # What a step does not change: the state that was returned.
+            kept = copy.deepcopy(before)
+            train(model, world, range(3, 5))
+            assert all(torch.equal(kept["rank"][name], error) for name, error in before["rank"].items())
+            model.stop()
+
+
+def test_errors_survive_a_rebuild(job):
+    job(2, keep_errors)
+
+
+def resume() -> None:
+    """Bit-exact on the same ranks; on others every rank gets the mean error."""
+    with paceline.init(announce=None) as world:
+        for text in ALL:
+            options = {"strategy": text, "bucket_cap_mb": 0.001}
+            model = DDP(Mixed(), **options)
+            train(model, world, range(3))
+            values, states = copy.deepcopy(model.module.state_dict()), world.share(model.strategy_state())
+            train(model, world, range(3, 6))
+            wanted = model.module.state_dict()
+            model.stop()
+            twin = DDP(Mixed(), **options)
+            twin.module.load_state_dict(values)
+            twin.load_strategy_state(states)
+            train(twin, world, range(3, 6))
+            assert all(torch.equal(wanted[name], value) for name, value in twin.module.state_dict().items()), text
+            many = [*states, copy.deepcopy(states[0])]
+            twin.load_strategy_state(many)
+            found = twin.strategy_state()["rank"]
+            for name, error in found.items():
+                mean = sum(state["rank"][name].double() for state in many) / len(many)
+                torch.testing.assert_close(error.double(), mean)
+            assert found.keys() == states[0]["rank"].keys()
+            twin.stop()
+        other = DDP(Mixed(), strategy="int4")
+        state = {**other.strategy_state(), "strategy": "int8"}
+        kind, message = error_of(lambda: other.load_strategy_state([state] * world.world_size))
+        assert kind == "ConfigError strategy" and "'int8'" in message and "'int4'" in message
+        state = {**other.strategy_state(), "rank": {"gone": torch.zeros(3)}}
+        kind, message = error_of(lambda: other.load_strategy_state([state] * world.world_size))
+        assert kind == "ConfigError strategy" and "gone" in message
+
+
+def test_resuming_is_exact_or_refused_by_name(job):
+    job(2, resume)
+
+
+def do_special_steps() -> None:
+    with paceline.init(announce=None) as world:
+        # Accumulation: one exchange, after the last micro-batch.
+        model = DDP(Mixed(), strategy="int8")
+        train(model, world, range(2))
+        before = model.count_sent().num_messages
+        model.zero_grad()
+        with model.no_sync():
+            for step in range(3):
+                loss(model, world.rank, step).backward()
+        assert model.count_sent().num_messages == before
+        loss(model, world.rank, 3).backward()
+        assert model.count_sent().num_messages - before == 2 * len(model.plan.buckets)
+        # One rank has a number that is not finite: so have all, and no memory changes.
+        for text in ("bf16", *LOSSY):
+            model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
+            train(model, world, range(3))
+            kept = model.strategy_state()
+            loss(model, world.rank, 3).mul(torch.inf if world.rank else 1).backward()
+            assert not all(torch.isfinite(param.grad).all() for param in model.parameters()), text
+            check_equal(world, [torch.isfinite(param.grad).all() for param in model.parameters()])
+            found = model.strategy_state()
+            assert all(torch.equal(found["rank"][name], error) for name, error in kept["rank"].items()), text
+            assert all(torch.equal(found["common"][name], value) for name, value in kept["common"].items()), text
+            model.stop()
+        # Weights by samples, and ranks without data.
+        model = DDP(Mixed(), strategy="bf16", average="samples")
+        exact = DDP(Mixed(), average="samples")
+        for each in (model, exact):
+            for step in range(3):
+                each.zero_grad()
+                loss(each, world.rank, step, size=2 + 3 * world.rank).backward()
+        for one, other in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0.02, atol=1e-2)
+        for text in LOSSY:
+            model = DDP(Mixed(), strategy=text)
+            with model.join():
+                train(model, world, range(2 + 2 * world.rank))
+            check_equal(world, model.parameters(), text)
+            model.stop()
+
+
+def test_accumulation_overflow_weights_and_uneven_data(job):
+    job(2, do_special_steps)
+
+
+def follow_rates() -> None:
+    with paceline.init(announce=None) as world:
+        num_hooks = len(_global_optimizer_pre_hooks)
+        model = DDP(Mixed(), strategy="topk:0.1")
+        groups = [{"params": [model.module.deep.weight]}, {"params": [model.module.wide.weight], "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+
+        def step_with(rates: tuple[float, float]) -> dict[str, torch.Tensor]:
+            """The errors that the step begins with."""
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            found: dict[str, torch.Tensor] = {}
+            average = codecs.Codec.average
+
+            def watch(self: Any, *args: Any) -> Any:
+                found.update({name: error.clone() for name, error in self.errors.items()})
+                return average(self, *args)
+
+            codecs.Codec.average = watch  # type: ignore[method-assign]
+            model.zero_grad()
+            loss(model, world.rank, 0).backward()
+            codecs.Codec.average = average  # type: ignore[method-assign]
+            optimizer.step()
+            return found
+
+        def errors() -> dict[str, torch.Tensor]:
+            return model.strategy_state()["rank"]
+
+        step_with((0.1, 0.2))
+        for rates, factors in (((0.1, 0.05), (1, 4)), ((0.0, 0.05), (1, 1)), ((0.2, 0.05), (0.5, 1))):
+            before = errors()
+            found = step_with(rates)
+            for name, factor in zip(("deep.weight", "wide.weight"), factors, strict=True):
+                assert torch.equal(found[name], before[name] * factor) and found[name].any()
+            assert torch.equal(found["deep.bias"], before["deep.bias"])
+        model.stop()
+        assert len(_global_optimizer_pre_hooks) == num_hooks
+        # Another optimizer's parameters are not ours.
+        dgc = DDP(Mixed(), strategy="topk:0.1,dgc")
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).step()
+        loss(dgc, world.rank, 0).backward()
+        for optimizer in (torch.optim.SGD(dgc.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(dgc.parameters())):
+            kind, message = error_of(optimizer.step)
+            assert kind == "ConfigError strategy" and "0.9" in message and "momentum" in message
+        torch.optim.SGD(dgc.parameters(), lr=0.1).step()
+        complex_one = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+        assert error_of(lambda: DDP(complex_one, strategy="int8"))[0] == "ConfigError strategy"
+
+
+def test_errors_follow_the_learning_rate_and_momentum_counts_once(job):
+    job(2, follow_rates)
+
+
+def fail_inside(text: str, stage: int) -> tuple[str, str]:
+    with paceline.init(announce=None) as world:
+        model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
+        train(model, world, range(2))
+        codec = model._strategy.codec
+        average = codec._average
+
+        def broken(names: Any, vectors: Any, shapes: Any) -> Any:
+            exchange, value = average(names, vectors, shapes), None
+            for number in range(9):
+                if number == stage and "wide.weight" in names:
+                    raise OSError("no more room")
+                try:
+                    value = yield exchange.send(value)
+                except StopIteration:
+                    return
+
+        if world.rank == 1:
+            codec._average = broken
+        found = error_of(lambda: loss(model, world.rank, 2).backward())
+        assert error_of(lambda: loss(model, world.rank, 3).backward())[0] == "CollectiveError unusable"
+        return found
+
+
+@pytest.mark.parametrize(("text", "stage"), [("int8", 0), ("int8", 1), ("powersgd:2", 2)])
+def test_a_codec_that_fails_on_one_rank_is_one_error_everywhere(job, text, stage):
+    first, *others = job(3, fail_inside, text, stage)
+    assert first[0] == "CollectiveError hook-failed"
+    assert "rank 1" in first[1] and "no more room" in first[1]
+    assert all(other == first for other in others)
+
+
+def use_torchs_wrapper() -> None:
+    """`comm_hook` in torch's DDP trains as the wrapper does; torch's hooks work in ours."""
+    with paceline.init(announce=None) as world:
+        for text in ALL:
+            theirs = DistributedDataParallel(Mixed(), bucket_cap_mb=100)
+            theirs.register_comm_hook(*paceline.comm_hook(text, theirs))
+            ours = DDP(Mixed(), strategy=text, bucket_cap_mb=100)
+            for model in (theirs, ours):
+                train(model, world, range(4))
+            check_equal(world, theirs.module.parameters(), text)
+            if text not in ("int8", "int4"):  # torch's buckets have another order, and so have the blocks
+                for one, other in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
+                    # torch gives a hook the elements of channels_last in the order of memory: another matrix.
+                    if one.dim() < 4 or "powersgd" not in text:
+                        torch.testing.assert_close(one, other, msg=f"{text}: {one.shape}")
+            ours.stop()
+        kind, message = error_of(lambda: paceline.comm_hook("diloco:10", theirs))
+        assert kind == "ConfigError strategy" and "diloco" in message
+        state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)
+        for hook in ((state, powerSGD_hook.powerSGD_hook), (None, default_hooks.fp16_compress_hook)):
+            model = DDP(nn.Linear(20, 30))
+            model.register_comm_hook(*hook)
+            for step in range(4):
+                model(
+                    torch.randn(3, 20, generator=torch.Generator().manual_seed(10 * step + world.rank))
+                ).sum().backward()
+            check_equal(world, [param.grad for param in model.module.parameters()])
+        assert error_of(lambda: DDP(Mixed(), strategy="int8").register_comm_hook(*hook))[0] == "ConfigError"
+        dist.barrier()
+
+
+def test_torchs_wrapper_takes_our_hook_and_ours_takes_torchs(job):
+    job(2, use_torchs_wrapper)

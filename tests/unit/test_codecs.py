@@ -1,0 +1,345 @@
+"""Codecs of replicas in one process: what is averaged, what is sent, what is left over, and what must not be kept."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+
+from paceline.parallel import codecs
+from paceline.parallel.codecs import GATHER, SUM, SWAP, build_codec, run_together
+from paceline.plan import Gradient
+from paceline.strategy import Strategy
+from paceline.transport import native
+
+LOSSY = ("int8", "int4", "topk:0.05", "powersgd:2")
+ALL = ("dense", "bf16", *LOSSY, "topk:0.05,dgc,warmup=3")
+# One dimension, four, odd, empty, a scalar, zero columns, one row; none a multiple of a block.
+SHAPES = ((37, 29), (13,), (5, 3, 3, 3), (0, 4), (), (4, 0), (1, 300), (301,))
+NAMES = tuple(f"p{index}" for index in range(len(SHAPES)))
+# In float32, relative to the largest number.
+ROUNDING = 1e-5
+
+
+def build(text: str, num_ranks: int) -> list[codecs.Codec]:
+    strategy = Strategy.parse(text)
+    return [build_codec(strategy, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def draw(num_ranks: int, step: int = 0, shapes=SHAPES) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(num_ranks)]
+
+
+def average(ranks: list[codecs.Codec], grads: list[list[torch.Tensor]], step: int = 0, names=NAMES) -> None:
+    run_together([codec.average(names, mine, step) for codec, mine in zip(ranks, grads, strict=True)])
+
+
+def mean(grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack(parts).double().mean(0) for parts in zip(*grads, strict=True)]
+
+
+@pytest.fixture(params=["core", "torch"])
+def either(request, monkeypatch):
+    """With the compiled core, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(codecs, "_library", lambda: None)
+    elif native.why_not():
+        pytest.skip(f"NOT TESTED: {native.why_not()}")
+    return request.param
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("text", ALL)
+def test_all_ranks_get_the_same_average_near_the_mean(text, num_ranks, either):
+    ranks, grads = build(text, num_ranks), draw(num_ranks)
+    wanted = mean(grads)
+    average(ranks, grads)
+    for mine in grads[1:]:
+        assert all(map(torch.equal, mine, grads[0]))
+    limit = {"dense": 1e-6, "bf16": 0.02, "int8": 0.05, "int4": 0.8}.get(text, math.inf)
+    for found, want in zip(grads[0], wanted, strict=True):
+        assert not found.numel() or (found - want).abs().max() <= limit
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_top_k_of_everything_is_the_all_reduce(num_ranks, either):
+    grads = draw(num_ranks)
+    wanted = copy.deepcopy(grads)
+    average(build("topk:1", num_ranks), grads)
+    average(build("dense", num_ranks), wanted)
+    assert all(map(torch.equal, grads[0], wanted[0]))
+
+
+def test_top_k_sends_signed_values_to_their_own_places(either):
+    """Each rank's largest is elsewhere: a sum of values in the order of their sizes would be wrong."""
+    grads = [[torch.tensor([0.1, -5.0, 0.2, 0.3])], [torch.tensor([0.1, 0.2, 0.3, 3.0])]]
+    average(build("topk:0.25", 2), grads, names=("p",))
+    assert grads[0][0].tolist() == [0, -2.5, 0, 1.5]
+
+
+def test_power_sgd_of_full_rank_is_the_mean(either):
+    """Of a product of thin matrices, whose rank is as small as what is sent."""
+    generator = torch.Generator().manual_seed(3)
+    left = torch.randn(40, 3, generator=generator)
+    grads = [[left @ torch.randn(3, 30, generator=generator), torch.randn(7, generator=generator)] for _ in range(3)]
+    wanted = mean(grads)
+    average(build("powersgd:3", 3), grads, names=("m", "b"))
+    for found, want in zip(grads[0], wanted, strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_nothing_is_lost_or_counted_twice_over_200_steps(text, either):
+    """What was applied and the mean of what is left are the sum of the mean gradients."""
+    num_ranks, shapes, names = 3, ((24, 17), (31,)), ("m", "b")
+    ranks, applied, given = build(text, num_ranks), None, None
+    for step in range(200):
+        grads = draw(num_ranks, step, shapes)
+        total = mean(grads)
+        average(ranks, grads, step, names)
+        found = [grad.double() for grad in grads[0]]
+        applied = found if applied is None else [a + b for a, b in zip(applied, found, strict=True)]
+        given = total if given is None else [a + b for a, b in zip(given, total, strict=True)]
+    for name, have, want in zip(names, applied, given, strict=True):
+        left = [codec.errors[name].double() for codec in ranks if name in codec.errors]
+        have = have + (sum(left) / num_ranks).view_as(have) if left else have
+        torch.testing.assert_close(have, want, rtol=0, atol=200 * ROUNDING * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("text", ["topk:0.05,feedback=0", "int4,feedback=0", "powersgd:1,feedback=0"])
+def test_without_feedback_there_is_no_memory(text, either):
+    ranks = build(text, 2)
+    for step in range(2):
+        average(ranks, draw(2, step), step)
+    assert not ranks[0].errors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+@pytest.mark.parametrize("text", [text for text in ALL if "warmup" not in text] + ["powersgd:100", "topk:1"])
+def test_the_messages_are_those_that_the_strategy_promises(text, num_ranks, either):
+    strategy, found = Strategy.parse(text), []
+
+    def watch(exchange):
+        value = None
+        while True:
+            try:
+                kind, tensor = exchange.send(value)
+            except StopIteration:
+                return
+            found.append((kind, tensor.nbytes))
+            value = yield kind, tensor
+
+    ranks, grads = build(text, num_ranks), draw(num_ranks)
+    for codec in ranks:
+        if isinstance(codec, codecs.BFloat16):
+            codec.sums_precisely = True
+    exchanges = [codec.average(NAMES, mine, 0) for codec, mine in zip(ranks, grads, strict=True)]
+    run_together([watch(exchanges[0]), *exchanges[1:]])
+    shapes = [Gradient(name, math.prod(s) * 4, shape=s) for name, s in zip(NAMES, SHAPES, strict=True)]
+    assert found == [(message.kind, message.num_bytes) for message in strategy.traffic(shapes, num_ranks)]
+    sizes = {SUM: 2 * (num_ranks - 1) / num_ranks, GATHER: num_ranks - 1, SWAP: (num_ranks - 1) / num_ranks}
+    for (kind, num_bytes), message in zip(found, strategy.traffic(shapes, num_ranks), strict=True):
+        assert message.sent_bytes(num_ranks) == math.ceil(sizes[kind] * num_bytes - 1e-9)
+
+
+def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_twice_at_most(either):
+    """Of 64 equal numbers a ring of bfloat16 would lose most; in parts they are added in float32."""
+    grads = [[torch.full((7,), 1.0 + 2**-7)] for _ in range(64)]
+    average(build("bf16", 64), grads, names=("p",))
+    assert torch.equal(grads[0][0], torch.full((7,), 1.0 + 2**-7))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("text", ALL)
+def test_a_number_that_is_not_finite_reaches_all_ranks_and_no_memory(text, bad, either):
+    """Also not the memory of other buckets of the same step: no rank applies any of them."""
+    ranks = build(text, 2)
+    for step in range(2):
+        average(ranks, draw(2, step), step)
+    before = [copy.deepcopy((codec.errors, codec.common)) for codec in ranks]
+    grads, others = draw(2, 2), draw(2, 3)
+    grads[1][0][3, 4] = bad
+    average(ranks, others, 2, [f"other {name}" for name in NAMES])
+    average(ranks, grads, 2)
+    for mine in grads:
+        assert not torch.isfinite(mine[0]).all()
+    for codec, (errors, common) in zip(ranks, before, strict=True):
+        assert all(torch.equal(codec.errors[name], error) for name, error in errors.items())
+        assert all(torch.equal(codec.common[name], value) for name, value in common.items())
+        assert not any(error.any() for name, error in codec.errors.items() if "other" in name)
+    grads, wanted = draw(2, 4), draw(2, 4)
+    average(ranks, grads, 3)
+    assert all(torch.isfinite(grad).all() for grad in grads[0])
+    fresh = build(text, 2)
+    for codec, (errors, common) in zip(fresh, before, strict=True):
+        codec.errors, codec.common = errors, common
+    average(fresh, wanted, 3)
+    assert all(map(torch.equal, grads[0], wanted[0]))
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_errors_belong_to_parameters_and_not_to_buckets(text, either):
+    """A parameter keeps its error in another bucket, behind other parameters."""
+    ranks = build(text, 2)
+    average(ranks, draw(2), 0)
+    left = [{name: error.clone() for name, error in codec.errors.items()} for codec in ranks]
+    assert any(error.any() for error in left[0].values())
+    grads, order = draw(2, 1), [3, 0, 7, 1]
+    given = [[mine[index].clone() for index in order] for mine in grads]
+    names = [NAMES[index] for index in order]
+    average(ranks, given, 1, names)
+    applied = mean(grads)
+    for index, found in zip(order, given[0], strict=True):
+        name = NAMES[index]
+        if name in ranks[0].errors and found.numel():
+            new = sum(codec.errors[name].double() for codec in ranks) / 2
+            old = sum(errors[name].double() for errors in left) / 2 if name in left[0] else 0
+            torch.testing.assert_close(found.double().view(-1) + new, applied[index].view(-1) + old, rtol=0, atol=1e-5)
+
+
+def test_channels_last_and_half_precision_gradients_are_averaged_by_their_elements(either):
+    for text in ALL:
+        plain, other = ([[torch.randn(4, 3, 5, 5, generator=g)] for g in _generators(2)] for _ in range(2))
+        turned = [[grad.to(memory_format=torch.channels_last) for grad in mine] for mine in other]
+        halves = [[grad.bfloat16() for grad in mine] for mine in plain]
+        wanted = [[grad.float() for grad in mine] for mine in halves]
+        for grads in (plain, turned, halves, wanted):
+            average(build(text, 2), grads, names=("p",))
+        assert torch.equal(plain[0][0], turned[0][0])
+        assert turned[0][0].is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(halves[0][0], wanted[0][0].bfloat16())
+
+
+def _generators(num: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(num)]
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_a_gradient_of_zeros_stays_one(text, either):
+    ranks, grads = build(text, 2), [[torch.zeros(shape) for shape in SHAPES] for _ in range(2)]
+    for step in range(3):
+        average(ranks, grads, step)
+    assert not any(grad.any() for grad in grads[0])
+    assert not any(error.any() for error in ranks[0].errors.values())
+
+
+def test_the_random_start_is_equal_on_all_ranks_and_not_the_users(either):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    ranks = build("powersgd:2", 2)
+    average(ranks, draw(2), 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    firsts = [codec._first("m", torch.empty(9, 7), 2) for codec in ranks]
+    assert torch.equal(*firsts) and firsts[0].std() > 0.1
+    assert not torch.equal(firsts[0], ranks[0]._first("other", torch.empty(9, 7), 2))
+
+
+def test_dgc_is_momentum_before_sending():
+    """With everything sent, it is the gradient with a momentum that starts again at what was sent."""
+    ranks = build("topk:1,dgc=0.9", 1)
+    grads = [[torch.ones(3)]]
+    average(ranks, grads, 0, ("p",))
+    assert grads[0][0].tolist() == [1, 1, 1] and not ranks[0].errors["momentum p"].any()
+    ranks = build("topk:0.34,dgc=0.5", 1)  # two of three
+    applied = torch.zeros(3)
+    for step in range(3):
+        grads = [[torch.tensor([4.0, 2.0, 1.0])]]
+        average(ranks, grads, step, ("p",))
+        applied += grads[0][0]
+    # Speeds of the last two: 2 and 1 (the second is sent), 2 and 1.5 (the third: 1 + 1.5), 3 and 1 (the second: 2 + 3).
+    assert applied.tolist() == [12, 7, 2.5]
+    assert ranks[0].errors["p"].tolist() == ranks[0].errors["momentum p"].tolist() == [0, 0, 1]
+
+
+def test_the_density_warms_up_from_a_quarter_in_equal_factors():
+    codec = build("topk:0.001,dgc,warmup=4", 1)[0]
+    found = [codec._density(step) for step in range(6)]
+    assert found[0] == 0.25 and found[4] == found[5] == 0.001
+    ratios = [b / a for a, b in itertools.pairwise(found[:5])]
+    assert all(math.isclose(ratio, ratios[0]) for ratio in ratios)
+
+
+@pytest.mark.parametrize("size", [100_000, 300_001])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
+def test_the_largest_of_many_are_found_by_a_sample(size, density, either):
+    values, errors = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
+    count = math.ceil(size * density)
+    for error in (errors, torch.zeros(0)):
+        into = torch.empty(size)
+        places = codecs.add_and_find(values, error, into, count)
+        total = values + errors if error.numel() else values
+        assert torch.equal(into, total) and places.unique().numel() == count
+        assert total[places].abs().min() == total.abs().topk(count).values[-1]
+    values[7] = math.nan
+    assert 7 in codecs.add_and_find(values, errors, torch.empty(size), count)
+
+
+def test_where_all_are_alike_the_sample_does_not_decide(either):
+    values, into = torch.ones(100_000), torch.empty(100_000)
+    assert codecs.add_and_find(values, torch.zeros(100_000), into, 50).unique().numel() == 50
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=f"NOT TESTED: {native.why_not()}")
+@pytest.mark.parametrize("cpu", ["sse2", "neon", "portable", "avx2", "avx512"])
+@pytest.mark.parametrize("text", ["bf16", "int8", "int4", "topk:0.01"])
+def test_the_core_and_torch_agree_bit_by_bit(text, cpu, monkeypatch):
+    library = native.load_library()
+    best = library.pln_cpu()
+    if library.pln_use_cpu(cpu.encode()):
+        pytest.skip(f"{cpu} is not a kind of this processor")
+    shapes = (*SHAPES, (90_001,), (256,), (512, 3))
+    names = tuple(map(str, range(len(shapes))))
+    results = []
+    try:
+        for library_of in (codecs._library, lambda: None):
+            monkeypatch.setattr(codecs, "_library", library_of)
+            ranks = build(text, 3)
+            for step in range(3):
+                grads = draw(3, step, shapes)
+                for mine in grads:
+                    mine[0][0, :5] = torch.tensor([1e-42, -0.0, 1e30, 1e-30, 2.5])
+                    mine[-2].mul_(1e-38)
+                average(ranks, grads, step, names)
+                results.append([*grads[0], *(ranks[1].errors[name] for name in names if name in ranks[1].errors)])
+    finally:
+        library.pln_use_cpu(best)
+    for by_core, by_torch in zip(results[:3], results[3:], strict=True):
+        for one, other in zip(by_core, by_torch, strict=True):
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=f"NOT TESTED: {native.why_not()}")
+def test_all_kinds_of_processor_compute_the_same_product():
+    library, results = native.load_library(), []
+    best = library.pln_cpu()
+    base, right, matrix = torch.randn(33, 3), torch.randn(3, 301), torch.randn(33, 301)
+    for cpu in (b"sse2", b"neon", b"portable", b"avx2", b"avx512"):
+        if not library.pln_use_cpu(cpu):
+            product, lost = matrix.clone(), torch.empty_like(matrix)
+            codecs._subtract_product(product, lost, base, right)
+            results.append((product, lost))
+    library.pln_use_cpu(best)
+    torch.testing.assert_close(results[0][0], base @ right)
+    torch.testing.assert_close(results[0][1], matrix - results[0][0])
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
+
+
+def test_memory_is_counted():
+    ranks = build("int8", 2)
+    shapes, names = ((100, 30),), ("m",)
+    for step in range(2):
+        average(ranks, draw(2, step, shapes), step, names)
+    # The error, memory for the next one, and the message of 12 blocks with their scales.
+    assert ranks[0].memory_bytes in (2 * 4 * 3000, 2 * 4 * 3000 + 12 * 260)
+
+
+def test_errors_are_rescaled_by_name():
+    codec = build("topk:0.5,dgc=0.9", 1)[0]
+    average([codec], [[torch.tensor([1.0, 8.0]), torch.tensor([3.0, 4.0])]], 0, ("a", "b"))
+    codec.rescale(["a", "unknown"], 4.0)
+    assert codec.errors["a"].tolist() == [4, 0] and codec.errors["b"].tolist() == [3, 0]
+    assert codec.errors["momentum a"].tolist() == [1, 0]  # as the momentum of an optimizer
