@@ -46,7 +46,7 @@ def test_strategies_in_one_document_and_in_words(predict):  # noqa: F811
         (("--network", "1gbe", "--strategy", "int9"), "'int9' is not known"),
         (("--network", "1gbe", "--strategy", "int8", "--gradients", "bf16"), "--gradients bf16 with --strategy"),
         (("--network", "1gbe", "--strategy", "int8", "--ranks", "1"), "one rank"),
-        (("--network", "1gbe", "--strategy", "int8+hosts"), "two levels"),
+        (("--network", "1gbe", "--strategy", "int8+hosts"), "int8+hosts"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(predict, words, found):  # noqa: F811

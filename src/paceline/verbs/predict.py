@@ -67,7 +67,6 @@ def predict(
         (strategies and gradients is not None,
          f"--gradients {gradients} with --strategy, which says itself what is sent: leave it out"),
         (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: give more --ranks"),
-        (any(one.between_hosts for one in strategies), "--strategy with hosts: two levels are not predicted yet"),
     )  # fmt: skip
     _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
