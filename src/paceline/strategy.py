@@ -19,6 +19,8 @@ from paceline.plan import Gradient
 BLOCK = 256
 # Bytes of a sent element of top-k: the value, and its place in its bucket.
 ENTRY_BYTES = 8
+# Of a cache: the pieces of a sharded bucket begin at one.
+LINE_BYTES = 64
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 
 
@@ -149,12 +151,17 @@ class Strategy:
         num = sum(gradient.num_elements for gradient in gradients)
         exact = sum(gradient.num_bytes for gradient in gradients)
         if self.is_sharded:
-            num_bytes = exact if self.codec == "dense" else 2 * num
-            return Message("reduce-scatter", num_bytes), Message("all-gather", math.ceil(exact / world_size))
+            item_bytes = max((gradient.item_bytes for gradient in gradients), default=1)
+            each = -(-exact // (world_size * LINE_BYTES)) * LINE_BYTES
+            num_bytes = each if self.codec == "dense" else 2 * each // item_bytes
+            return Message("reduce-scatter", world_size * num_bytes), Message("all-gather", min(each, exact))
         if self.codec == "dense":
             return (Message("all-reduce", exact),)
         if self.codec == "bf16":
-            return (Message("all-reduce", 2 * num),)
+            if world_size <= 2:
+                return (Message("all-reduce", 2 * num),)
+            part = 2 * -(-num // world_size)  # summed in float32 by one rank each: a ring would round at every hop
+            return Message("all-to-all", part * world_size), Message("all-gather", part)
         if self.codec in QUANTIZED_BITS:
             part = count_shard_bytes(num, world_size, QUANTIZED_BITS[self.codec])
             return Message("all-to-all", part * world_size), Message("all-gather", part)

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.measure.steps import OwnJob
 from paceline.plan import Plan
 from paceline.predict.race import VERDICTS
-from paceline.records import LayerProfileRecord, StepRecord
+from paceline.records import CodecRecord, LayerProfileRecord, StepRecord
 from paceline.report.predictions import TuneResult
 
 
@@ -163,3 +163,22 @@ def test_what_cannot_be_tuned_is_refused_before_a_rank_starts(monkeypatch, argum
     with pytest.raises(PacelineError) as caught:
         paceline.tune(*arguments, **options)
     assert isinstance(caught.value, ConfigError) and caught.value.code == code
+
+
+def test_strategies_race_with_exact_plans(tmp_path):
+    result = paceline.tune(build, ranks=2, quick=True, iters=3, caps="16KiB", backend="gloo", strategy="int8,diloco:10")
+    labels = [candidate.label for candidate in result.tuning.candidates]
+    assert labels[0] == "default" and labels[-2:] == ["bf16", "int8"]
+    raced = {record.label: record for record in result.records if isinstance(record, StepRecord) and record.note}
+    assert set(raced) == set(labels)
+    assert all(len(raced[label].turns_s) == 3 and raced[label].bucket_bytes for label in labels)
+    codecs = [record for record in result.records if isinstance(record, CodecRecord)]
+    assert {"bf16", "int8"} <= {record.strategy for record in codecs}
+    elements = sum(parameter.num_elements for parameter in result.only(LayerProfileRecord)[0].parameters)
+    assert codecs[0].num_bytes == 4 * elements
+    assert {(), (50, 16)} <= {parameter.shape for parameter in result.only(LayerProfileRecord)[0].parameters}
+    # Nobody chose them: the plan is one of the exact candidates.
+    assert result.tuning.answer.strategy.is_exact and "paceline scale strategies" in result.answer
+    predicted = {row["strategy"]: row for row in result.to_json()["strategies"]}
+    assert predicted["bf16"]["sent_bytes"] == 2 * elements and predicted["diloco:10"]["measured_s"] is None
+    assert predicted["int8"]["measured_s"] == raced["int8"].timing.median_s

@@ -16,6 +16,8 @@ from paceline.measure.profiles import measure_layers
 from paceline.measure.steps import OwnJob, Variant
 from paceline.parallel.channel import Channel
 from paceline.predict.predictor import Evidence, fit_rank
+from paceline.predict.strategies import MEASURED
+from paceline.records import CodecRecord, StepRecord
 from paceline.units import MIB
 
 CPU = torch.device("cpu")
@@ -94,7 +96,11 @@ def test_a_profile_carries_what_a_rank_pays(world):
             lambda m: m(torch.ones(4, 256)).sum().backward(),
         )
     )
-    profile, *steps = measure_layers(world, job.build(), job.labels, iters=2, warmup=1, job=job)
+    profile, *carried = measure_layers(world, job.build(), job.labels, iters=2, warmup=1, job=job)
+    steps = [record for record in carried if isinstance(record, StepRecord)]
+    codecs = [record for record in carried if isinstance(record, CodecRecord)]
+    assert {record.num_bytes for record in codecs} == {profile.num_bytes} and len(codecs) == 3 * len(MEASURED)
+    assert {parameter.shape for parameter in profile.parameters} == {(256, 256), (256,)}
     assert Counter(record.role for record in steps) == {"plain": 1, "disturbed": 1, "local": 2}
     assert {record.wrapper for record in steps} == {"paceline"} and profile.num_bytes == sum(
         p.nbytes for p in model.parameters()

@@ -26,6 +26,7 @@ from paceline.records.kinds import (
 from paceline.records.layers import (
     BlockTimes,
     CapTimeRecord,
+    CodecRecord,
     LayerProfileRecord,
     LayerSizeRecord,
     LayerTimeRecord,
@@ -167,7 +168,8 @@ def layer_profiles(draw):
     blocks = tuple(BlockTimes(name, draw(row), draw(row)) for name in ("a", "b"))
     ready = st.tuples(*[st.none() | st.floats(0, 1)] * count)
     parameter = st.builds(
-        ParameterTimes, name=TEXT, num_bytes=COUNT, num_elements=COUNT, dtype=TEXT,
+        ParameterTimes, name=TEXT, num_bytes=COUNT, num_elements=st.just(6), dtype=TEXT,
+        shape=st.sampled_from([(), (6,), (2, 3)]),
         block=st.sampled_from(["a", "b", ""]), ready_s=ready, aliases=st.lists(TEXT, max_size=2).map(tuple),
     )  # fmt: skip
     parameters = draw(st.lists(parameter, min_size=1, max_size=4))
@@ -302,6 +304,10 @@ RECORDS = {
     "layer_profile": layer_profiles(),
     "cap_time": st.builds(
         CapTimeRecord, cap_bytes=COUNT, of=st.sampled_from(("step", "backward")), timing=CENTERS, **SHARED
+    ),
+    "codec": st.builds(
+        CodecRecord, strategy=TEXT, device=TEXT, world_size=COUNT, num_bytes=COUNT, num_buckets=COUNT,
+        parts=st.lists(samples(), min_size=2, max_size=3).map(tuple), **SHARED,
     ),
     "noise_scale": noise_records(),
     "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),

@@ -189,7 +189,7 @@ def _predict(
 add_command(
     app, "predict", _predict,
     "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
-    "accumulate gradients straggler",
+    "accumulate gradients straggler strategy:several",
     "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
     "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
 )  # fmt: skip
@@ -211,7 +211,7 @@ def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
 add_command(
     app, "tune", _tune,
     f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command:run steps:tune quick confirm caps network:tune "
-    "network_ranks iters budget strict",
+    "network_ranks iters budget strategy:several strict",
     "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",

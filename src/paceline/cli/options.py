@@ -117,6 +117,7 @@ OPTIONS = {
     "sync_batchnorm": Option(JOB, "BatchNorm over the whole global batch.", False),
     "plan": Option(JOB, "Buckets from this file, which `tune` writes.", Path, read=lambda path, _: str(path)),
     "strategy": Option(JOB, "bf16, int8, int4, topk:0.01, powersgd:4, diloco:100+int8, zero1, ...", "dense"),
+    "strategy:several": Option(JOB, "Compare strategies: all, or some: bf16,powersgd:4,diloco:100+int8"),
     "ranks:study": Option(JOB, "Number of ranks, instead of --workers. Default: none.", read=read_one),
     "strategies": Option(JOB, "bf16,int8,topk:0.01,powersgd:4,... dense and bf16 are always there."),
     "workers:study": Option(JOB, "Replicas in one process that exchange as ranks would. Default: 4.", int),

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from paceline import machine
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import steps
+from paceline.measure.codecs import measure_codecs, take_gradients
 from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Report, build_samples, follow
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
@@ -239,7 +240,7 @@ class Layers(steps.Probe):
         parameters = [
             ParameterTimes(
                 name, p.nbytes, p.numel(), str(p.dtype).removeprefix("torch."), owner.get(p, ""),
-                tuple(step.ready_s.get(index) for step in seen), tuple(aliases),
+                tuple(step.ready_s.get(index) for step in seen), tuple(aliases), tuple(p.shape),
             )
             for index, (p, (name, *aliases)) in enumerate(self._names.items())
         ]  # fmt: skip
@@ -338,7 +339,8 @@ def measure_layers(
 ) -> list[Record]:  # fmt: skip
     """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs. `labels`
     are those of its job. With the `job`, steps that messages disturb and steps of the wrapper on a group of this rank
-    take turns, too, and their records follow. The steps train the module. Collective: every rank must call this."""
+    take turns, too, and their records follow, and those of codecs. The steps train the module. Collective: every rank
+    must call this."""
     per_turn = 1 if job is None else job.steps_per_turn
     iters, warmup = iters or (20 if job is None else 10), 3 if warmup is None else warmup
     with StepBench(world, labels, steps_per_turn=per_turn) as bench, contextlib.ExitStack() as stack:
@@ -349,7 +351,19 @@ def measure_layers(
             _add_costs(bench, plain, layers, job, stack)
         bench.run(_PACE, -(-iters // per_turn), -(-warmup // per_turn), report)
         profile = layers.build_record(bench, plain)
-        return [profile, *(bench.build_record(variant) for variant in bench.variants if job is not None)]
+        if job is None:
+            return [profile]
+        # Last, for the steps of others.
+        codecs = measure_codecs(take_gradients(replica), replica.device) if _has_room(world, replica) else []
+        carried = [bench.build_record(variant) for variant in bench.variants]
+        return [profile, *carried, *world.share(codecs)[0]]
+
+
+def _has_room(world: World, replica: Replica) -> bool:
+    """Whether a GPU has memory for two more models, their gradients, two moments of an optimizer and their buckets, and
+    the traffic; or for what codecs hold. Collective: every rank must call this."""
+    device, num_bytes = replica.device, sum(param.nbytes for param in replica.parameters)
+    return device.type != "cuda" or all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes))
 
 
 def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJob, stack: contextlib.ExitStack) -> None:
@@ -358,8 +372,7 @@ def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJo
     world, wrapper = bench.world, bench.labels["wrapper"]
     assert plain.replica is not None
     device, num_bytes = plain.replica.device, sum(param.nbytes for param in plain.replica.parameters)
-    # Two more models, their gradients, two moments of an optimizer and their buckets; and the traffic.
-    if device.type == "cuda" and not all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes)):
+    if not _has_room(world, plain.replica):
         plain.labels["note"] = "too little memory to measure copies and contention"
         return
     assert dist.group.WORLD is not None

@@ -91,7 +91,7 @@ def wrap(
 def list_gradients(module: nn.Module) -> tuple[Gradient, ...]:
     """The gradients of a bare module in the order of its definition, as a plan names them."""
     return tuple(
-        Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type)
+        Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type, tuple(p.shape))
         for name, p in module.named_parameters()
         if p.requires_grad
     )

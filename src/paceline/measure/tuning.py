@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError, refuse
+from paceline.measure.codecs import measure_codecs, take_gradients
 from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Timed, Timing, agree_on_max, build_samples, follow, time_once
 from paceline.measure.profiles import Given, Layers, open_job
@@ -39,6 +40,7 @@ from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
+from paceline.strategy import DENSE, Strategy
 from paceline.training.step import list_models
 from paceline.units import format_bytes
 
@@ -131,8 +133,11 @@ class _Variants:
         sweep = _build_sweep(self._world, self._channel, self._allocate(), settings.wrapper, buffers)
         self._run(sweep)
         timings = [build_samples(self._world.share(one.timing.seconds), self._bench.num_warmup) for one in sweep]
-        records = [one.record(timing=timing) for one, timing in zip(sweep, timings, strict=True)]
+        records: list[Record] = [one.record(timing=timing) for one, timing in zip(sweep, timings, strict=True)]
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
+        if settings.strategies:
+            codecs = measure_codecs(take_gradients(plain.replica), plain.replica.device)
+            records += self._world.share(codecs)[0]
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
         place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
@@ -147,7 +152,8 @@ class _Variants:
         than another leaves it. Unless it `stops`, all run until the time is over."""
         self._bench.clear()
         for c in candidates:
-            self._add("job", c.label, self._group, c.cap_bytes, None if c.label == DEFAULT or c.cap_bytes else c.plan)
+            plan = None if c.label == DEFAULT or c.cap_bytes else c.plan
+            self._add("job", c.label, self._group, c.cap_bytes, plan, c.strategy)
         effort, bench = self._settings.amount, self._bench
         # Very short steps are taken several to a turn: what changes between them would be most of it.
         bench.steps_per_turn = max(self._job.steps_per_turn, min(_MOST_STEPS, math.ceil(_TURN_S / self._step_s)))
@@ -165,8 +171,9 @@ class _Variants:
                 steps_s = [max(row) for row in zip(*by_rank, strict=True)]
                 turns_s[candidate.label] = reduce_turns(steps_s, bench.steps_per_turn)
             race = judge_race(turns_s, DEFAULT)
-            for variant in bench.variants:
-                variant.is_dropped = variant.labels["label"] not in (*race.left, DEFAULT)
+            for variant in bench.variants:  # of several strategies each is compared with the others to the end
+                is_left = self._settings.strategies or variant.labels["label"] in (*race.left, DEFAULT)
+                variant.is_dropped = not is_left
             return race.is_decided or spent >= 1
 
         pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
@@ -181,13 +188,14 @@ class _Variants:
 
     def _add(
         self, role: str, label: str, group: dist.ProcessGroup | None = None, cap_bytes: int = 0,
-        plan: Plan | None = None, **labels: Any,
+        plan: Plan | None = None, strategy: Strategy = DENSE, **labels: Any,
     ) -> Variant:  # fmt: skip
         """A replica of its own: bare or, on a group, in the wrapper with a cap, a plan, or its default buckets."""
         is_job = role == "job"
 
         def wrap_by(module: nn.Module) -> nn.Module:
-            wrapped = wrap(module, self._settings.wrapper, group, plan, cap_bytes)
+            options = {} if strategy.is_dense else {"strategy": strategy}
+            wrapped = wrap(module, self._settings.wrapper, group, plan, cap_bytes, **options)
             if self._networks is not None:
                 self._networks[is_job].attach(wrapped)
             return wrapped

@@ -100,7 +100,7 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
         if gradients is not None:
             dtype, item_bytes = GRADIENT_DTYPES[gradients]
             num_bytes = parameter.num_elements * item_bytes
-        found.append(Gradient(parameter.name, num_bytes, item_bytes, dtype, record.device))
+        found.append(Gradient(parameter.name, num_bytes, item_bytes, dtype, record.device, parameter.shape))
     before_s, after_s = _find_around(record, Resample())
     dtypes = sorted({gradient.dtype for gradient in found})
     size = format_bytes(sum(gradient.num_bytes for gradient in found))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -143,7 +143,9 @@ def fit_job(
     emulated = Contention(basis="an emulated network takes no core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0
-    gradients = (Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used)
+    gradients = (
+        Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype, shape=p.shape) for p in used
+    )
     ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
     job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
@@ -240,6 +242,13 @@ class Predictor:
         source, timing = random.Random(_SEED), evidence.plain.timing
         draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
         return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
+
+    def change(self, change: Callable[[MachineCosts, Resample], MachineCosts]) -> Predictor:
+        """The same job with other costs, in the draws, too."""
+        drawn = [
+            (job, change(costs, Resample(random.Random(number)))) for number, (job, costs) in enumerate(self.draws)
+        ]
+        return Predictor(self.job, change(self.costs, Resample()), drawn, self.plain_s, self.noise)
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)

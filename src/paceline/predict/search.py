@@ -1,5 +1,6 @@
 """The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -42,6 +43,11 @@ def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
         cap = max(1, round(totals[-1] * 0.01 ** (1 - number / max(1, count - 1))))
         found.setdefault(cut_by_cap(totals, cap), min(cap, totals[-1]))
     return tuple(found.values())
+
+
+@functools.lru_cache(8)  # many predictions are of one job
+def _list_caps(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+    return list(enumerate_caps(sizes).items())
 
 
 @dataclass(frozen=True)
@@ -104,9 +110,13 @@ class CapCurve:
         return min(inside, key=lambda point: point.backward_s)
 
 
-def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
-    """Simulate every partition that one cap can make."""
-    caps = enumerate_caps(job.sizes).items()
+def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
+    """Simulate every partition that one cap can make; of more than `most`, unless it is 0, as many evenly spread."""
+    caps = _list_caps(job.sizes)
+    if costs.sending is not None and costs.sending.strategy.outer:
+        caps = caps[-1:]  # it has no buckets
+    if 1 < most < len(caps):
+        caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
     return CapCurve(tuple(CapPoint(*limits, cuts, simulate(job, cuts, costs)) for cuts, limits in caps))
 
 

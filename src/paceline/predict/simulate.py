@@ -1,7 +1,8 @@
 """The simulator: one step of a data-parallel job, by its events, for one plan of buckets. Reads top to bottom.
 
 It follows the wrapper's order of events, not a formula: gradients become ready while the rank computes, buckets leave
-in order, messages queue for the servers of the backend, and computing and messages slow each other down.
+in order, messages queue for the servers of the backend, and computing and messages slow each other down. A strategy
+(`Sending`) says which messages a bucket becomes, and what its codec computes before, between and after them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.plan import Plan
+from paceline.plan import Gradient, Plan
 from paceline.predict.curves import CostCurve
 from paceline.predict.job import Job
+from paceline.strategy import Strategy
 
 # Messages that a backend moves at once; 1 where nothing is known.
 SERVERS = {"gloo": 2}
@@ -30,6 +32,10 @@ _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
 # And how far off an assumed share of a core is, one standard deviation.
 _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # to 4 GiB
+# What a codec computes when a message has arrived shares its rank's core with backward.
+_CALLBACK_RATE = 0.5
+# Where a bucket is not one all-reduce, the wrapper's control words have a message of their own.
+_WORDS_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -105,12 +111,63 @@ class Contention:
         return compute, message
 
 
+# Larger blocks the C library gives back to the system when they are freed.
+LARGE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
+    each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
+    share the memory of the parameters, so that a sharded update needs no gathering. `large_factor`: how many times as
+    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step."""
+
+    strategy: Strategy
+    world_size: int
+    parts: tuple[tuple[float, float], ...] = ()
+    is_in_place: bool = False
+    large_factor: float = 1.0
+
+    def list_messages(self, gradients: Sequence[Gradient]) -> tuple[int, ...]:
+        """The messages that a bucket becomes, each as the bytes of the all-reduce that moves as much. A sharded update
+        gathers later."""
+        found = self.strategy.traffic(gradients, self.world_size)
+        found = found[:1] if self.strategy.is_sharded else found
+        return tuple(message.as_all_reduce(self.world_size) for message in found)
+
+    def list_works(self, num_bytes: int, count: int) -> list[float]:
+        """Seconds of the codec before the first of `count` messages of a bucket, and after each."""
+        if not self.parts:
+            return [0.0] * (count + 1)
+        chosen = [*self.parts[:count], self.parts[-1]]
+        chosen += [(0.0, 0.0)] * (count + 1 - len(chosen))
+        factor = self.large_factor if num_bytes > LARGE_BYTES else 1.0
+        return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
+
+    def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
+        """The bytes that a rank sends in a step with these buckets, in the mean over a period."""
+        groups = [job.gradients[start:end] for start, end in itertools.pairwise([0, *cuts])]
+        messages = (
+            message
+            for group in (self.list_fragments(job) if self.strategy.outer else groups)
+            for message in self.strategy.traffic(group, self.world_size)
+            if not (self.is_in_place and message.kind == "all-gather")
+        )
+        return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
+
+    def list_fragments(self, job: Job) -> list[tuple[Gradient, ...]]:
+        """What each exchange of a period sends: every so many-th parameter."""
+        count = self.strategy.fragments
+        return [group for number in range(count) if (group := job.gradients[number::count])]
+
+
 @dataclass(frozen=True)
 class MachineCosts:
     """What messages cost. All times are of a rank that is otherwise alone, unless they say so. `servers`: messages that
     are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per bucket. `gather_s_per_byte`:
     the copies into a bucket and out of it. `contention`: how messages and arithmetic slow each other. `pair_rate`: how
-    fast each of two messages moves. `finish_s`: what follows the last message."""
+    fast each of two messages moves. `finish_s`: what follows the last message. `sending`: None sends each bucket in one
+    all-reduce."""
 
     curve: CostCurve
     servers: int = 1
@@ -119,6 +176,7 @@ class MachineCosts:
     contention: Contention = Contention()
     pair_rate: float = 1.0
     finish_s: float = 0.0
+    sending: Sending | None = None
 
     def __post_init__(self) -> None:
         if self.servers < 1 or not 0 < self.pair_rate <= 1:
@@ -132,10 +190,12 @@ class MachineCosts:
 
 
 class Layout(NamedTuple):
-    """Buckets in the order of their launch: their bytes, and when each is complete in the undisturbed backward."""
+    """Buckets in the order of their launch: their bytes, when each is complete in the undisturbed backward, and their
+    messages, where a bucket is not one all-reduce."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
+    messages: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -176,96 +236,170 @@ class SimulatedStep:
 
 
 def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCosts) -> SimulatedStep:
-    """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which they end."""
-    layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets)
-    run = _Run(costs)
-    done = [BucketSpan(size) for size in layout.num_bytes]
+    """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which they end. Of
+    a strategy with a period it is the mean step; its buckets are its fragments, in seconds since their exchange began.
+    """
+    sending = costs.sending
+    if sending is not None and sending.strategy.outer:
+        return _simulate_period(job, costs, sending)
+    layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
+    run, done = _Run(costs), [BucketSpan(size) for size in layout.num_bytes]
+    messages = layout.messages or tuple((size,) for size in layout.num_bytes)
     # Computing, with buckets handed over as they are complete. In-order launch: a bucket does not leave before the ones
     # in front of it, so it is complete with the latest gradient so far. Handing a bucket over is computing, too.
     computed_s = 0.0
-    for bucket, complete_s in zip(done, itertools.accumulate(layout.ready_s, max), strict=True):
+    for bucket, sizes, complete_s in zip(done, messages, itertools.accumulate(layout.ready_s, max), strict=True):
         run.compute(complete_s - computed_s)
         computed_s = complete_s
         bucket.ready_s = run.now_s
-        run.compute(costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes)
-        bucket.launch_s = run.now_s
-        run.send(bucket)
+        run.hand_over(bucket, sizes, costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes)
     run.compute(job.backward_s - computed_s)
     backward_s = run.now_s
     # Only messages are left.
     run.drain()
-    over_s = max([backward_s, *(bucket.done_s for bucket in done)]) + costs.finish_s
-    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, job.after_s, job.backward_s)
+    over_s, after_s = max([backward_s, *(bucket.done_s for bucket in done)]) + costs.finish_s, job.after_s
+    if sending is not None:
+        over_s += costs.curve.estimate_s(_WORDS_BYTES)
+        if sending.strategy.is_sharded:
+            after_s /= sending.world_size
+            over_s += _estimate_gathering(job, layout, costs, sending)
+    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, after_s, job.backward_s)
 
 
-def _lay_out(job: Job, buckets: Plan | Sequence[int]) -> Layout:
+def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:
+    """Steps of the rank alone, and in each period one exchange of every fragment. It blocks, unless it has a delay."""
+    strategy, spans, exposed_s = sending.strategy, list[BucketSpan](), 0.0
+    for group in sending.list_fragments(job):
+        run, span = _Run(costs), BucketSpan(sum(gradient.num_bytes for gradient in group))
+        run.hand_over(span, sending.list_messages(group), costs.launch_s)
+        run.drain()
+        spans.append(span)
+        # Ranks agree by control words before an exchange begins, and before its result is used.
+        exposed_s += 2 * costs.curve.estimate_s(_WORDS_BYTES) + span.launch_s
+        exposed_s += max(0.0, span.done_s - span.launch_s - strategy.delay * job.local_s)
+    over_s = job.backward_s + exposed_s / strategy.period
+    return SimulatedStep(tuple(spans), job.backward_s, over_s, job.before_s, job.after_s, job.backward_s)
+
+
+def _estimate_gathering(job: Job, layout: Layout, costs: MachineCosts, sending: Sending) -> float:
+    """By how much the next forward is longer since it waits for updated parameters. They arrive in its order, the
+    reverse of the buckets', and a bucket is needed when the share of forward before it, by bytes, has passed."""
+    if sending.is_in_place:  # all ranks are there before the parameters change, and again before they are used
+        return 2 * costs.curve.estimate_s(_WORDS_BYTES)
+    arrived_s, passed_s = 0.0, 0.0
+    for num_bytes in reversed(layout.num_bytes):
+        (*_, message) = sending.strategy.traffic([Gradient("", num_bytes, 1)], sending.world_size)
+        arrived_s += costs.curve.estimate_s(message.as_all_reduce(sending.world_size))
+        passed_s = max(passed_s, arrived_s) + job.before_s * num_bytes / max(1, sum(layout.num_bytes))
+    return passed_s - job.before_s
+
+
+def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -> Layout:
     if isinstance(buckets, Plan):
-        ready_of = dict(zip((gradient.name for gradient in job.gradients), job.ready_s, strict=True))
+        place_of = {gradient.name: place for place, gradient in enumerate(job.gradients)}
         names = [gradient.name for gradient in buckets.gradients]
-        if missing := [name for name in names if name not in ready_of]:
+        if missing := [name for name in names if name not in place_of]:
             raise ConfigError(f"the plan has {len(missing)} gradients that the job lacks, such as {missing[0]!r}")
-        ready = (max(ready_of[names[piece.gradient]] for piece in bucket.pieces) for bucket in buckets.buckets)
-        return Layout(buckets.bucket_bytes, tuple(ready))
-    ends = [0, *buckets]
-    sizes = tuple(job.totals[end] - job.totals[start] for start, end in itertools.pairwise(ends))
-    return Layout(sizes, tuple(job.latest_s[end - 1] for end in buckets))
+        places = [[place_of[names[piece.gradient]] for piece in bucket.pieces] for bucket in buckets.buckets]
+        sizes, ready = buckets.bucket_bytes, tuple(max(job.ready_s[place] for place in one) for one in places)
+        groups: Sequence[Sequence[Gradient]] = [[job.gradients[place] for place in one] for one in places]
+    else:
+        spans = list(itertools.pairwise([0, *buckets]))
+        sizes = tuple(job.totals[end] - job.totals[start] for start, end in spans)
+        ready = tuple(job.latest_s[end - 1] for end in buckets)
+        groups = [job.gradients[start:end] for start, end in spans] if sending is not None else ()
+    return Layout(sizes, ready, () if sending is None else tuple(map(sending.list_messages, groups)))
 
 
-@dataclass
-class _Message:
-    """A message under way: the undisturbed seconds that are left of it, and its rates (see `Contention.rates`)."""
+@dataclass(eq=False, slots=True)
+class _Task:
+    """Something under way for a bucket: a message, or what its codec computes when one has arrived. The undisturbed
+    seconds that are left of it, its rates (see `Contention.rates`), and what follows: (is a message, bytes or seconds).
+    """
 
     bucket: BucketSpan
+    is_message: bool
     left_s: float
     compute_rate: float
     message_rate: float
+    then: deque[tuple[bool, float]]
 
 
 @dataclass
 class _Run:
-    """The state of the simulation between two events: the clock, messages that wait, and messages that move."""
+    """The state of the simulation between two events: the clock, messages and works of codecs that wait, and what is
+    under way."""
 
     costs: MachineCosts
     now_s: float = 0.0
-    waiting: deque[BucketSpan] = field(default_factory=deque)
-    moving: list[_Message] = field(default_factory=list)
+    waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
+    moving: list[_Task] = field(default_factory=list)
 
     def compute(self, work_s: float) -> None:
         """Compute this many undisturbed seconds; messages move meanwhile, and each slows the other."""
         while work_s > _EPSILON:
             # Two messages take no more of a core than the one that takes more: they share it.
-            rate = min((message.compute_rate for message in self.moving), default=1.0)
-            work_s -= self._move(work_s / rate, is_computing=True) * rate
+            rate = min([task.compute_rate for task in self.moving], default=1.0)
+            work_s -= self._move(work_s / rate, True) * rate
 
-    def send(self, bucket: BucketSpan) -> None:
-        self.waiting.append(bucket)
+    def hand_over(self, bucket: BucketSpan, messages: Sequence[int], own_s: float) -> None:
+        """Encode a bucket, which takes `own_s` besides, and send its messages one after the other."""
+        sending, count = self.costs.sending, len(messages)
+        works = [0.0] * (count + 1) if sending is None else sending.list_works(bucket.num_bytes, count)
+        self.compute(own_s + works[0])
+        bucket.launch_s, bucket.start_s = self.now_s, math.inf
+        pairs = zip(messages, works[1:], strict=True)
+        self._follow(bucket, deque(task for size, work_s in pairs for task in ((True, float(size)), (False, work_s))))
         self._admit()
 
     def drain(self) -> None:
         while self.moving:
             self._move(math.inf, is_computing=False)
 
+    def _follow(self, bucket: BucketSpan, tasks: deque[tuple[bool, float]]) -> None:
+        """What comes next for this bucket waits for its turn; with nothing left the bucket is done."""
+        while tasks and tasks[0] == (False, 0.0):
+            tasks.popleft()
+        if not tasks:
+            bucket.done_s, bucket.start_s = self.now_s, min(bucket.start_s, self.now_s)
+            return
+        is_message, amount = tasks.popleft()
+        costs, rates = self.costs, (_CALLBACK_RATE, _CALLBACK_RATE)
+        if is_message:
+            amount, rates = costs.curve.estimate_s(amount), costs.contention.rates(max(1, int(amount)))
+        self.waiting[is_message].append(_Task(bucket, is_message, amount, *rates, tasks))
+
     def _admit(self) -> None:
-        """A message starts as soon as a server is free."""
-        while self.waiting and len(self.moving) < self.costs.servers:
-            bucket = self.waiting.popleft()
-            bucket.start_s = self.now_s
-            left_s = self.costs.curve.estimate_s(bucket.num_bytes)
-            self.moving.append(_Message(bucket, left_s, *self.costs.contention.rates(bucket.num_bytes)))
+        """A message starts as soon as a server is free; what codecs compute comes one at a time."""
+        for waiting, most in zip(self.waiting, (1, self.costs.servers), strict=True):
+            while waiting and sum([task.is_message == waiting[0].is_message for task in self.moving]) < most:
+                self.moving.append(task := waiting.popleft())
+                task.bucket.start_s = min(task.bucket.start_s, self.now_s)
 
     def _move(self, most_s: float, is_computing: bool) -> float:
-        """Move the messages until the first one ends, or for `most_s`; the seconds that this takes."""
-        together = self.costs.pair_rate if len(self.moving) > 1 else 1.0
-        speeds = [together * (message.message_rate if is_computing else 1.0) for message in self.moving]
-        ends = (message.left_s / speed for message, speed in zip(self.moving, speeds, strict=True))
-        elapsed_s = min(most_s, min(ends, default=math.inf))
+        """Go on until the first task ends, or for `most_s`; the seconds that this takes."""
+        moving = self.moving
+        num_messages = sum([task.is_message for task in moving])
+        together = self.costs.pair_rate if num_messages > 1 else 1.0
+        shares_core = is_computing or num_messages < len(moving)
+        elapsed_s, speeds = most_s, []
+        for task in moving:
+            speed = task.message_rate if shares_core else 1.0
+            if task.is_message:
+                speed *= together
+            elif not is_computing:
+                speed = 1.0
+            speeds.append(speed)
+            elapsed_s = min(elapsed_s, task.left_s / speed)
         self.now_s += elapsed_s
-        for message, speed in zip(self.moving, speeds, strict=True):
-            message.left_s -= elapsed_s * speed
-        done = [message for message in self.moving if message.left_s <= _EPSILON]
-        for message in done:
-            message.bucket.done_s = self.now_s
-            self.moving.remove(message)
+        done = []
+        for task, speed in zip(moving, speeds, strict=True):
+            task.left_s -= elapsed_s * speed
+            if task.left_s <= _EPSILON:
+                done.append(task)
+        for task in done:
+            moving.remove(task)
+            self._follow(task.bucket, task.then)
         if done:
             self._admit()
         return elapsed_s

@@ -8,20 +8,24 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import ConfigError, RecordError, refuse
+from paceline.machine import canonical_backend
 from paceline.plan import Gradient, Plan, plan_like_torch
-from paceline.predict.curves import CostCurve, median_noise
+from paceline.predict.curves import CostCurve, Resample, median_noise
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
-from paceline.predict.race import Race, estimate_ratio, judge_race
+from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
-from paceline.records import LayerProfileRecord, Record, StepRecord
+from paceline.predict.simulate import MachineCosts
+from paceline.predict.strategies import BF16, EVERY, describe_strategies, fit_sending, list_strategies, rank_loss
+from paceline.records import CodecRecord, LayerProfileRecord, Record, StepRecord
+from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
 
 DEFAULT, RECOMMENDED, PREDICTIONS = "default", "recommended", "predictions.json"
@@ -34,12 +38,13 @@ _CLEAR = 0.005
 @dataclass(frozen=True)
 class Candidate:
     """A plan of the race, and what is predicted for it. A wrapper is given its cap where `cap_bytes` is not 0, nothing
-    where it is the default, else the plan."""
+    where it is the default, else the plan; and the strategy."""
 
     label: str
     cap_bytes: int
     plan: Plan
     estimate: Estimate
+    strategy: Strategy = DENSE
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class TuneSettings:
     """What a tuning is to do with a job. Without `caps_bytes` a range is chosen. `confirms` is whether the job itself
     is run at all, and `race_s` how long plans race at most (by default as the effort says). With a `network`, one rank
     sends to `network_ranks - 1` others that do not exist. `takes_lists`: the wrapper can be given a cap for each
-    bucket."""
+    bucket. With `strategies` those of them race, too, that are sent in every step; of `all`, the best."""
 
     wrapper: str = "paceline"
     effort: str = "full"
@@ -77,6 +82,7 @@ class TuneSettings:
     network_ranks: int = 2
     takes_lists: bool = True
     race_s: float | None = None
+    strategies: tuple[str, ...] = ()
 
     @property
     def amount(self) -> Effort:
@@ -101,6 +107,13 @@ class TuneSettings:
              f"{what}: one rank sends, to others that do not exist: use --ranks 1 and --network-ranks 2 or more"),
             code="ranks",
         )  # fmt: skip
+        refuse(
+            (self.strategies and self.wrapper != "paceline",
+             f"--strategy races in --wrapper paceline, not {self.wrapper}"),
+            (self.strategies and self.network is not None,
+             f"--strategy with --network {self.network}: codecs need ranks; use `paceline predict --strategy` for it"),
+            code="strategy",
+        )  # fmt: skip
         self.build_curve()
         refuse(
             (self.iters is not None and self.iters < 2, f"--iters {self.iters}: 2 or more, to know the noise"),
@@ -114,7 +127,7 @@ class TuneSettings:
         """What a saved run needs, besides its records, to be judged again."""
         return {
             "predictions": list(predictions),
-            "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes)},
+            "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes), "strategies": list(self.strategies)},
             "gradients": [asdict(gradient) for gradient in gradients],
             "default_plan": json.loads(default_plan.to_json()),
         }
@@ -211,7 +224,9 @@ class GridPoint:
 @dataclass(frozen=True)
 class Tuning:
     """The predictor fitted to the records that may calibrate it, what it chose, and how right it was. `points` are a
-    sweep of caps. `candidates` are the plans of the race, the default first; `race` is None where they did not run."""
+    sweep of caps. `candidates` are the plans of the race, the default first; `race` is None where they did not run. It
+    is of those that leave the update as it is; `whole` is of all, with strategies that do not. `predicted` has what is
+    predicted for every strategy, with its best cap, in the order of `prefer`."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
@@ -221,6 +236,28 @@ class Tuning:
     candidates: tuple[Candidate, ...]
     confirmed: Mapping[str, StepRecord]
     race: Race | None
+    whole: Race | None = None
+    predicted: Mapping[str, Estimate] = field(default_factory=dict)
+
+    @property
+    def offers(self) -> list[tuple[Candidate, Interval, Interval]]:
+        """The plans of the race that change the update: each with its step over the default's, and over bf16's."""
+        if self.whole is None:
+            return []
+        others = [candidate for candidate in self.candidates if not candidate.strategy.is_exact]
+        return [(c, self.whole.to_default[c.label], self.whole.ratios[c.label, BF16.text]) for c in others]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is assumed of strategies, and which did not run."""
+        strategies = [Strategy.parse(text) for text in self.predicted]
+        codecs = [record for record in self.records if isinstance(record, CodecRecord)]
+        ran = {candidate.strategy.text for candidate in self.candidates}
+        lines = [f"assumed: {line}" for line in describe_strategies(self.model.job, strategies, codecs)]
+        if left := [one.text for one in strategies if not one.is_hook and one.text not in ran]:
+            why = "a turn of the race is a few steps, not a period, and a sharded optimizer is not the job's own"
+            lines.append(f"predicted and not run: {', '.join(left)}; {why}")
+        return lines
 
     @property
     def verdict(self) -> str:
@@ -229,7 +266,8 @@ class Tuning:
             return self.race.verdict
         if self.choice.is_clear and any(candidate.label == RECOMMENDED for candidate in self.candidates):
             return "use"
-        estimates = [*(c.estimate for c in self.candidates), *(point.estimate for point in self.points)]
+        exact = (c.estimate for c in self.candidates if c.strategy.is_exact)
+        estimates = [*exact, *(point.estimate for point in self.points)]
         ratios = [estimate.step_s / self.choice.default.step_s for estimate in estimates]
         return "flat" if min(ratios) >= 1 - PLATEAU and max(ratios) <= 1 + PLATEAU else "default"
 
@@ -258,7 +296,7 @@ class Tuning:
         return [
             {"label": c.label, "cap_bytes": c.cap_bytes, "bucket_bytes": list(c.plan.bucket_bytes),
              "cuts": list(c.estimate.cuts), "step_s": c.estimate.step_s, "low_s": c.estimate.low_s,
-             "high_s": c.estimate.high_s}
+             "high_s": c.estimate.high_s, "strategy": c.strategy.text}
             for c in self.candidates
         ]  # fmt: skip
 
@@ -349,16 +387,33 @@ def judge_tuning(
         grid = [(cap, None) for cap in caps]
     points = tuple(GridPoint(cap, model.estimate(model.job.cut(cap)), model.plain_s, record) for cap, record in grid)
 
-    def build(label: str, cap_bytes: int, estimate: Estimate) -> Candidate:
+    def build(label: str, cap_bytes: int, estimate: Estimate, strategy: Strategy = DENSE) -> Candidate:
         what = f"cap {format_bytes(cap_bytes)}" if cap_bytes else "free"
-        return Candidate(label, cap_bytes, model.build_plan(gradients, estimate.cuts, f"tuned: {what}"), estimate)
+        plan = model.build_plan(gradients, estimate.cuts, f"tuned: {what}")
+        return Candidate(label, cap_bytes, plan, estimate, strategy)
 
     default = Candidate(DEFAULT, 0, default_plan, choice.default)
     ran = [record for record in jobs if record.note]
+    strategies = list_strategies(settings.strategies) if settings.strategies else ()
+    models = {one.text: _send_by(model, one, records) for one in strategies}
+    predicted = {
+        text: choice.estimate if text == DENSE.text else one.choose(choice.default.cuts, only_caps=True).estimate
+        for text, one in models.items()
+    }
     if ran:  # judged is what ran, not what would be chosen today
-        cuts = {one["label"]: one.get("cuts") for one in predictions}
-        estimates = (model.estimate(cuts.get(record.label) or model.cut_like(record.bucket_bytes)) for record in ran)
-        others = [build(r.label, r.cap_bytes, e) for r, e in zip(ran, estimates, strict=True) if r.label != DEFAULT]
+        known, others = {one["label"]: one for one in predictions}, []
+        for record in (record for record in ran if record.label != DEFAULT):
+            found = known.get(record.label, {})
+            strategy = Strategy.parse(found.get("strategy"))
+            cuts = found.get("cuts") or model.cut_like(record.bucket_bytes)
+            estimate = models.get(strategy.text, model).estimate(cuts)
+            others.append(build(record.label, record.cap_bytes, estimate, strategy))
+    elif strategies:  # bfloat16, and those that change more: all that are named, or the best
+        others = [build(RECOMMENDED, 0, choice.estimate)]
+        lossy = [one for one in strategies if rank_loss(one) == "lossy" and one.is_hook]
+        lossy.sort(key=lambda one: predicted[one.text].step_s)
+        chosen = lossy[:1] if settings.strategies == EVERY else lossy
+        others += [build(one.text, 0, predicted[one.text], one) for one in (BF16, *chosen)]
     else:
         others = [build(RECOMMENDED, 0, choice.estimate)]
         # The best of the sweep, and all that may be as good as the best by what is predicted.
@@ -366,21 +421,39 @@ def judge_tuning(
         may_win = (point for point in points if point.estimate.low_s < choice.estimate.high_s)
         for point in [*filter(None, [best]), *sorted(may_win, key=lambda point: point.estimate.step_s)]:
             others.append(build(f"cap {format_bytes(point.cap_bytes)}", point.cap_bytes, point.estimate))
-    confirmed, unique = {record.label: record for record in ran}, dict[tuple[int, ...], Candidate]()
+    confirmed, unique = {record.label: record for record in ran}, dict[tuple[str, tuple[int, ...]], Candidate]()
     for candidate in (default, *others):  # a plan with the buckets of another one is that one
-        record = confirmed.get(candidate.label)
-        unique.setdefault(candidate.plan.bucket_bytes if record is None else record.bucket_bytes, candidate)
+        measured = confirmed.get(candidate.label)
+        sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
+        unique.setdefault((candidate.strategy.text, sizes), candidate)
     kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or c.plan.fits_torch]
-    kept = kept if ran else kept[:_MOST_CANDIDATES]
-    race = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if DEFAULT in confirmed else None
-    return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race)
+    kept = kept if ran or strategies else kept[:_MOST_CANDIDATES]
+    race = whole = None
+    if DEFAULT in confirmed:
+        race = judge_race({c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}, DEFAULT)
+        whole = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if strategies else None
+    return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race, whole, predicted)
+
+
+def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) -> Predictor:
+    """The predictor of the same job with another strategy."""
+    plain = next(record for record in records if isinstance(record, StepRecord) and record.role == "plain")
+    codecs = [record for record in records if isinstance(record, CodecRecord)]
+    is_shared = canonical_backend(plain.backend) == "shm"
+
+    def change(costs: MachineCosts, resample: Resample) -> MachineCosts:
+        sending = fit_sending(strategy, plain.world_size, codecs, resample, is_in_place=is_shared)
+        return replace(costs, sending=sending)
+
+    return model.change(change)
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:
     """The tuning of a saved run. `plan_text` is its plan.json, which runs of versions 1 and 2 need."""
     if "tune" in config:
-        settings = TuneSettings(**config["tune"] | {"caps_bytes": tuple(config["tune"]["caps_bytes"])})
-        gradients = tuple(Gradient(**gradient) for gradient in config["gradients"])
+        lists = {name: tuple(config["tune"].get(name, ())) for name in ("caps_bytes", "strategies")}
+        settings = TuneSettings(**config["tune"] | lists)
+        gradients = tuple(Gradient(**g | {"shape": tuple(g.get("shape", ()))}) for g in config["gradients"])
         default_plan = Plan.from_json(json.dumps(config["default_plan"]))
         return judge_tuning(settings, records, gradients, default_plan, config.get("predictions", ()))
     if plan_text is None:

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,12 +21,15 @@ from paceline.predict.networks import (
 from paceline.predict.predictor import Evidence, RankCosts, describe_rank, fit_rank
 from paceline.predict.scaling import estimate_slowdown, estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
 from paceline.records import LayerProfileRecord
 from paceline.records.samples import group_by
+from paceline.strategy import DENSE
 from paceline.units import format_bytes
 
 DRAWS = 50
+# How ranks send, by their number, by how many times as long as alone they compute, and as it might have been measured.
+Send = Callable[[int, float, Resample], Sending | None]
 # Less than this share of a time is nothing: not a difference between plans, and not what a step waits for.
 _NOTHING = 1e-3
 
@@ -37,7 +40,8 @@ class WhatIfRow:
     `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
     `exposed_s` is what communication adds, `straggler_s` what waiting for the slowest rank adds, and `neighbours_s`
     what the ranks of a CPU host cost each other. `default_step_s` is the step with torch's default buckets. `bound`
-    says what everything waits for, `doubt` why not to trust the row."""
+    says what everything waits for, `doubt` why not to trust the row. `sent_bytes` are what a rank sends in a step, and
+    `drawn_s` the step in each draw."""
 
     network: str
     world_size: int
@@ -59,6 +63,8 @@ class WhatIfRow:
     doubt: str = ""
     neighbours_s: float = 0.0
     source: str = "simulated"
+    sent_bytes: float = 0.0
+    drawn_s: tuple[float, ...] = ()
 
     @property
     def efficiency(self) -> float:
@@ -92,13 +98,20 @@ def _is_on_host(fabric: Fabric) -> bool:
     return isinstance(fabric, MeasuredFabric) and not 0 < fabric.ranks_per_node < max(fabric.ranks)
 
 
-def _build_costs(job: Job, fabric: Fabric, world_size: int, rank: RankCosts) -> MachineCosts:
+def is_shared(fabric: Fabric) -> bool:
+    """Whether ranks reduce in memory that they share."""
+    return isinstance(fabric, MeasuredFabric) and fabric.fits[0].algorithm == "shared"
+
+
+def _build_costs(
+    job: Job, fabric: Fabric, world_size: int, rank: RankCosts, sending: Sending | None = None
+) -> MachineCosts:
     curve, contention = fabric.build_curve(world_size), rank.contention or Contention()
     if job.device != "cpu" or not _is_on_host(fabric):  # cores move the messages of a CPU host all along
         contention = contention.spread_over(curve)
     own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
     # Messages that are under way at once share the link: together they are no faster than one.
-    return MachineCosts(curve, fabric.servers, *own, contention, pair_rate=1 / fabric.servers)
+    return MachineCosts(curve, fabric.servers, *own, contention, 1 / fabric.servers, sending=sending)
 
 
 def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:
@@ -122,35 +135,40 @@ class _Draw(NamedTuple):
     rank: RankCosts
     shift: float
     error: float
+    resample: Resample
 
 
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
-    evidence: Evidence | None = None, known: RankCosts | None = None,
+    evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
 ) -> list[WhatIfRow]:  # fmt: skip
     """A row for each number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
     micro-batches, and the ranks' computing lies apart by `spread`, a relative sd. `evidence`: what the profile says of
-    copies, contention and neighbours; without it they are `known`, or assumed."""
+    copies, contention and neighbours; without it they are `known`, or assumed. Of all bucket sizes, `most_caps` are
+    tried, unless it is 0. Two calls with other ways to `send` have the same draws."""
     job, source = job.accumulate(accumulate), random.Random(2024)
     # The error of a network is most of an interval: its quantiles in random order, as few draws reach into the tails.
     shifts = [statistics.NormalDist().inv_cdf((place + 0.5) / len(draws)) for place in range(len(draws))]
     source.shuffle(shifts)
-    varied = []
+    varied: list[_Draw] = []
     for draw, shift in zip(draws, shifts, strict=True):
         rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
         found = fabric.draw(source, shift)
         rank = _settle(job, found, rank, source)
-        varied.append(_Draw(draw.accumulate(accumulate), found, rank, source.gauss(0, 1), source.gauss(0, 1)))
+        shifted = source.gauss(0, 1), source.gauss(0, 1)
+        varied.append(_Draw(draw.accumulate(accumulate), found, rank, *shifted, Resample(random.Random(len(varied)))))
     rank = _settle(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))
-    return [_build_row(job, fabric, rank, varied, world_size, spread) for world_size in ranks]
+    return [_build_row(job, fabric, rank, varied, world_size, spread, send, most_caps) for world_size in ranks]
 
 
 def _build_row(
-    alone: Job, fabric: Fabric, rank: RankCosts, draws: Sequence[_Draw], world_size: int, spread: float
-) -> WhatIfRow:
-    wait, costs = estimate_wait(spread, world_size), _build_costs(alone, fabric, world_size, rank)
-    job = _stretch(alone, fabric, world_size, rank)
-    caps = estimate_caps(job, costs)
+    alone: Job, fabric: Fabric, rank: RankCosts, draws: Sequence[_Draw], world_size: int, spread: float, send: Send,
+    most_caps: int,
+) -> WhatIfRow:  # fmt: skip
+    wait, job = estimate_wait(spread, world_size), _stretch(alone, fabric, world_size, rank)
+    sending = send(world_size, job.backward_s / alone.backward_s, Resample())
+    costs = _build_costs(alone, fabric, world_size, rank, sending)
+    caps = estimate_caps(job, costs, most_caps)
     # Where launches cost nothing, they do in truth: of plans that take the same time the one with the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
@@ -159,7 +177,8 @@ def _build_row(
     times, efficiencies = [], []
     for draw in draws:
         drawn = _stretch(draw.job, draw.fabric, world_size, draw.rank, draw.shift)
-        step = simulate(drawn, best.cuts, _build_costs(drawn, draw.fabric, world_size, draw.rank))
+        sends = send(world_size, drawn.backward_s / draw.job.backward_s, draw.resample)
+        step = simulate(drawn, best.cuts, _build_costs(drawn, draw.fabric, world_size, draw.rank, sends))
         left_out_s = MODEL_ERROR * draw.error * max(0.0, step.exposed_s)
         times.append(step.step_s + left_out_s + wait * drawn.computing_s)
         efficiencies.append(draw.job.local_s / times[-1])
@@ -177,6 +196,7 @@ def _build_row(
         best_cap_bytes=best.high_bytes, plateau_low_bytes=low, plateau_high_bytes=high, num_buckets=len(best.cuts),
         default_step_s=default.step_s + straggler_s, bound=_find_bound(best.step, straggler_s, neighbours_s),
         doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1], neighbours_s=neighbours_s,
+        sent_bytes=(sending or Sending(DENSE, world_size)).count_sent(job, best.cuts), drawn_s=tuple(times),
     )  # fmt: skip
 
 

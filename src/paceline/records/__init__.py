@@ -4,6 +4,7 @@ from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryRecord,
 from paceline.records.layers import (
     BlockTimes,
     CapTimeRecord,
+    CodecRecord,
     LayerProfileRecord,
     LayerSizeRecord,
     LayerTimeRecord,
@@ -15,7 +16,7 @@ from paceline.records.traced import TracedMessage, TracedStepRecord
 from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord
 
 __all__ = [
-    "BatchRecord", "BlockTimes", "CapTimeRecord", "ChunksRecord", "CollectiveRecord", "CurvePoint", "LargeBatchRecord",
-    "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord", "ParameterTimes",
-    "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
+    "BatchRecord", "BlockTimes", "CapTimeRecord", "ChunksRecord", "CodecRecord", "CollectiveRecord", "CurvePoint",
+    "LargeBatchRecord", "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord",
+    "ParameterTimes", "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
 ]  # fmt: skip

@@ -65,6 +65,7 @@ class ParameterTimes:
     """When the gradient of a parameter became ready: seconds after backward began, None in a repetition without one.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
+    Older profiles have no `shape`.
     """
 
     name: str
@@ -74,11 +75,13 @@ class ParameterTimes:
     block: str
     ready_s: tuple[float | None, ...]
     aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_seconds(self.name, self.ready_s)
-        if self.num_bytes < 0 or self.num_elements < 0:
-            raise RecordError(f"{self.name} has {self.num_elements} elements in {self.num_bytes} bytes")
+        if self.num_bytes < 0 or self.num_elements < 0 or (self.shape and math.prod(self.shape) != self.num_elements):
+            shape = f" of shape {self.shape}" if self.shape else ""
+            raise RecordError(f"{self.name} has {self.num_elements} elements{shape} in {self.num_bytes} bytes")
 
     @cached_property
     def median_s(self) -> float | None:
@@ -237,3 +240,23 @@ class LayerProfileRecord(Record):
             LayerTimeRecord(layer=layer, timing=Samples(tuple((value,) for value in values)), source=self.source)
             for layer, values in times.items()
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecRecord(Record):
+    """What the codec of a strategy computes for gradients of `num_bytes` in `num_buckets`, on one rank of `world_size`,
+    of which the others are made up. `parts` are the seconds before its first message, and after each."""
+
+    kind: ClassVar[str] = "codec"
+    strategy: str
+    device: str
+    world_size: int
+    num_bytes: int
+    num_buckets: int
+    parts: tuple[Samples, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.world_size, self.num_bytes, self.num_buckets, len(self.parts) - 1) < 1:
+            found = f"{self.num_bytes} bytes in {self.num_buckets} buckets on {self.world_size} ranks"
+            raise RecordError(f"{self.strategy}: {found} with {len(self.parts)} parts: too few")

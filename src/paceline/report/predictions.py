@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
 from paceline.predict.curves import fit_curve, fit_line, hold_draws
-from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
+from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
     Fabric,
@@ -36,7 +36,8 @@ from paceline.predict.search import (
     estimate_sensitivity,
     find_best_cuts,
 )
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
+from paceline.predict.strategies import rank_loss
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,
@@ -62,6 +63,7 @@ from paceline.records.store import load_json
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
+from paceline.strategy import Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
 if TYPE_CHECKING:
@@ -120,14 +122,19 @@ class PredictResult(Result):
         ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         self.scenario["evidence"] = find_evidence(self.records)
-        draws = draw_jobs(self.profile, self.job, DRAWS)
         self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
         self.rows: list[WhatIfRow] = []
+        self._simulate(draw_jobs(self.profile, self.job, DRAWS))
+
+    def _simulate(self, draws: Sequence[Job]) -> None:
         for fabric in self.fabrics:
-            swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
-            busy = [name for name in self.busy if name == "profile" or swept]
-            rows = simulate_what_if(self.job, draws, fabric, config["ranks"], **self.scenario)
-            self.rows += [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
+            self.rows += self._simulate_on(fabric, draws, self.config["ranks"])
+
+    def _simulate_on(self, fabric: Fabric, draws: Sequence[Job], ranks: Sequence[int], **more: Any) -> list[WhatIfRow]:
+        swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
+        busy = [name for name in self.busy if name == "profile" or swept]
+        rows = simulate_what_if(self.job, draws, fabric, ranks, **self.scenario, **more)
+        return [replace(row, doubt=add_busy(row.doubt, busy)) for row in rows]
 
     @staticmethod
     def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
@@ -469,6 +476,7 @@ BUCKETS = (
 
 RACE = (
     Column("plan", "candidate.label", key="plan", is_key=True),
+    Column(None, "candidate.strategy.text", key="strategy"),
     Column("buckets", "candidate.estimate.num_buckets", "count", "num_buckets", priority=1),
     Column("predicted", "candidate.estimate.step_s", "ms", "predicted_s", priority=3),
     Column("90 % (ms)", lambda r: _say_interval(r.candidate.estimate), str, priority=0),
@@ -479,6 +487,19 @@ RACE = (
     *raw_columns(ratio="ratio.value", low_s="candidate.estimate.low_s", high_s="candidate.estimate.high_s"),
     Column(None, lambda r: r.ratio.low if r.ratio.is_known else None, key="ratio_low"),
     Column(None, lambda r: r.ratio.high if r.ratio.is_known else None, key="ratio_high"),
+)
+
+
+PREDICTED = (
+    Column("strategy", lambda r: r[0], key="strategy", is_key=True),
+    Column("update", lambda r: rank_loss(Strategy.parse(r[0])), key="loss", priority=2),
+    Column("sent", lambda r: r[3], lambda size: format_bytes(round(size)), "sent_bytes", priority=3),
+    Column("buckets", lambda r: r[1].num_buckets, "count", "num_buckets"),
+    Column("predicted", lambda r: r[1].step_s, "ms", "predicted_s", priority=5),
+    Column("90 % (ms)", lambda r: _say_interval(r[1]), str, priority=1),
+    Column(None, lambda r: r[1].low_s, key="low_s"),
+    Column(None, lambda r: r[1].high_s, key="high_s"),
+    Column("measured", lambda r: r[2], "ms", "measured_s", priority=4),
 )
 
 
@@ -536,10 +557,12 @@ class TuneResult(Result):
         tuning, race = self.tuning, self.tuning.race
         if race is None:
             return []
+        whole = tuning.whole or race
         return [
-            RaceRow(c, tuning.confirmed[c.label], race.to_default[c.label], say_status(race, c.label))
+            RaceRow(c, tuning.confirmed[c.label], whole.to_default[c.label],
+                    say_status(race, c.label) if c.label in race.to_default else _say_offer(whole.to_default[c.label]))
             for c in tuning.candidates
-        ]
+        ]  # fmt: skip
 
     @property
     def step(self) -> StepRecord:
@@ -556,7 +579,7 @@ class TuneResult(Result):
 
     @property
     def answer(self) -> str:
-        return f"{self.title}: {describe_answer(self.tuning)}."
+        return f"{self.title}: {describe_answer(self.tuning)}{describe_offers(self.tuning)}."
 
     @property
     def findings(self) -> Sequence[str]:
@@ -569,6 +592,7 @@ class TuneResult(Result):
             f"contention: {tuning.model.costs.contention.basis}",
             *self._check_predictions(),
             describe_torch(tuning),
+            *tuning.notes,
         ]
 
     def _check_predictions(self) -> list[str]:
@@ -588,9 +612,22 @@ class TuneResult(Result):
         title = "the default plan" if answer.label == DEFAULT else "the plan to use"
         return [
             *([Table("race", "the race of the plans", RACE, rows)] if rows else []),
+            *([Table("strategies", "strategies as predicted", PREDICTED, self._list_strategies())]
+              if self.tuning.predicted else []),
             Table("grid", "step by bucket size", GRID, self.candidates),
             Table("buckets", f"{title}, as predicted", BUCKETS, buckets),
-        ]
+        ]  # fmt: skip
+
+    def _list_strategies(self) -> list[tuple[str, Estimate, float | None, float]]:
+        """Each strategy: what is predicted for it, what was measured, and what a rank sends in a step."""
+        tuning, found = self.tuning, []
+        measured = {c.strategy.text: tuning.confirmed[c.label].timing.median_s for c in tuning.candidates
+                    if c.label in tuning.confirmed and c.label != DEFAULT}  # fmt: skip
+        for text, estimate in tuning.predicted.items():
+            sending = Sending(Strategy.parse(text), self.step.world_size, is_in_place=self.step.backend == "shm")
+            sent = sending.count_sent(tuning.model.job, estimate.cuts)
+            found.append((text, estimate, measured.get(text), sent))
+        return found
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         tuning, title = self.tuning, f"Step time against bucket size: {self.title}"
@@ -663,6 +700,28 @@ def say_status(race: Race, label: str) -> str:
     return "" if label in race.left else "slower"
 
 
+def _say_offer(ratio: Interval) -> str:
+    """Of a strategy that changes the update, and is not chosen for that."""
+    return "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else ""
+
+
+def describe_offers(tuning: Tuning) -> str:
+    """What strategies gain that change the update, in sentences; empty where none was asked for."""
+    said = [f"{c.label} takes {_say_difference(to_default)} compared with the default" for c, to_default, _ in
+            tuning.offers]  # fmt: skip
+    if tuning.whole is None:  # the fastest first
+        others = [(e.step_s, text) for text, e in tuning.predicted.items() if not Strategy.parse(text).is_exact]
+        said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
+    if not said:
+        return ""
+    lossy = [(c.label, to_bf16) for c, _, to_bf16 in tuning.offers if rank_loss(c.strategy) == "lossy"]
+    if lossy and not any(ratio.high < 1 and ratio.value < 1 - PLATEAU for _, ratio in lossy):
+        names = " and ".join(label for label, _ in lossy)
+        said.append(f"not worth it here: bf16 with tuned buckets is as good as {names}, by what was measured")
+    note = "these change the update and are not chosen for you: accuracy is not judged here, see"
+    return f"; {'; '.join(said)}; {note} `paceline scale strategies`"
+
+
 def describe_errors(tuning: Tuning) -> list[str]:
     """How right the prediction was, in sentences."""
     lines = []
@@ -699,7 +758,7 @@ def describe_answer(tuning: Tuning) -> str:
             return f"use {what}: predicted {choice.gain:.1%} less than the default; no plan was run"
         why = "all plans are predicted within 1 % of it" if tuning.verdict == "flat" else "no gain is certain"
         return f"{'flat: ' if tuning.verdict == 'flat' else ''}keep {what}: {why}; no plan was run"
-    rounds, count = format_number_of(race.num_rounds, "round"), len(tuning.candidates)
+    rounds, count = format_number_of(race.num_rounds, "round"), len(race.to_default)
     if count == 1:
         return f"flat: all plans have the buckets of {what}"
     most = race.regret[2]
@@ -747,7 +806,7 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
     styles = {
         "use": (COLORS[2], "to use"), "keep": (COLORS[2], "to keep"), "": (COLORS[0], "not decided"),
         "slower": (COLORS[1], "slower than another plan"), "within 1 %": (COLORS[5], "shown to be within 1 %"),
-        "beaten": (COLORS[1], "slower than another plan"),
+        "beaten": (COLORS[1], "slower than another plan"), "faster": (COLORS[3], "faster, and changes the update"),
     }  # fmt: skip
     for place, row in enumerate(rows):
         color, label = styles[row.status]

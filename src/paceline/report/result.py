@@ -31,6 +31,7 @@ _CLASSES = {
     "doctor": "result.DoctorResult",
     "predict": "predictions.PredictResult",
     "predict csv": "predictions.CapsResult",
+    "predict strategies": "strategy_steps.StrategyStepsResult",
     "predict trace": "traced.TracedResult",
     "profile": "profiles.ProfileResult",
     "profile attach": "attached.AttachedResult",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord, TracedStepRecord
+from paceline.records import CodecRecord, CollectiveRecord, LayerProfileRecord, StepRecord, TracedStepRecord
 from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
@@ -28,6 +28,7 @@ from paceline.records.store import RUN_FILE, Run, create_folder, load_run, pause
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
+    from paceline.report.strategy_steps import StrategyStepsResult
     from paceline.report.traced import TracedResult
 
 Place = str | Path | None
@@ -38,8 +39,8 @@ def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
     allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
     inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
-    straggler: str = "0%", out: Place = None,
-) -> PredictResult:  # fmt: skip
+    straggler: str = "0%", strategy: str | Sequence[str] | None = None, out: Place = None,
+) -> PredictResult | StrategyStepsResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
@@ -48,17 +49,24 @@ def predict(
     node, joined by the network `inside`: given both a network and a sweep, the sweep joins them. `algorithm` is
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
+    `strategy` compares strategies, each with its best buckets (a `StrategyStepsResult`): "all", or some ("bf16,int8").
     """
     from paceline.predict.curves import check_algorithm
+    from paceline.predict.strategies import list_strategies
     from paceline.report.predictions import PredictResult
+    from paceline.report.strategy_steps import StrategyStepsResult
 
     check_algorithm(algorithm)
+    strategies = () if strategy is None else list_strategies(strategy)
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     refuse(
         (network is None and allreduce is None,
          "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
         (backend is not None and allreduce is None,
          f"--backend {backend} chooses from an --allreduce run, and there is none"),
+        (strategies and gradients is not None,
+         f"--gradients {gradients} with --strategy, which says itself what is sent: leave it out"),
+        (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: give more --ranks"),
     )  # fmt: skip
     _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
@@ -77,6 +85,8 @@ def predict(
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
         "busy": busy,
     }  # fmt: skip
+    build = StrategyStepsResult if strategies else PredictResult
+    config |= {"strategies": [one.text for one in strategies]} if strategies else {}
     try:  # here, since the result, which builds it again, does not know where it is from
         if allreduce is not None:
             PredictResult.build_sweep(sweep, config)
@@ -85,7 +95,8 @@ def predict(
     # What cannot be simulated is refused before a folder is made.
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     records = (layers, *list_carried(run), *sweep)
-    return _save(PredictResult(Run("predict", config, here, records, tuple(doubts))), out)
+    verb = "predict strategies" if strategies else "predict"
+    return _save(build(Run(verb, config, here, records, tuple(doubts))), out)
 
 
 def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int | None, inside: str | None) -> None:
@@ -240,9 +251,10 @@ def find_profile(run: Run) -> LayerProfileRecord:
     return found[0]
 
 
-def list_carried(run: Run) -> list[StepRecord]:
-    """The steps of a profile that say what messages, the wrapper and other ranks cost a rank."""
-    return [record for record in run.records if isinstance(record, StepRecord) and record.role != "job"]
+def list_carried(run: Run) -> list[StepRecord | CodecRecord]:
+    """The records of a profile that say what messages, the wrapper, other ranks and codecs cost a rank."""
+    found = [record for record in run.records if isinstance(record, StepRecord | CodecRecord)]
+    return [record for record in found if isinstance(record, CodecRecord) or record.role != "job"]
 
 
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
+from paceline.predict.strategies import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
 from paceline.training.settings import TrainSettings, takes_cap_lists
@@ -24,8 +25,8 @@ def tune(
     model: nn.Module | Callable[[], Any] | str, step: Callable[[nn.Module], Any] | None = None, *,
     ranks: int | None = None, wrapper: str = "paceline", quick: bool = False, confirm: bool = True, caps: Sizes = (),
     network: str | None = None, network_ranks: int | None = None, iters: int | None = None,
-    budget: float | None = None, backend: str = "auto", device: str = "auto", threads: int | None = None,
-    out: Place = None, progress: bool | None = None, **job: Any,
+    budget: float | None = None, strategy: str | Sequence[str] | None = None, backend: str = "auto",
+    device: str = "auto", threads: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> TuneResult:  # fmt: skip
     """Which buckets? Measures the job, predicts every plan, lets the best race in turns, and returns the plan.
 
@@ -34,16 +35,19 @@ def tune(
     `paceline train --model`, with the options of `paceline.train` as further arguments (`data`, `batch_size`, ...).
     `wrapper` is paceline or torch. `caps` are bucket sizes to run ("1MiB,25MiB"); by default a range. Without
     `confirm` the job is never run under a plan; `budget` is how many seconds the race may take at most. With `network`,
-    one rank computes, and its buckets take as long as on that network of `network_ranks` ranks. With `out` the run is
-    saved in a folder there.
+    one rank computes, and its buckets take as long as on that network of `network_ranks` ranks. With `strategy` ("all",
+    or some: "bf16,int8") every strategy is predicted; bf16 and those that are named race, too, and of "all" the best
+    lossy one. `result.plan` stays that of the exact ones. With `out` the run is saved in a folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
     is_odd = network is None and network_ranks is not None
     refuse((is_odd, f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one"))
+    strategies = () if strategy is None else tuple(one.text for one in list_strategies(strategy))
     settings = TuneSettings(
         wrapper=wrapper, effort="quick" if quick else "full", caps_bytes=list_sizes(caps), confirms=confirm,
         iters=iters, network=network, network_ranks=8 if network_ranks is None else network_ranks,
         takes_lists=wrapper != "torch" or takes_cap_lists(), race_s=budget,
+        strategies=EVERY if strategy == "all" else strategies,
     )  # fmt: skip
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     refuse(

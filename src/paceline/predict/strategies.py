@@ -1,0 +1,202 @@
+"""Strategies compared: what codecs cost, which strategy to take, and the bandwidth at which that changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.predict.curves import Resample, hold_draws
+from paceline.predict.job import Job
+from paceline.predict.race import Interval
+from paceline.predict.search import PLATEAU
+from paceline.predict.simulate import LARGE_BYTES, Sending
+from paceline.predict.whatif import WhatIfRow
+from paceline.records import CodecRecord
+from paceline.strategy import DENSE, Strategy, parse_strategies
+
+ALL = (
+    "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:8", "diloco:100", "diloco:100+int8", "zero1",
+    "zero1+bf16",
+)  # fmt: skip
+EVERY = ("all",)
+# What a profile measures; another amount of a codec is taken to cost as much.
+MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4")
+BF16 = Strategy.parse("bf16")
+# In bits per second: where crossings are looked for.
+BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
+
+
+def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
+    """`all`, or a list by commas or semicolons. Those to compare with come first: dense all-reduce, and bfloat16."""
+    texts = given.replace(";", ",").strip(" ,") if isinstance(given, str) else given
+    if not texts:
+        raise ConfigError("--strategy names none: give all, or some such as bf16,powersgd:4", code="strategy")
+    return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts in ("all", EVERY) else texts))))
+
+
+def rank_loss(strategy: Strategy) -> str:
+    """What becomes of the update: `exact`, `rounded` (to bfloat16, once) or `lossy`."""
+    return "exact" if strategy.is_exact else "lossy" if strategy.outer or strategy.codec != "bf16" else "rounded"
+
+
+def prefer(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """In the order in which one is taken of those that are as fast: what changes the update least."""
+    return sorted(strategies, key=lambda strategy: ("exact", "rounded", "lossy").index(rank_loss(strategy)))
+
+
+def choose_fastest(steps_s: Mapping[str, float]) -> str:
+    """The first, in the order of the mapping, that is within 1 % of the fastest."""
+    least_s = min(steps_s.values())
+    return next(name for name, step_s in steps_s.items() if step_s <= least_s * (1 + PLATEAU))
+
+
+def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
+    """The measured strategy whose codec stands for this one's: the same, or with the nearest amount; empty for none."""
+    parsed = [Strategy.parse(record.strategy) for record in records]
+    alike = [one for one in parsed if one.codec == strategy.codec]
+    found = min(alike, key=lambda one: abs(math.log((one.amount or 1) / (strategy.amount or 1))), default=None)
+    return "" if found is None or (strategy.codec == "dense" and not strategy.outer) else found.text
+
+
+def fit_sending(
+    strategy: Strategy, world_size: int, records: Sequence[CodecRecord], resample: Resample | None = None,
+    factor: float = 1.0, is_in_place: bool = False,
+) -> Sending | None:  # fmt: skip
+    """How ranks send by a strategy, with the costs of its codec by medians, times a factor; None where they send as
+    always, or nothing. What a bucket costs, and what its bytes do, is told apart by one bucket and many; what grows
+    with the ranks, by few of them and many."""
+    if world_size == 1 or strategy.is_dense:
+        return None
+    resample, name = resample or Resample(), find_codec(records, strategy)
+    mine = sorted((r for r in records if r.strategy == name), key=lambda r: (r.world_size, r.num_buckets))
+    large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
+    if rest := [record for record in mine if record not in large]:
+        mine = rest
+    else:  # one gradient that is large itself
+        large = []
+    if not mine:
+        return Sending(strategy, world_size, is_in_place=is_in_place)
+    count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
+    one, each = mine[0], [record for record in mine if record.world_size == count][-1]
+    more = max(1, each.num_buckets - one.num_buckets)
+    pairs = zip(medians[id(each)], medians[id(one)], strict=True)
+    fixed = [max(0.0, many_s - one_s) / more for many_s, one_s in pairs]
+
+    def fit(record: CodecRecord) -> list[float]:
+        own = fixed if len(record.parts) == len(fixed) else [fixed[0], *[fixed[-1]] * (len(record.parts) - 1)]
+        times = zip(medians[id(record)], own, strict=True)
+        return [max(0.0, time_s - bucket_s * record.num_buckets) / record.num_bytes for time_s, bucket_s in times]
+
+    rates, wide = fit(one), mine[-1]
+    if world_size > count < wide.world_size:
+        there = fit(wide)
+        if len(there) == len(rates):
+            share = (world_size - count) / (wide.world_size - count)
+            rates = [here + max(0.0, more_s - here) * share for here, more_s in zip(rates, there, strict=True)]
+        else:  # other messages than few ranks exchange
+            rates, fixed = there, [fixed[0], *[fixed[-1]] * (len(there) - 1)]
+    large_factor = 1.0
+    if large:
+        here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
+        large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
+    parts = tuple((factor * bucket_s, factor * rate) for bucket_s, rate in zip(fixed, rates, strict=True))
+    return Sending(strategy, world_size, parts, is_in_place, large_factor)
+
+
+def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
+    """What is assumed of them, one line each."""
+    lines, codecs = [], {one.text: find_codec(records, one) for one in strategies if one.codec != "dense" or one.outer}
+    if unknown := [name for name, found in codecs.items() if not found]:
+        what = "costs nothing, so that its step is a limit and not a forecast: profile the layers again to measure it"
+        lines.append(f"the codec of {', '.join(unknown)} {what}")
+    for name, found in codecs.items():
+        one = Strategy.parse(name)
+        if found and Strategy.parse(found).amount != one.amount:
+            lines.append(f"the codec of {name} costs what that of {found} does")
+    if any(one.codec == "powersgd" for one in strategies):
+        lacking = [gradient for gradient in job.gradients if not gradient.shape and gradient.num_elements > 1]
+        if lacking:
+            what = f"the shapes of {len(lacking)} gradients are not known, and PowerSGD is taken to send these whole"
+            lines.append(f"{what}: profile the layers again")
+    if any(one.outer for one in strategies):
+        lines.append("with a period: the mean step; an exchange blocks, and what the outer optimizer computes is free")
+    if any(one.is_sharded for one in strategies):
+        gathers = "parameters are gathered behind the next forward, on one host with shared memory not at all"
+        lines.append(f"zero1: the optimizer takes 1/n of its time; {gathers}")
+    return lines
+
+
+@dataclass(frozen=True)
+class StrategyRow:
+    """A strategy on one network and number of ranks. `to_dense` and `to_bf16` are its step over theirs, each with its
+    best buckets, with 90 % of draws."""
+
+    strategy: Strategy
+    step: WhatIfRow
+    to_dense: Interval
+    to_bf16: Interval
+
+    @property
+    def loss(self) -> str:
+        return rank_loss(self.strategy)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it is shown to be more than 1 % faster than bf16."""
+        return self.to_bf16.value < 1 - PLATEAU and self.to_bf16.high < 1
+
+
+def compare_rows(rows: Mapping[str, WhatIfRow], strategies: Sequence[Strategy]) -> list[StrategyRow]:
+    """The strategies on one network and number of ranks; rows by the text of their strategy."""
+
+    def compare(mine: WhatIfRow, other: WhatIfRow) -> Interval:
+        value = mine.step_s / other.step_s
+        drawn = [here / there for here, there in zip(mine.drawn_s, other.drawn_s, strict=True)]
+        return Interval(value, *hold_draws(value, drawn))
+
+    dense, bf16 = rows[DENSE.text], rows[BF16.text]
+    return [
+        StrategyRow(one, rows[one.text], compare(rows[one.text], dense), compare(rows[one.text], bf16))
+        for one in strategies
+    ]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Steps by bandwidth, in bits per second, and by strategy in the order of `prefer`; and where the fastest changes:
+    (bandwidth, the one below it, the one above it)."""
+
+    steps_s: Mapping[float, Mapping[str, float]]
+    crossings: tuple[tuple[float, str, str], ...]
+
+    @property
+    def rows(self) -> list[tuple[float, str, Mapping[str, float]]]:
+        return [(rate, choose_fastest(steps_s), steps_s) for rate, steps_s in self.steps_s.items()]
+
+
+def sweep_bandwidths(
+    estimate: Callable[[float], Mapping[str, float]], bandwidths: Sequence[float] = BANDWIDTHS
+) -> Sweep:
+    """`estimate` gives the steps at a bandwidth. Between two at which another one is fastest, the crossing is found to
+    2 %; there may be several in between."""
+    steps_s = {rate: estimate(rate) for rate in bandwidths}
+    crossings = []
+
+    def look(low: float, first: str, high: float, last: str) -> None:
+        if first == last:
+            return
+        middle = math.sqrt(low * high)
+        if high / low < 1.02:
+            crossings.append((middle, first, last))
+            return
+        found = choose_fastest(estimate(middle))
+        look(low, first, middle, found)
+        look(middle, found, high, last)
+
+    places = [(rate, choose_fastest(found)) for rate, found in steps_s.items()]
+    for (low, first), (high, last) in itertools.pairwise(places):
+        look(low, first, high, last)
+    return Sweep(steps_s, tuple(crossings))

@@ -1,0 +1,228 @@
+"""`predict --strategy` as a result: a step under each strategy, which to take, and where that changes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from paceline.predict.job import Job
+from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
+from paceline.predict.race import Interval
+from paceline.predict.strategies import (
+    BF16,
+    StrategyRow,
+    Sweep,
+    choose_fastest,
+    compare_rows,
+    describe_strategies,
+    fit_sending,
+    list_strategies,
+    prefer,
+    sweep_bandwidths,
+)
+from paceline.predict.whatif import is_shared
+from paceline.records import CodecRecord
+from paceline.report.plots import draw_line, label_values, new_figure, place_legend
+from paceline.report.predictions import PredictResult
+from paceline.report.table import Column, Table, raw_columns
+from paceline.strategy import DENSE, Strategy
+from paceline.units import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Bucket sizes that are tried for each strategy on a network, and at each bandwidth.
+_CAPS, _SWEPT_CAPS = 48, 10
+_LATENCY_S = 50e-6  # of a link, where a network does not say
+NOT_JUDGED = "a lossy strategy changes what is learned, which is not judged here: see `paceline scale strategies`"
+
+
+def _say_change(ratio: Interval) -> str:
+    if ratio.low == ratio.high:
+        return "="
+    return f"{ratio.value - 1:+.0%} ({ratio.low - 1:+.0%} to {ratio.high - 1:+.0%})"
+
+
+def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -> float:
+    return row[3][strategy]
+
+
+STRATEGIES = (
+    Column("network", "step.network", key="network", priority=4),
+    Column("ranks", "step.world_size", "{:,}".format, "world_size", is_key=True),
+    Column("strategy", "strategy.text", key="strategy", is_key=True),
+    Column("update", "loss", key="loss", priority=5),
+    Column("sent", "step.sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=7),
+    Column("step", "step.step_s", "ms", "step_s", priority=9),
+    Column("90 % (ms)", lambda r: f"{format_ms(r.step.low_s)} to {format_ms(r.step.high_s)}", str, priority=3),
+    Column("compared with dense", "to_dense", _say_change, priority=2),
+    Column("with bf16", "to_bf16", _say_change, priority=6),
+    Column("bucket size", lambda r: None if r.strategy.outer else r.step.best_cap_bytes, "bytes", "best_cap_bytes"),
+    *raw_columns(low_s="step.low_s", high_s="step.high_s", num_buckets="step.num_buckets", doubt="step.doubt"),
+    *raw_columns(exposed_s="step.exposed_s", is_worth_it="is_worth_it", source="step.source"),
+    *raw_columns(to_dense="to_dense.value", to_dense_low="to_dense.low", to_dense_high="to_dense.high"),
+    *raw_columns(to_bf16="to_bf16.value", to_bf16_low="to_bf16.low", to_bf16_high="to_bf16.high"),
+)
+
+
+class Cell:
+    """The strategies on one network and number of ranks: which is the fastest of the exact ones, and of the lossy."""
+
+    def __init__(self, rows: Sequence[StrategyRow]) -> None:
+        self.rows, self.network, self.world_size = rows, rows[0].step.network, rows[0].step.world_size
+        self._by_name = {row.strategy.text: row for row in rows}
+        self.dense, self.bf16 = self._by_name[DENSE.text], self._by_name[BF16.text]
+        self.exact = self._find_fastest("exact")
+        self.lossy = self._find_fastest("lossy")
+
+    def _find_fastest(self, loss: str) -> StrategyRow | None:
+        steps_s = {row.strategy.text: row.step.step_s for row in self.rows if row.loss == loss}
+        return self._by_name[choose_fastest(steps_s)] if steps_s else None
+
+    @property
+    def winner(self) -> StrategyRow:
+        """The fastest of all; of those within 1 % the one that changes the update least."""
+        names = prefer(row.strategy for row in self.rows)
+        return self._by_name[choose_fastest({one.text: self._by_name[one.text].step.step_s for one in names})]
+
+    def judge(self) -> str:
+        """What to take, in words."""
+        assert self.exact is not None
+        took = f"{format_ms(self.bf16.step.step_s)} ms with bf16"
+        text = f"of the exact strategies {self.exact.strategy.text} is fastest, {format_ms(self.exact.step.step_s)} ms"
+        if self.lossy is None:
+            return f"{text}; {took}"
+        name, ratio = self.lossy.strategy.text, self.lossy.to_bf16
+        if not self.lossy.is_worth_it:
+            why = "no lossy strategy is shown to be more than 1 % faster than bf16"
+            return f"{text}; {took}; not worth it here: {why} ({name}: {_say_change(ratio)})"
+        least, most = 1 - ratio.high, 1 - ratio.low
+        less = f"{1 - ratio.value:.0%} less than bf16 with its best buckets (90 %: {least:.0%} to {most:.0%})"
+        return f"{text}; {took}; of the lossy ones {name}, {format_ms(self.lossy.step.step_s)} ms, {less}"
+
+
+class StrategyStepsResult(PredictResult):
+    """`predict --strategy`: `cells` are networks x ranks with a row for each strategy, `sweeps` the steps by bandwidth
+    for each number of ranks, and `rows` the rows of all cells."""
+
+    def _simulate(self, draws: Sequence[Job]) -> None:
+        self.strategies = list_strategies(self.config["strategies"])
+        self.codecs = self.only(CodecRecord)
+        self.cells: list[Cell] = []
+        ranks = self.config["ranks"]
+        for fabric in self.fabrics:
+            found = {one.text: self._simulate_on(fabric, draws, ranks, **self._send_by(one, fabric, _CAPS))
+                     for one in self.strategies}  # fmt: skip
+            for place, world_size in enumerate(ranks):
+                if world_size > 1:
+                    rows = {text: rows[place] for text, rows in found.items()}
+                    self.cells.append(Cell(compare_rows(rows, self.strategies)))
+        self.rows = [row.step for cell in self.cells for row in cell.rows]
+
+    def _send_by(self, strategy: Strategy, fabric: Fabric, most_caps: int) -> dict[str, Any]:
+        def send(world_size: int, factor: float, resample: Any) -> Any:
+            return fit_sending(strategy, world_size, self.codecs, resample, factor, is_shared(fabric))
+
+        return {"send": send, "most_caps": most_caps}
+
+    @cached_property
+    def sweeps(self) -> dict[int, Sweep]:
+        """By ranks: the steps on links of many bandwidths, with the latency of the first network."""
+        config = self.config
+        named = find_networks(config["network"])[0].latency_s if config["network"] is not None else _LATENCY_S
+        latency = f"{1e6 * (named or _LATENCY_S):g}us"
+        ordered = prefer(self.strategies)
+
+        def estimate(world_size: int, rate: float) -> dict[str, float]:
+            link = find_network(f"{rate / 1e9:.6g}Gb/s,{latency}")
+            fabric, found = AssumedFabric(link, link), dict[str, float]()
+            for one in ordered:
+                (row,) = self._simulate_on(fabric, (), [world_size], **self._send_by(one, fabric, _SWEPT_CAPS))
+                found[one.text] = row.step_s
+            return found
+
+        counts = [world_size for world_size in config["ranks"] if world_size > 1]
+        return {count: sweep_bandwidths(functools.partial(estimate, count)) for count in counts}
+
+    @property
+    def answer(self) -> str:
+        cell = max(self.cells, key=lambda cell: cell.world_size)
+        busy = ", from times of a busy machine" if self.busy else ""
+        lossy = f" Note: {NOT_JUDGED}." if cell.lossy is not None and cell.lossy.is_worth_it else ""
+        where = f"{self.profile.model} on {cell.world_size:,} ranks over {cell.network}"
+        return f"{where}: {cell.judge()}. Simulated{busy}.{lossy}"
+
+    @property
+    def findings(self) -> Sequence[str]:
+        last = max(self.cells, key=lambda cell: cell.world_size)
+        others = [cell for cell in self.cells if cell is not last]
+        crossings = [
+            f"on {world_size:,} ranks, from {rate / 1e9:.3g} Gb/s on {above} is fastest, below it {below}"
+            for world_size, sweep in self.sweeps.items()
+            for rate, below, above in sweep.crossings
+        ]
+        none = [f"on {n:,} ranks {sweep.rows[0][1]} is fastest at every bandwidth" for n, sweep in self.sweeps.items()
+                if not sweep.crossings]  # fmt: skip
+        assumed = describe_strategies(self.job, self.strategies, self.codecs)
+        return [
+            *(f"{cell.world_size:,} ranks over {cell.network}: {cell.judge()}" for cell in others),
+            *crossings, *none, f"{NOT_JUDGED}", *(f"assumed: {line}" for line in assumed), *super().findings,
+        ]  # fmt: skip
+
+    def tables(self) -> list[Table]:
+        rows = [row for cell in self.cells for row in cell.rows]
+        swept = [(n, *row) for n, sweep in self.sweeps.items() for row in sweep.rows]
+        columns = (
+            Column("ranks", lambda r: r[0], "{:,}".format, "world_size", is_key=True),
+            Column("bandwidth (Gb/s)", lambda r: r[1] / 1e9, "{:g}".format, "gbit_per_s", is_key=True),
+            Column("fastest", lambda r: r[2], key="fastest", priority=3),
+            *(Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
+              for one in self.strategies),
+        )  # fmt: skip
+        title = f"{self.profile.model}: the fastest by bandwidth, within 1 % the one that changes the update least"
+        return [
+            Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, rows, key="rows"),
+            Table("bandwidths", title, columns, swept, key="bandwidths"),
+        ]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        return {"bandwidths": lambda: plot_bandwidths(self)}
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        if self.config.get("is_own", True):
+            return ("paceline.tune(model, step, strategy='all')",)
+        return (f"paceline tune --model {self.profile.model} --strategy all",)
+
+    def to_json(self) -> dict[str, Any]:
+        cells = [
+            {"network": cell.network, "world_size": cell.world_size, "winner": cell.winner.strategy.text,
+             "exact": cell.exact.strategy.text if cell.exact else None,
+             "lossy": cell.lossy.strategy.text if cell.lossy else None,
+             "is_worth_it": cell.lossy is not None and cell.lossy.is_worth_it}
+            for cell in self.cells
+        ]  # fmt: skip
+        crossings = [
+            {"world_size": n, "bits_per_s": rate, "below": below, "above": above}
+            for n, sweep in self.sweeps.items()
+            for rate, below, above in sweep.crossings
+        ]
+        return super().to_json() | {"cells": cells, "crossings": crossings}
+
+
+def plot_bandwidths(result: StrategyStepsResult) -> Figure:
+    """The step against the bandwidth of a link, on the most ranks: a line for each strategy."""
+    world_size, sweep = max(result.sweeps.items())
+    title = f"{result.profile.model} on {world_size:,} ranks: a step by bandwidth and strategy"
+    figure, axes = new_figure(title, "each with its best buckets; dotted: where another one is fastest; simulated")
+    for number, strategy in enumerate(result.strategies):
+        points = [(rate / 1e9, 1e3 * steps_s[strategy.text], None, None) for rate, steps_s in sweep.steps_s.items()]
+        draw_line(axes, number, points, strategy.text, "--" if strategy.is_exact else "-")
+    for rate, *_ in sweep.crossings:
+        axes.axvline(rate / 1e9, color="#555555", ls=":", lw=1)
+    label_values(axes, [rate / 1e9 for rate in sweep.steps_s], "{:g}".format)
+    axes.set(yscale="log", xlabel="bandwidth (Gb/s)", ylabel="step (ms)")
+    place_legend(figure, axes)
+    return figure

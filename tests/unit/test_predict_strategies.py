@@ -1,0 +1,378 @@
+"""Strategies predicted: bytes that are those of the codecs, steps by sums done by hand, crossings, and a tuning."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError, RecordError
+from paceline.measure.codecs import measure_codecs
+from paceline.parallel.codecs import GATHER, SUM, build_codec
+from paceline.plan import Gradient
+from paceline.predict.curves import Resample
+from paceline.predict.job import Job
+from paceline.predict.search import estimate_caps
+from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending, simulate
+from paceline.predict.strategies import (
+    ALL,
+    BANDWIDTHS,
+    MEASURED,
+    choose_fastest,
+    describe_strategies,
+    find_codec,
+    fit_sending,
+    list_strategies,
+    prefer,
+    rank_loss,
+    sweep_bandwidths,
+)
+from paceline.predict.tuning import TuneSettings, judge_tuning, load_tuning
+from paceline.records import CodecRecord, ParameterTimes, Samples
+from paceline.records.environment import capture_environment
+from paceline.records.kinds import record_from_json, record_to_json
+from paceline.records.store import Run
+from paceline.report.predictions import TuneResult, describe_offers
+from paceline.report.result import build_result
+from paceline.report.strategy_steps import StrategyStepsResult, plot_bandwidths
+from paceline.strategy import DENSE, Message, Strategy
+from paceline.units import MIB
+from tests.unit.made_jobs import line
+from tests.unit.made_plans import plan_by_cap
+from tests.unit.made_tuning import MadeJob
+
+# Shapes with all corners: a vector, a matrix that a factor makes no smaller, filters, and what blocks do not divide.
+SHAPES = ((7,), (3, 3), (64, 50), (8, 4, 3, 3), (1,), (700, 30))
+ALPHA, RATE = 1e-3, 1e6
+# The wrapper's control words follow a codec in a message of their own.
+WORDS_S = ALPHA + 64 / RATE
+
+
+def make_job(sizes, ready_s, backward_s: float, before_s: float = 0.0, after_s: float = 0.0) -> Job:
+    gradients = tuple(Gradient(f"layer{place}", size) for place, size in enumerate(sizes))
+    return Job(gradients, tuple(ready_s), backward_s, before_s, after_s)
+
+
+def parse(text: str) -> Strategy:
+    return Strategy.parse(text)
+
+
+def list_sent(text: str, world_size: int, grads: list[torch.Tensor]) -> list[Message]:
+    """The messages of a codec for one bucket."""
+    codec, sent = build_codec(parse(text), 0, world_size), []
+    exchange, value = codec.average([str(number) for number in range(len(grads))], grads, 0), None
+    while True:
+        try:
+            kind, tensor = exchange.send(value)
+        except StopIteration:
+            return sent
+        sent.append(Message(kind, tensor.nbytes))
+        value = torch.stack([tensor] * world_size) if kind == GATHER else tensor.clone() if kind == SUM else tensor
+
+
+@pytest.mark.parametrize("text", ["bf16", "int8", "int4", "topk:0.01", "topk:0.5", "powersgd:1", "powersgd:4"])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_bytes_are_those_that_the_codec_sends(text, world_size):
+    torch.manual_seed(1)
+    grads = [torch.randn(shape) for shape in SHAPES]
+    gradients = [Gradient(str(n), grad.nbytes, shape=tuple(grad.shape)) for n, grad in enumerate(grads)]
+    assert list(parse(text).traffic(gradients, world_size)) == list_sent(text, world_size, grads)
+    job = Job(tuple(gradients), (0.0,) * len(grads), 0.0)
+    sent = sum(message.sent_bytes(world_size) for message in list_sent(text, world_size, grads))
+    assert Sending(parse(text), world_size).count_sent(job, [len(grads)]) == sent
+
+
+def test_bytes_of_a_period_and_of_shards():
+    job = make_job([4096, 4096], [0.0, 0.0], 0.0)
+    assert Sending(parse("diloco:100"), 2).count_sent(job, [1, 2]) == 8192 / 100
+    assert Sending(parse("zero1"), 4).count_sent(job, [2]) == 2 * 3 / 4 * 8192 == Sending(DENSE, 4).count_sent(job, [2])
+    assert Sending(parse("zero1"), 4, is_in_place=True).count_sent(job, [2]) == 3 / 4 * 8192
+    assert Sending(parse("zero1+bf16"), 4).count_sent(job, [2]) == 3 / 4 * (4096 + 8192)
+    # Pieces begin at a line of the cache: 100 bytes on 2 ranks are 64 and 36, and both send 64.
+    assert Sending(parse("zero1"), 2).count_sent(make_job([100], [0.0], 0.0), [1]) == 64 + 64
+
+
+def costs(text: str, parts=(), world_size: int = 2, **more) -> MachineCosts:
+    return MachineCosts(line(ALPHA, RATE), sending=Sending(parse(text), world_size, parts, **more))
+
+
+def test_two_messages_follow_each_other_and_codecs_compute_around_them():
+    gradient = Gradient("matrix", 40_000, shape=(100, 100))
+    job = Job((gradient,), (0.010,), 0.010, 0.005, 0.002)
+    step = simulate(job, [1], costs("powersgd:4", ((0.003, 0.0), (0.002, 0.0), (0.0005, 1e-8))))
+    message_s = ALPHA + 1600 / RATE  # 100 x 4 floats each way
+    # Encoding is a part of backward; the last part is by bytes of the gradients, too.
+    assert step.backward_s == pytest.approx(0.013)
+    assert step.over_s == pytest.approx(0.013 + message_s + 0.002 + message_s + 0.0009 + WORDS_S)
+    (bucket,) = step.buckets
+    assert (bucket.launch_s, bucket.start_s) == (pytest.approx(0.013), pytest.approx(0.013))
+    # Without matrices there is one message: the first part, and the last.
+    vector = Job((Gradient("vector", 400, shape=(100,)),), (0.010,), 0.010)
+    step = simulate(vector, [1], costs("powersgd:4", ((0.003, 0.0), (0.002, 0.0), (0.0005, 0.0))))
+    assert step.over_s == pytest.approx(0.013 + ALPHA + 400 / RATE + 0.0005 + WORDS_S)
+
+
+def test_what_a_codec_computes_in_backward_shares_the_core_with_it():
+    job = make_job([1000], [0.0], 0.010)
+    step = simulate(job, [1], costs("bf16", ((0.0, 0.0), (0.002, 0.0))))
+    # 500 bytes take 1.5 ms; then 2 ms of decoding take 4, in which backward does 2 of its 8.5 that are left.
+    assert step.buckets[0].done_s == pytest.approx(0.0055)
+    assert step.backward_s == pytest.approx(0.012) and step.over_s == pytest.approx(0.012 + WORDS_S)
+
+
+def test_second_messages_queue_behind_first_ones_that_came_before():
+    job = make_job([1024 * 4, 1024 * 4], [0.0, 0.0], 0.0)
+    step = simulate(job, [1, 2], costs("int8"))
+    part = 2 * 260  # bytes of two blocks of 256 and their scales: half of a bucket
+    first, second = (ALPHA + part / RATE,) * 2  # all-to-all of two parts moves as much as an all-reduce of one
+    assert step.buckets[0].done_s == pytest.approx(2 * first + second)
+    assert step.over_s == pytest.approx(2 * first + 2 * second + WORDS_S)
+
+
+def test_a_period_has_one_exchange():
+    job = make_job([4000, 4000], [0.004, 0.008], 0.010, before_s=0.006, after_s=0.004)
+    message_s = ALPHA + 8000 / RATE
+    step = simulate(job, [1, 2], costs("localsgd:4"))
+    exposed_s = (message_s + 2 * WORDS_S) / 4  # ranks agree before it begins, and before they use it
+    assert step.step_s == pytest.approx(0.020 + exposed_s) and step.exposed_s == pytest.approx(exposed_s)
+    assert [bucket.num_bytes for bucket in step.buckets] == [8000]
+    # What the codec computes first is not hidden by a delay; all else is, by as many steps.
+    parts = ((0.003, 0.0), (0.0, 0.0))
+    delayed = simulate(job, [2], costs("diloco:10,delay=1", parts))
+    assert delayed.step_s == pytest.approx(0.020 + (0.003 + 2 * WORDS_S) / 10)
+    short = replace(job, backward_s=0.0, ready_s=(0.0, 0.0), before_s=0.002, after_s=0.0)
+    assert simulate(short, [2], costs("diloco:10,delay=1", parts)).step_s == pytest.approx(
+        0.002 + (0.003 + message_s - 0.002 + 2 * WORDS_S) / 10
+    )
+    fragments = simulate(job, [2], costs("diloco:10,fragments=2"))
+    assert fragments.step_s == pytest.approx(0.020 + 2 * (ALPHA + 4000 / RATE + 2 * WORDS_S) / 10)
+    every_other = Sending(parse("diloco:10,fragments=2"), 2).list_fragments(make_job([4, 8, 16], [0] * 3, 0.0))
+    assert [[gradient.num_bytes for gradient in group] for group in every_other] == [[4, 16], [8]]
+    assert len(estimate_caps(job, costs("localsgd:4")).points) == 1  # there is nothing to search
+
+
+def test_shards_halve_the_message_and_divide_the_optimizer():
+    job = make_job([4096, 4096], [0.0, 0.010], 0.010, before_s=0.006, after_s=0.004)
+    half_s = ALPHA + 2048 / RATE
+    in_place = simulate(job, [1, 2], costs("zero1", is_in_place=True))
+    assert in_place.over_s == pytest.approx(0.010 + half_s + 3 * WORDS_S) and in_place.after_s == pytest.approx(0.002)
+    # Forward waits for the bucket that it needs first, and computes half while the other one arrives.
+    step = simulate(job, [1, 2], costs("zero1"))
+    assert step.step_s == pytest.approx(in_place.step_s - 2 * WORDS_S + 2 * half_s - 0.003)
+    slow, quick = (replace(costs("zero1", is_in_place=is_in), curve=line(0.010, 1e12)) for is_in in (False, True))
+    waited_s = simulate(job, [1, 2], slow).over_s - simulate(job, [1, 2], quick).over_s
+    assert waited_s == pytest.approx(0.020 + 0.003 - 0.006 - 2 * 0.010, abs=1e-7)
+
+
+def times(*seconds: float) -> tuple[Samples, ...]:
+    return tuple(Samples(((value,),) * 3) for value in seconds)
+
+
+def codec(text: str, world_size: int, num_buckets: int, *parts: float) -> CodecRecord:
+    return CodecRecord(strategy=text, device="cpu", world_size=world_size, num_bytes=1000, num_buckets=num_buckets,
+                       parts=times(*parts))  # fmt: skip
+
+
+CODECS = [
+    codec("topk:0.01", 2, 1, 0.010, 0.004), codec("topk:0.01", 2, 5, 0.014, 0.004),
+    codec("topk:0.01", 8, 1, 0.010, 0.010),
+    codec("bf16", 2, 1, 0.002, 0.001), codec("bf16", 2, 5, 0.002, 0.001), codec("bf16", 8, 1, 0.003, 0.004, 0.005),
+]  # fmt: skip
+
+
+def test_codec_costs_by_bucket_by_byte_and_by_ranks():
+    found = fit_sending(parse("topk:0.01"), 2, CODECS)
+    assert found is not None and found.parts == (
+        (pytest.approx(0.001), pytest.approx(9e-6)), (pytest.approx(0.0), pytest.approx(4e-6)),
+    )  # fmt: skip
+    between = fit_sending(parse("topk:0.001"), 5, CODECS, factor=2.0)  # as the nearest amount, half-way to 8 ranks
+    assert between is not None and between.parts[1] == (0.0, pytest.approx(2 * 7e-6))
+    assert between.parts[0] == (pytest.approx(0.002), pytest.approx(2 * 9e-6))  # what does not grow stays
+    wide = fit_sending(parse("zero1+bf16"), 4, CODECS)
+    assert wide is not None and [round(rate, 9) for _, rate in wide.parts] == [3e-6, 4e-6, 5e-6]
+    unknown = fit_sending(parse("int8"), 2, CODECS)
+    assert unknown is not None and unknown.parts == () and unknown.list_works(100, 2) == [0.0, 0.0, 0.0]
+    assert fit_sending(DENSE, 8, CODECS) is None and fit_sending(parse("int8"), 1, CODECS) is None
+    assert find_codec(CODECS, parse("diloco:10+bf16")) == "bf16" and find_codec(CODECS, parse("zero1")) == ""
+    # A bucket above 32 MiB costs twice as much for each byte.
+    large = replace(codec("topk:0.01", 2, 1, 0.020, 0.008), num_bytes=LARGE_BYTES + 8)
+    large = replace(large, parts=times(*(2 * value * large.num_bytes / 1000 for value in (0.010, 0.004))))
+    twice = fit_sending(parse("topk:0.01"), 2, [*CODECS, large])
+    assert twice is not None and twice.parts == found.parts and twice.large_factor == pytest.approx(2)
+    assert twice.list_works(LARGE_BYTES + 8, 1)[0] == pytest.approx(2 * (0.001 + 9e-6 * (LARGE_BYTES + 8)))
+    assert twice.list_works(1000, 1) == found.list_works(1000, 1)
+    alone = fit_sending(parse("topk:0.01"), 2, [large])
+    assert alone is not None and alone.large_factor == 1 and alone.parts[0] == (0.0, pytest.approx(2e-5))
+    drawn = fit_sending(parse("topk:0.01"), 2, CODECS, Resample())
+    assert drawn == found
+
+
+def test_a_list_of_strategies_has_those_to_compare_with():
+    assert [one.text for one in list_strategies("all")] == ["dense", *ALL]
+    assert [one.text for one in list_strategies("topk:0.001,dgc; int8,bf16")] == [
+        "dense", "bf16", "topk:0.001,dgc", "int8",
+    ]  # fmt: skip
+    for text in ("", "int9", "all;zip", ";", []):
+        with pytest.raises(ConfigError) as error:
+            list_strategies(text)
+        assert error.value.code == "strategy"
+    losses = [rank_loss(parse(text)) for text in ("dense", "zero1", "bf16", "zero1+bf16", "int8", "localsgd:2")]
+    assert losses == ["exact", "exact", "rounded", "rounded", "lossy", "lossy"]
+    assert rank_loss(parse("localsgd:2+bf16")) == "lossy"
+    assert [one.text for one in prefer(list_strategies("int8;zero1"))] == ["dense", "zero1", "bf16", "int8"]
+
+
+def test_where_another_one_is_fastest():
+    # Sums by hand: dense is taken up to 1 % above the codec, 0.010 + 80e6 / r = 1.01 (0.020 + 8e6 / r).
+    crossing = (80e6 - 1.01 * 8e6) / (1.01 * 0.020 - 0.010)
+
+    def estimate(rate: float) -> dict[str, float]:
+        return {"dense": 0.010 + 80e6 / rate, "int8": 0.020 + 8e6 / rate}
+
+    sweep = sweep_bandwidths(estimate)
+    ((found, below, above),) = sweep.crossings
+    assert found == pytest.approx(crossing, rel=0.01) and (below, above) == ("int8", "dense")
+    assert [name for _, name, _ in sweep.rows] == ["int8" if rate < crossing else "dense" for rate in BANDWIDTHS]
+    assert sweep_bandwidths(lambda rate: {"dense": 1.0, "int8": 0.995}).crossings == ()
+    assert choose_fastest({"dense": 1.011, "bf16": 1.005, "int8": 1.0}) == "bf16"
+
+
+def test_what_is_assumed_is_said():
+    job = make_job([4000], [0.0], 0.0)
+    unknown = describe_strategies(job, list_strategies("powersgd:4"), [])
+    assert any("bf16, powersgd:4" in line and "limit" in line for line in unknown)
+    assert any("shapes of 1 gradients" in line for line in unknown)
+    shaped = replace(job, gradients=(Gradient("w", 4000, shape=(100, 10)),))
+    known = describe_strategies(shaped, list_strategies("topk:0.1"), CODECS)
+    assert known == ["the codec of topk:0.1 costs what that of topk:0.01 does"]
+
+
+def test_codecs_are_timed_between_their_messages(monkeypatch):
+    grads = [(str(number), torch.randn(shape)) for number, shape in enumerate(SHAPES)]
+    records = measure_codecs(grads, torch.device("cpu"))
+    gradients = [Gradient(name, grad.nbytes, shape=tuple(grad.shape)) for name, grad in grads]
+    assert [record.strategy for record in records] == [text for text in MEASURED for _ in range(3)]
+    for record in records:
+        assert record.num_bytes == sum(grad.nbytes for _, grad in grads) and record.device == "cpu"
+        assert len(record.parts) == len(parse(record.strategy).traffic(gradients, record.world_size)) + 1
+        assert record_from_json(json.loads(json.dumps(record_to_json(record)))) == record
+    assert [(r.world_size, r.num_buckets) for r in records[:3]] == [(2, 1), (2, len(grads)), (8, 1)]
+    assert len(measure_codecs(grads[:1], torch.device("cpu"))) == 2 * len(MEASURED)
+    assert measure_codecs([], torch.device("cpu")) == []
+    monkeypatch.setattr("paceline.measure.codecs.LARGE_BYTES", 60_000)  # below that of all, and of the largest alone
+    several = measure_codecs(grads, torch.device("cpu"), ["bf16"])
+    assert [(r.world_size, r.num_buckets) for r in several] == [(2, 2), (2, len(grads)), (8, 2), (2, 1)]
+
+
+def test_records_refuse_what_cannot_be():
+    with pytest.raises(RecordError):
+        ParameterTimes("w", 4000, 1000, "float32", "", (0.0,), shape=(10, 10))
+    assert ParameterTimes("w", 4000, 1000, "float32", "", (0.0,)).shape == ()  # an older profile
+    with pytest.raises(RecordError):
+        codec("int8", 2, 1, 0.1)
+
+
+MADE = MadeJob(sizes=(4 * MIB,) * 4, launch_s=0.0, gather_s=0.0, disturbed=((MIB, 1.0, 1.0),))
+
+
+def predict(network: str, ranks: list[int], strategies: tuple[str, ...] = ALL) -> StrategyStepsResult:
+    config = {
+        "network": network, "ranks": ranks, "backend": None, "ranks_per_node": None, "cores": 0, "inside": None,
+        "algorithm": "auto", "accumulate": 1, "gradients": None, "spread": 0.0, "is_own": False, "busy": [],
+        "strategies": list(strategies),
+    }  # fmt: skip
+    run = Run("predict strategies", config, capture_environment(), tuple(MADE.build_carried()))
+    result = build_result(run)
+    assert isinstance(result, StrategyStepsResult)
+    return result
+
+
+def test_strategies_on_a_slow_and_on_a_fast_network():
+    result = predict("1Gb/s,50us;".rstrip(";") + ",400Gb/s,2us", [1, 2])
+    slow, fast = result.cells
+    assert [row.strategy.text for row in slow.rows] == ["dense", *ALL] and slow.world_size == 2
+    by_name = {row.strategy.text: row for row in slow.rows}
+    # 16 MiB at 1 Gb/s take longer than backward: half of them, half of the rest.
+    assert by_name["dense"].step.step_s > by_name["bf16"].step.step_s > by_name["int8"].step.step_s
+    assert by_name["dense"].step.sent_bytes == 16 * MIB and by_name["bf16"].step.sent_bytes == 8 * MIB
+    assert slow.lossy is not None and slow.lossy.is_worth_it and slow.winner is slow.lossy
+    assert by_name["dense"].to_dense.value == 1 and by_name["bf16"].to_bf16.low == by_name["bf16"].to_bf16.high == 1
+    assert "scale strategies" in result.answer or "not worth it here" in result.answer
+    assert fast.lossy is not None and not fast.lossy.is_worth_it and "not worth it here" in fast.judge()
+    assert fast.winner.loss == "exact"
+    document = result.to_json()
+    assert [cell["winner"] for cell in document["cells"]] == [slow.winner.strategy.text, fast.winner.strategy.text]
+    assert len(document["rows"]) == 22 and {"to_bf16_high", "sent_bytes", "loss"} <= document["rows"][0].keys()
+    (sweep,) = result.sweeps.values()
+    assert [row["gbit_per_s"] for row in document["bandwidths"]] == [rate / 1e9 for rate in BANDWIDTHS]
+    assert sweep.crossings and sweep.crossings[-1][2] in ("dense", "zero1")
+    assert document["crossings"][-1]["bits_per_s"] == sweep.crossings[-1][0] > 1e8
+    assert any("limit and not a forecast" in line for line in result.findings)
+    lines = plot_bandwidths(result).axes[0].get_lines()
+    assert {"dense", *ALL} <= {one.get_label() for one in lines}
+
+
+SETTINGS = TuneSettings(strategies=("dense", "bf16", "int8", "diloco:100", "zero1"))
+
+
+def judge(confirmed_s: dict[str, float], settings: TuneSettings = SETTINGS):
+    """A tuning whose plans of the race took these times; the default is a bucket for each gradient."""
+    job = MadeJob(alpha_s=0.003, bytes_per_s=1e8, backend="gloo", disturbed=((MIB, 1.0, 1.0),))
+    records = [*job.build_calibration(), *CODECS]
+    plan = plan_by_cap(job.gradients, range(7, -1, -1), MIB)
+    before = judge_tuning(settings, records, job.gradients, plan)
+    sizes = {candidate.label: candidate.plan.bucket_bytes for candidate in before.candidates}
+    assert set(confirmed_s) <= set(sizes)
+    for label, seconds in confirmed_s.items():
+        turns = [seconds * (1 + 0.001 * (number % 3)) for number in range(64)]
+        records.append(job.build_plan_step(label, turns, note="raced", bucket_bytes=sizes[label]))
+    config = settings.to_json(job.gradients, plan, before.predictions)
+    after = load_tuning(json.loads(json.dumps(config)), records)
+    return before, after, Run("tune", config, capture_environment(), tuple(records))
+
+
+def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
+    before, after, run = judge({"default": 0.30, "recommended": 0.20, "bf16": 0.15, "int8": 0.10})
+    assert [candidate.label for candidate in before.candidates] == ["default", "recommended", "bf16", "int8"]
+    assert [candidate.strategy.text for candidate in before.candidates] == ["dense", "dense", "bf16", "int8"]
+    assert list(before.predicted) == list(SETTINGS.strategies) and before.race is None
+    said = describe_offers(before)  # as without --confirm
+    assert "diloco:100 is predicted to take" in said and "scale strategies" in said
+    assert before.predicted["diloco:100"].step_s < before.predicted["dense"].step_s
+    # The fastest of all is lossy; the answer is the exact one.
+    assert after.verdict == "use" and after.answer.label == "recommended" and after.answer.strategy == DENSE
+    assert after.whole is not None and after.whole.winner == "int8"
+    assert [(c.label, round(to_bf16.value, 3)) for c, _, to_bf16 in after.offers] == [("bf16", 1.0), ("int8", 0.667)]
+    text = describe_offers(after)
+    assert "scale strategies" in text and "accuracy is not judged" in text and "not worth it" not in text
+    assert any("diloco:100, zero1" in line and "not run" in line for line in after.notes)
+    result = build_result(run)
+    assert isinstance(result, TuneResult)
+    assert [row.status for row in result.rows] == ["beaten", "use", "faster", "faster"]
+    tables = {table.name: table for table in result.tables()}
+    measured = {row[0]: row[2] for row in tables["strategies"].rows}
+    assert measured["int8"] == pytest.approx(0.1001, rel=1e-3) and measured["diloco:100"] is None
+    assert result.to_json()["race"][3]["strategy"] == "int8"
+    sent = {row[0]: row[3] for row in tables["strategies"].rows}
+    assert sent["dense"] == 8 * MIB and sent["diloco:100"] == 8 * MIB / 100 and math.isclose(sent["bf16"], 4 * MIB)
+
+
+def test_all_that_are_named_race_and_of_all_the_best():
+    named, *_ = judge({}, TuneSettings(strategies=("dense", "bf16", "topk:0.01", "int8", "diloco:100")))
+    assert [candidate.label for candidate in named.candidates][2:] == ["bf16", "int8", "topk:0.01"]  # the fastest first
+    best, *_ = judge({}, TuneSettings(strategies=("all",)))
+    assert list(best.predicted) == ["dense", *ALL] and len(best.candidates) == 4
+
+
+def test_a_lossy_strategy_that_is_no_faster_than_bf16_is_not_worth_it():
+    _, after, _ = judge({"default": 0.30, "recommended": 0.20, "bf16": 0.15, "int8": 0.1495})
+    assert "not worth it here: bf16 with tuned buckets is as good as int8" in describe_offers(after)
+    with pytest.raises(ConfigError) as error:
+        replace(SETTINGS, wrapper="torch").check(2)
+    assert error.value.code == "strategy"
+    with pytest.raises(ConfigError) as error:
+        replace(SETTINGS, network="10gbe").check(1)
+    assert error.value.code == "strategy"
