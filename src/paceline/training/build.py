@@ -182,8 +182,14 @@ def build_learner(
     own = (parts.step, parts.evaluate) if parts is not None else (None, None)
     form = data.form if own[0] is None else OWN_FORM
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
+    model = wrap_models(module, lambda part: _wrap(part, settings, plan))
+    if settings.parsed_strategy.is_sharded:
+        own_optimizers = f"--strategy {settings.strategy}: the step of {settings.model} has its own optimizers; leave it out"
+        refuse((isinstance(optimizer, OwnState), own_optimizers), code="unused")
+        assert isinstance(model, DataParallel)
+        optimizer = model.shard_optimizer(optimizer)
     learner = Learner(
-        wrap_models(module, lambda part: _wrap(part, settings, plan)), module, optimizer, scaler, form, world.device,
+        model, module, optimizer, scaler, form, world.device,
         world.world_size, settings.precision, settings.clip, settings.label_smoothing, settings.model, *own,
     )  # fmt: skip
     return learner if settings.workers == 1 else build_workers(learner, settings.workers, settings.parsed_strategy)

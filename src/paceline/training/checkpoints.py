@@ -151,6 +151,8 @@ class RunFiles:
         randoms = self._world.share(_get_random(job.world.device))
         strategies = self._world.gather(list(map(_get_strategy, list_models(job.learner.model))))
         learner, inner = job.learner, []
+        # A sharded optimizer puts its state together from all ranks.
+        optimizer = learner.optimizer.state_dict() if job.settings.parsed_strategy.is_sharded else None
         if job.settings.parsed_strategy.outer:
             own = {"optimizer": learner.optimizer.state_dict(), "scaler": learner.scaler.state_dict()}
             inner = self._world.gather(own)
@@ -159,7 +161,7 @@ class RunFiles:
         if self._store is None:
             return
         plan = learner.model.plan if isinstance(learner.model, DataParallel) else None
-        optimizer, scaler = learner.optimizer.state_dict(), learner.scaler.state_dict()
+        optimizer, scaler = optimizer or learner.optimizer.state_dict(), learner.scaler.state_dict()
         meta = dataclasses.asdict(position) | {
             "world_size": self._world.world_size, "global_batch_size": job.batches.global_batch_size,
             "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),

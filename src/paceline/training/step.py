@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError
-from paceline.parallel import SyncBatchNorm
+from paceline.parallel import DataParallel, SyncBatchNorm
 from paceline.training.loader import LoadedBatch
 from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.external import own_errors
@@ -143,7 +143,10 @@ class Learner:
         """Apply the averaged gradients at this learning rate, and drop them."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+            if isinstance(self.model, DataParallel):  # which knows where gradients are
+                self.model.clip_grad_norm_(self.clip)
+            else:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.step(self.optimizer)
