@@ -194,6 +194,32 @@ def test_large_batches_have_a_baseline_recipes_seeds_and_noise(studies):
         assert float(row["test_accuracy_deviation"]) == pytest.approx(statistics.stdev(accuracies))
 
 
+def test_strategies_are_compared_with_bf16_by_accuracy_and_bytes(sketched, tmp_path):
+    answer = type_alone(
+        "scale", "strategies", *TINY, "--samples", "32", "--test-samples", "16", "--strategies", "topk:0.1,localsgd:3",
+        "--workers", "2", "--seeds", "2", "--epochs", "2", "--evaluations", "2", "--batch-size", "8", "--target", "0",
+        "--json", "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    rows = {row["strategy"]: row for row in document["strategies"]}
+    assert list(rows) == ["dense", "bf16", "topk:0.1", "localsgd:3"]
+    runs = [record for record in load_run(Path(document["run"])).records if isinstance(record, LargeBatchRecord)]
+    assert [(run.recipe, run.seed, run.num_workers, run.num_updates) for run in runs] == [
+        (name, seed, 2, 8) for name in rows for seed in (1, 2)
+    ]
+    assert rows["bf16"]["gap"] is None
+    for name, row in rows.items():
+        accuracy = statistics.mean(run.curve[-1].test_accuracy for run in runs if run.recipe == name)
+        assert row["test_accuracy"] == pytest.approx(accuracy) and row["target_s"] > 0  # 0 is reached at once
+        if name != "bf16":
+            assert row["gap"] == pytest.approx(rows["bf16"]["test_accuracy"] - accuracy)
+    sent = {name: row["sent_bytes"] for name, row in rows.items()}
+    assert sent["bf16"] == sent["dense"] / 2 and sent["localsgd:3"] == pytest.approx(sent["dense"] / 3)
+    assert rows["topk:0.1"]["ratio"] == pytest.approx(sent["dense"] / sent["topk:0.1"])
+    assert {"strategies.png", "curves.png"} <= {path.name for path in Path(document["run"]).iterdir()}
+
+
 NUMBERS = (
     "scale", "large-batch", "--model", "mlp", "--hidden", "4", "--threads", "1", "--device", "cpu", "--samples", "32",
     "--test-samples", "8", "--base-batch-size", "4", "--global-batch-size", "8", "--seeds", "1", "--epochs", "2",

@@ -1,0 +1,84 @@
+"""The text of a strategy, what is refused, and the bytes that it sends."""
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.plan import Gradient
+from paceline.strategy import Message, Strategy, parse_strategies
+
+MATRIX = Gradient("matrix", 4 * 64 * 32, shape=(64, 32))
+VECTOR = Gradient("vector", 4 * 10, shape=(10,))
+
+
+def test_a_text_says_what_is_sent_when_and_where():
+    assert Strategy.parse(None).is_dense and Strategy.parse("dense").is_exact
+    dgc = Strategy.parse("topk:0.001, dgc, warmup=400")
+    assert (dgc.codec, dgc.amount, dgc.dgc, dgc.warmup, dgc.feedback) == ("topk", 0.001, 0.9, 400, True)
+    assert Strategy.parse("topk:0.01,feedback=0").feedback is False
+    both = Strategy.parse("diloco:100,lr=0.5,fragments=4,delay=2+int8")
+    assert (both.outer, both.period, both.lr, both.momentum) == ("diloco", 100, 0.5, 0.9)
+    assert (both.codec, both.fragments, both.delay, both.is_hook, both.is_exact) == ("int8", 4, 2, False, False)
+    sharded = Strategy.parse("zero1")
+    assert sharded.is_sharded and sharded.is_exact and not sharded.is_hook
+    assert not Strategy.parse("zero1+bf16").is_exact and Strategy.parse("powersgd:4").is_hook
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("foo", "'foo' is not known; known are dense"),
+        ("int8+bf16", "int8 and bf16 cannot be combined"),
+        ("topk", "write topk:NUMBER"),
+        ("bf16:3", "write bf16"),
+        ("topk:2", "a share above 0"),
+        ("topk:0", "a share above 0"),
+        ("powersgd:1.5", "a rank is a whole number"),
+        ("topk:0.1,warmup", "write warmup=NUMBER"),
+        ("slowmo:8,x=1", "no option 'x'"),
+        ("diloco:0", "must be a whole number from 1"),
+        ("diloco:nan", "must be a whole number"),
+        ("zero1+int8", "exact sum"),
+        ("diloco:10+zero1", "choose one of them"),
+        ("diloco:10+topk:0.1", "use bf16, int8 or int4"),
+        ("diloco:4,fragments=9", "more fragments than steps"),
+        ("", "'' is not known"),
+    ],
+)
+def test_what_is_not_defined_is_refused_in_one_line(text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        Strategy.parse(text)
+    assert caught.value.code == "strategy" and "\n" not in str(caught.value)
+
+
+def test_a_list_keeps_options_with_the_strategy_before_them():
+    found = parse_strategies("bf16,topk:0.01,dgc,warmup=5,diloco:10,lr=0.5+int8,bf16")
+    assert [strategy.text for strategy in found] == ["bf16", "topk:0.01,dgc,warmup=5", "diloco:10,lr=0.5+int8"]
+    assert [s.text for s in parse_strategies(["topk:0.1,dgc", "int8"])] == ["topk:0.1,dgc", "int8"]
+    with pytest.raises(ConfigError, match="'lr=2' is not known"):
+        parse_strategies("lr=2,bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("dense", [("all-reduce", 8232)]),
+        ("bf16", [("all-reduce", 4116)]),
+        # 2058 numbers in parts of 5 blocks for each of two ranks: 256 bytes and a scale each.
+        ("int8", [("all-to-all", 2 * 5 * 260), ("all-gather", 5 * 260)]),
+        ("int4", [("all-to-all", 2 * 5 * 132), ("all-gather", 5 * 132)]),
+        ("topk:0.01", [("all-gather", 8 * (21 + 1))]),
+        ("powersgd:4", [("all-reduce", 4 * (64 * 4 + 10)), ("all-reduce", 4 * 32 * 4)]),
+        ("powersgd:32", [("all-reduce", 8232)]),
+    ],
+)
+def test_the_messages_of_a_bucket_on_two_ranks(text, messages):
+    found = Strategy.parse(text).traffic([MATRIX, VECTOR], 2)
+    assert [(message.kind, message.num_bytes) for message in found] == messages
+
+
+def test_bytes_on_the_wire_and_the_all_reduce_that_moves_as_much():
+    assert [Message(kind, 800).sent_bytes(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [1200, 2400, 600]
+    assert [Message(kind, 800).as_all_reduce(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [800, 1600, 400]
+    assert Message("all-reduce", 800).sent_bytes(1) == 0
+    every = Strategy.parse("dense").count_sent_bytes([MATRIX, VECTOR], 2)
+    assert Strategy.parse("localsgd:8").count_sent_bytes([MATRIX, VECTOR], 2) == every / 8 == 8232 / 8
