@@ -1,0 +1,92 @@
+#!/usr/bin/env python
+"""Two wrong ideas, trained as they are often written, to be compared with `paceline scale strategies`.
+
+    benchmarks/strategy_controls.py [--data cifar10:FOLDER] [--model resnet18] [--device cuda] [--epochs 30] [--seeds 5]
+
+- places: each rank keeps its largest gradients, and an all-reduce adds up values that belong to different places.
+- gradients: the gradients of every 8th step are averaged, and replicas are never brought together again.
+
+Prints the test accuracy of each seed and their mean. Four workers in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from paceline.measure.scaling import _train_cell
+from paceline.measure.settings import TrainingCell
+from paceline.parallel.codecs import SUM, Codec, Exchange
+from paceline.records import LargeBatchRecord
+from paceline.strategy import count_kept
+from paceline.training.build import build_job, open_world
+from paceline.training.settings import TrainSettings
+from paceline.training.workers import build_workers
+
+WORKERS, DENSITY, EVERY = 4, 0.01, 8
+
+
+class OtherPlaces(Codec):
+    """The largest values of each rank, added up as if they belonged to the same places."""
+
+    def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
+        for grad in grads:
+            flat = grad.reshape(-1)
+            place = flat.abs().topk(count_kept(flat.numel(), DENSITY)).indices.sort().values
+            total = yield SUM, flat[place] / self.world_size
+            grad.copy_(torch.zeros_like(flat).index_copy_(0, place, total).view(grad.shape))
+
+
+class SomeGradients(Codec):
+    """Gradients of every few steps are averaged; parameters never."""
+
+    def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
+        if step % EVERY == 0:
+            for grad in grads:
+                total = yield SUM, grad.reshape(-1) / self.world_size
+                grad.copy_(total.view(grad.shape))
+
+
+CONTROLS = {"places": OtherPlaces, "gradients": SomeGradients}
+
+
+def train(settings: TrainSettings, control: str, evaluations: int) -> LargeBatchRecord:
+    with open_world(settings) as world:
+        job = build_job(dataclasses.replace(settings, wrapper="none"), world)
+        learner = build_workers(job.learner, WORKERS, settings.parsed_strategy, CONTROLS[control])
+        cell = TrainingCell(settings, "epochs", control, settings.batches.global_batch_size)
+        record = _train_cell(dataclasses.replace(job, learner=learner), cell, evaluations)[0]
+        assert isinstance(record, LargeBatchRecord)
+        return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--data", default="synthetic")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.0)
+    given = vars(parser.parse_args())
+    seeds = given.pop("seeds")
+    for control in CONTROLS:
+        found = []
+        for seed in range(1, seeds + 1):
+            record = train(TrainSettings(**given, schedule="cosine", seed=seed), control, 5)
+            accuracy = record.curve[-1].test_accuracy if record.curve else None
+            print(f"{control}, seed {seed}: {record.failure or f'{accuracy:.2%}'}", flush=True)
+            found += [accuracy] if accuracy is not None and not record.failure else []
+        if found:
+            print(f"{control}: {statistics.fmean(found):.2%} over {len(found)} of {seeds} seeds")
+
+
+if __name__ == "__main__":
+    main()
