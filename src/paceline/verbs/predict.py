@@ -115,8 +115,11 @@ def predict_csv(
     wanted = None if backend is None else canonical_backend(backend)
     chosen = [r for r in sweep if ranks in (None, r.world_size) and wanted in (None, canonical_backend(r.backend))]
     if len({(record.backend, record.world_size) for record in chosen}) != 1:
-        there = ", ".join(dict.fromkeys(f"{r.backend} on {r.world_size} ranks" for r in sweep)) or "no two ranks"
-        raise ConfigError(f"--csv {folder}: all-reduce of {there}; choose one with --ranks and --backend")
+        pairs = sorted({(r.backend, r.world_size) for r in sweep})
+        there = ", ".join(f"{name} on {size} ranks" for name, size in pairs) or "no two ranks"
+        asked = " ".join(f"--{name} {value}" for name, value in (("ranks", ranks), ("backend", backend)) if value)
+        missing = f", and none for {asked}" if asked and not chosen else ""
+        raise ConfigError(f"--csv {folder}: all-reduce of {there}{missing}; choose one with --ranks and --backend")
     # Our wrapper's buckets lie in shared memory.
     chosen = [record for record in chosen if record.memory == "shared"] or chosen
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
