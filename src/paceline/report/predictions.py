@@ -407,7 +407,8 @@ def plot_caps(result: CapsResult) -> Figure:
     alone_s = best.step.local_s + around_s
     draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, alone_s)
     if result.is_on_gpu:
-        slowed = [(p.high_bytes / MIB, (p.backward_s + around_s) * 1e3) for p in result.expected.points]
+        slowed = [(size / MIB, (p.backward_s + around_s) * 1e3)
+                  for p in result.expected.points for size in (p.low_bytes, p.high_bytes)]  # fmt: skip
         axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[3], lw=1.2, label="predicted, with contention")
     for color, (name, found) in zip((2, 3), result.curves.items(), strict=False):
         for number, (low, high) in enumerate(found.plateaus):
