@@ -593,7 +593,8 @@ def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[
     pair = min(pairs, key=lambda pair: sum(overview.seconds("communication") for overview in pair))
     before, after = (find_message_share([overview]) for overview in pair)
     predicted = before.estimate(counts[1] / counts[0])
-    found = {"accumulate": counts, "predicted": predicted, "measured": after.share}
+    means = [statistics.fmean(find_message_share([row]).share for row in one.overviews) for one in (first, second)]
+    found = {"accumulate": counts, "predicted": predicted, "measured": after.share, "means": means}
     return before._asdict() | found
 
 
@@ -656,11 +657,12 @@ class ComparisonResult(Result):
             once = "s + o" if found["optimizer"] else "s"
             rank = found.get("rank")  # an older run has none, or two
             here = f" on rank {rank}" if isinstance(rank, int) else ""
+            means = "; the mean of all ranks: {:.1%} and {:.1%}".format(*found["means"]) if "means" in found else ""
             lines.append(
                 f"messages are s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"
                 + (f", and the optimizer is o = {found['optimizer']:.1%}" if found["optimizer"] else "")
                 + f"; at {two}, s / ({once} + {two / one:g} (1 - {once.replace('+', '-')})) predicts "
-                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}"
+                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}{means}"
             )
         return [*lines, "two runs, not taken in turns: differences of a few per cent may be the machine's"]
 

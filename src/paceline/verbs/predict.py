@@ -250,8 +250,13 @@ def list_carried(run: Run) -> list[StepRecord]:
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
     """The doubts about the runs that a prediction is made from, with their names; and which a busy machine measured."""
     found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
-    texts = [f"{name}: {doubt.text}" for name, doubts in found.items() for doubt in doubts]
-    return texts, [name for name, doubts in found.items() if is_busy(doubts)]
+    # A run that was made from others, such as a comm-table, keeps what is doubtful about them.
+    kept = {
+        name: any(not one.startswith("--curve") for one in run.config.get("busy", ())) for name, run in inputs.items()
+    }
+    texts = dict.fromkeys(f"{name}: {doubt.text}" for name, doubts in found.items() for doubt in doubts)
+    texts |= dict.fromkeys(f"{name}: {text}" for name, run in inputs.items() if kept[name] for text in run.warnings)
+    return list(texts), [name for name, doubts in found.items() if is_busy(doubts) or kept[name]]
 
 
 def _get_run(source: Result | str | Path) -> Run:
