@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from paceline.records.store import load_run
+from paceline.report.result import load_result
 from tests.cli.test_train import load_rows, type_alone, type_command
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
@@ -61,6 +62,14 @@ def load():
 
 def load_workers():
     return DataLoader(Set(), batch_size=4, shuffle=True, num_workers=1), Set()
+
+
+def load_spawned():
+    return DataLoader(Set(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="spawn"), Set()
+
+
+def load_texts():
+    return [(f"text {index}", index % 3) for index in range(26)]
 
 
 def load_dropping():
@@ -260,7 +269,9 @@ def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
 def test_a_test_set_is_evaluated_and_where_there_is_none_nothing_is(here):
     tested = list_numbers(find_run(type_alone("train", *JOBS["set"], "--out", str(here))))
     assert [row[4] is None for row in tested] == [False]
-    alone = list_numbers(find_run(type_alone("train", *JOBS["step"], "--out", str(here))))
+    answer = type_alone("train", *JOBS["step"], "--out", str(here))
+    assert "evaluate" not in answer.err  # there is no test set
+    alone = list_numbers(find_run(answer))
     assert [row[4] is None for row in alone] == [True]
     answer = type_alone("train", *JOBS["step on named data"], "--out", str(here))
     assert answer.code == 0 and "returned no evaluate, without which" in answer.err
@@ -297,8 +308,16 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--data", "job.py:lod"), "data file job.py defines no lod: did you mean load"),
         (("--data", "nowhere.py:load"), "data file nowhere.py does not exist"),
         (("--data", "job.py:load", "--augment"), "cannot be augmented"),
+        (
+            ("--model", "mlp", "--data", "job.py:load_texts"),
+            r"a batch is a list of Tensor and str: \(inputs, targets\)",
+        ),
+        (("--model", "job.py:build_net", "--data", "job.py:load_texts"), "a batch is a list of Tensor and str"),
         (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not say"),
-        (("--model", "job.py:build_net", "--data", "job.py:load_stream"), "not known; give --steps"),
+        (
+            ("--model", "job.py:build_net", "--data", "job.py:load_stream"),
+            "not known; give the data a __len__, or train with --steps",
+        ),
         (
             ("--model", "job.py:build_net", "--data", "job.py:load_stream", "--steps", "2", "--tail", "pad"),
             "--tail pad",
@@ -331,8 +350,9 @@ def test_an_error_of_the_users_is_one_line_with_the_users_line(here, arguments, 
 
 
 @pytest.mark.slow
-def test_worker_processes_load_the_same_samples(here):
-    in_workers = ("--model", "job.py:build_net", "--data", "job.py:load_workers")
+@pytest.mark.parametrize("data", ["load_workers", "load_spawned"])
+def test_worker_processes_load_the_same_samples(here, data):
+    in_workers = ("--model", "job.py:build_net", "--data", f"job.py:{data}")
     first = find_run(type_alone("train", *in_workers, "--out", str(here)))
     assert [row["samples"] for row in load_rows(first)] == [4, 4, 4, 4, 4, 4, 2]  # the loader's batches
     second = find_run(type_alone("train", *JOBS["set"], "--batch-size", "4", "--out", str(here)))
@@ -368,6 +388,8 @@ def test_batch_sizes_of_own_data_are_compared(here, job):
     records = load_run(Path(json.loads(answer.out)["run"])).records
     assert [(r.batch_size, r.num_steps) for r in records[:2]] == [(4, 7), (13, 2)]
     assert "more than the 26 samples" in records[2].failure
+    names = " ".join(job[:4])
+    assert load_result(json.loads(answer.out)["run"]).next_steps == [f"paceline scale ranks {names} --batch-size 13"]
 
 
 def test_several_models_have_no_plan(here):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.runtime import agent
 from paceline.runtime.hosts import open_agents, run_agents
 from tests.conftest import wait_until
 from tests.dist.made_hosts import find_commands
@@ -77,6 +78,7 @@ def test_a_bad_set_up_is_named_in_one_line(
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     program = words[0].removeprefix("-- ") if words and words[0].startswith("-- ") else "true"
+    words = ("--check-timeout", "60", *words)
     options = [word for word in words if not word.startswith("-- ")]
     asked = ["run", "--hosts", "a:1,b:1", "--ssh", ssh, "--python", other_python, *options, "--", program]
     if "clock" in name:  # a warning: it would run, and so only the checks of `doctor` are looked at
@@ -111,19 +113,28 @@ def test_a_port_that_is_taken_is_named(command, ssh, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        answer = command("run", "--hosts", "a,b", "--ssh", ssh, "--port", str(port), "--", "true")
+        words = ["--port", str(port), "--check-timeout", "60"]
+        answer = command("run", "--hosts", "a,b", "--ssh", ssh, *words, "--", "true")
     (line,) = answer.err.splitlines()
     assert answer.code == 2 and f"a cannot listen on 127.0.0.1:{port}" in line and "--port" in line
 
 
-def run_on(ssh: str, commands: dict[str, str], grace_s: float = 5.0) -> tuple[int, list[tuple[str, str]]]:
+def run_on(
+    ssh: str, commands: dict[str, str], grace_s: float = 5.0, is_read: bool = True
+) -> tuple[int, list[tuple[str, str]]]:
     """Run a shell command on each host; the exit code, and what was shown."""
     shown: list[tuple[str, str]] = []
+
+    def show(stream: str, text: str) -> None:
+        if not is_read:
+            raise BrokenPipeError
+        shown.append((stream, text))
+
     with open_agents(commands, ssh) as agents:
         requests = [
             {"arguments": ["sh", "-c", text], "variables": {}, "grace_s": grace_s} for text in commands.values()
         ]
-        return run_agents(agents, requests, lambda *item: shown.append(item), grace_s), shown
+        return run_agents(agents, requests, show, grace_s), shown
 
 
 def test_lines_name_their_host_and_streams_stay_apart(ssh):
@@ -152,11 +163,26 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
 
 def test_a_lost_host_is_named_and_not_its_victim_and_its_ranks_end(ssh, tmp_path):
     wait = f"while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3"
-    lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; sleep 60"  # the agent is killed
+    lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; exec sleep 60"  # the agent is killed
     with pytest.raises(LaunchError, match="lost the connection to host b") as caught:
         run_on(ssh, {"a": f"touch {tmp_path}/failed; exit 3", "b": lost})
     assert caught.value.code == "host-lost"
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 10)
+
+
+def test_when_nobody_reads_the_output_all_hosts_end(ssh, tmp_path):
+    with pytest.raises(BrokenPipeError):
+        run_on(ssh, {"a": f"echo $$ > {tmp_path}/pid; echo one; exec sleep 60"}, is_read=False)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_rank_ends_where_both_processes_of_the_agent_are_killed(ssh, tmp_path):
+    text = f"echo $$ > {tmp_path}/pid; kill -9 $(cut -d' ' -f4 /proc/$PPID/stat) $PPID; exec sleep 60"
+    with open_agents(["a"], ssh) as agents, pytest.raises(LaunchError, match="lost the connection to host a"):
+        request = {"arguments": [agent.GUARD, "sh", "-c", text], "variables": {}, "grace_s": 5.0}
+        run_agents(agents, [request], lambda *_: None, 5.0)
+    rank = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == "zombie", 10)
 
 
 def test_ranks_end_with_the_launcher(ssh, tmp_path):

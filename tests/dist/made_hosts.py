@@ -22,6 +22,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
+TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
+# The verbs beside train, which each way of starting runs.
+VERBS = (
+    "bench allreduce --sizes 64KiB --iters 5", "bench wrappers --model cnn --batch-size 2 --iters 3",
+    f"profile phases {TINY} --iters 3", f"profile trace {TINY} --steps 2",
+    f"tune {TINY} --caps 16B,1KiB,4MiB --iters 2", f"scale ranks {TINY} --global-batch-size 8 --iters 2",
+)  # fmt: skip
 
 
 def run_ip(*arguments: str) -> str:
@@ -165,9 +172,10 @@ def paths() -> str:
 
 
 def find_commands(way: str) -> list[str]:
-    """The commands of docs/several-hosts.md with this word in them."""
+    """The commands of docs/several-hosts.md with this word in them; each has one of the three, and is run by a test."""
     text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "several-hosts.md").read_text())
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    found = [line.strip() for block in blocks for line in block.splitlines() if way in line]
-    assert found, f"docs/several-hosts.md has no command with {way}"
-    return found
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    by_way = {word: [line for line in lines if f" {word} " in line] for word in ("--hosts", "--slurm", "--kubernetes")}
+    assert sorted(lines) == sorted(line for found in by_way.values() for line in found) and all(by_way.values())
+    return by_way[way]

@@ -81,12 +81,17 @@ def test_an_attached_program_has_the_same_weights_to_the_bit_and_an_answer(name,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_same(name, tmp_path):
+def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_same(
+    name, tmp_path, monkeypatch, capfd
+):
     found = []
-    for wrapper in ("0", "1"):
+    for number, wrapper in enumerate(("torch", "paceline")):
+        monkeypatch.setenv("PACELINE_WRAPPER", str(number))
         file = tmp_path / f"{wrapper}.pt"
-        text = run_plainly(name, "--steps", "40", "--double", "--save", str(file), PACELINE_WRAPPER=wrapper)
-        assert "has no effect" not in text
+        command = build_command(name, "--steps", "40", "--double", "--save", str(file))
+        result = paceline.attach(command, steps=32, progress=False)
+        assert result.failure == "" and result.steps.wrapper == wrapper  # else the same would be compared with itself
+        text = "".join(capfd.readouterr())
         losses = [float(part) for part in re.findall(r"(?:loss |'loss': ')([-+.e\d]+)", text)]
         found.append((losses, flatten(torch.load(file))))
     (losses, weights), (others, other_weights) = found
@@ -116,6 +121,20 @@ def test_a_planted_bottleneck_is_named(kind, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("data", "cnn"), ("late rank", "char_gpt"), ("late rank", "accumulate"), ("buckets", "accumulate")],
+)
+def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(kind, name):
+    found = []
+    for planted in (kind, "nothing"):
+        plant = [str(Path(__file__).with_name("planted.py")), planted, str(SCRIPTS / f"{name}.py")]
+        result = paceline.attach([*TORCHRUN, *plant, "--steps", "200"], steps=48, stop=True, progress=False)
+        found.append(result.bottleneck.kind)
+    assert found[0] == kind != found[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["torch", "paceline"])
 def test_plans_race_inside_of_one_run(wrapper, monkeypatch):
     monkeypatch.setenv("PACELINE_WRAPPER", str(int(wrapper == "paceline")))
@@ -129,12 +148,14 @@ def test_plans_race_inside_of_one_run(wrapper, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_program_is_stopped_on_all_ranks_after_the_same_step():
+@pytest.mark.parametrize("wrapper", ["torch", "paceline"])
+def test_a_program_is_stopped_on_all_ranks_after_the_same_step(wrapper, monkeypatch):
+    monkeypatch.setenv("PACELINE_WRAPPER", str(int(wrapper == "paceline")))
     for name in ("mixed_precision", "cnn", "accelerate_loop", "hf_trainer", "lightning_module", "fabric_loop"):
         if PROGRAMS[name][2] and importlib.util.find_spec(PROGRAMS[name][2]) is None:
             continue
         result = paceline.attach(build_command(name, "--steps", "4000"), steps=16, stop=True, progress=False)
-        assert result.failure == "" and result.steps.timing.num_ranks == 2
+        assert result.failure == "" and result.steps.timing.num_ranks == 2 and result.steps.wrapper == wrapper
         assert not [text for text in result.warnings if "did not end" in text], name
 
 

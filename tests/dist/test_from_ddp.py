@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib.util
 import inspect
 import os
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.parallel import DDP
-from tests.dist.wrapped import Net, error_of, loss
+from tests.dist.wrapped import Net, average_alone, check_close, error_of, loss
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "from-ddp.md").read_text()
@@ -29,9 +30,9 @@ ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.split("## Arguments")[1]
 # For what is not refused: something that a program would give.
 GIVEN: dict[str, Any] = {
     "device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": False, "init_sync": False,
-    "process_group": None, "bucket_cap_mb": 1, "find_unused_parameters": True, "check_reduction": True,
+    "process_group": None, "bucket_cap_mb": 1e-4, "find_unused_parameters": True, "check_reduction": True,
     "gradient_as_bucket_view": True, "static_graph": True, "device_mesh": None, "skip_all_reduce_unused_params": True,
-    "bucket_cap_mb_list": [1, 2], "batched_grad_copy": True, "forward_sync_buffers": False,
+    "bucket_cap_mb_list": [1e-4, 1], "batched_grad_copy": True, "forward_sync_buffers": False,
 }  # fmt: skip
 
 
@@ -39,24 +40,71 @@ def test_every_argument_of_torchs_wrapper_has_a_row_and_no_other():
     torchs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"}
     ours = set(inspect.signature(DDP.__init__).parameters)
     assert torchs <= set(ROWS) <= ours
+    more = re.search(r"has more options: (.*?)\.\n", PAGE, re.DOTALL)
+    assert more is not None and set(re.findall(r"`(\w+)`", more[1])) == ours - set(ROWS) - {"self"}
 
 
-def give_arguments(refused: list[str]) -> None:
+ALLOW_UNUSED = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
+
+
+class Marked(Net):
+    """With a buffer that says the rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("mark", torch.tensor(float(rank)))
+
+
+def find_effects(rank: int, **given: Any) -> list[str]:
+    """What an argument changes, of all that some argument changes. Collective."""
+    torch.manual_seed(rank)
+    before = Marked(rank)
+    model = DDP(copy.deepcopy(before), **given)
+    is_own = torch.equal(model.module.first.weight, before.first.weight)
+    found = ["weights stay"] if rank and is_own else []
+    found += ["buffers stay"] if float(model.module.mark) == rank > 0 else []
+    torch.manual_seed(0)  # with init_sync=False ranks must begin alike
+    model = DDP(Marked(rank), **given)
+    for step in range(3):
+        model.zero_grad()
+        model.module.mark.fill_(rank)
+        wanted = average_alone(model.module, lambda alone, rank, step=step: loss(alone, rank, step), 2)
+        loss(model, rank, step).backward()
+        check_close(model, wanted, given)
+    found += ["buffers differ after a step"] if float(model.module.mark) == rank > 0 else []
+    found += ["several buckets"] if len(model.plan.bucket_bytes) > 1 else []
+    torch.manual_seed(0)
+    model = DDP(Net(), **given)
+    kind, _ = error_of(lambda: loss(model, rank, use="left").backward())
+    return found + ["unused parameters"] * (not kind)
+
+
+EFFECTS = {
+    "broadcast_buffers": ["buffers stay", "buffers differ after a step"],
+    "forward_sync_buffers": ["buffers differ after a step"],
+    "init_sync": ["weights stay", "buffers stay"],
+    "bucket_cap_mb": ["several buckets"],
+    "bucket_cap_mb_list": ["several buckets"],
+} | {name: ["unused parameters"] for name in ALLOW_UNUSED}
+
+
+def give_arguments(refused: list[str]) -> dict[str, list[str]]:
     with paceline.init(announce=None) as world:
         for name in refused:
             kind, text = error_of(lambda name=name: DDP(Net(), **{name: object()}))
             assert kind == "ConfigError" and name in text
-        for name, value in GIVEN.items():
-            torch.manual_seed(0)  # with init_sync=False ranks must begin alike
-            model = DDP(Net(), **{name: value})
-            for step in range(2):
-                loss(model, world.rank, step).backward()
+        assert find_effects(world.rank) == []
+        return {name: find_effects(world.rank, **{name: value}) for name, value in GIVEN.items()}
 
 
 def test_what_is_said_to_be_refused_is_refused_and_nothing_else(on_ranks):
     refused = [name for name, text in ROWS.items() if text.startswith("refused")]
     assert set(refused) == set(ROWS) - {"module", *GIVEN}
-    on_ranks(2, give_arguments, refused)
+    first, second = on_ranks(2, give_arguments, refused)
+    assert {name: effects for name, effects in second.items() if effects} == EFFECTS
+    # Rank 0 gives its values to the others.
+    seen = {name: [e for e in effects if "stay" not in e and "differ" not in e] for name, effects in second.items()}
+    assert first == seen
 
 
 def run_block(source: str, folder: Path) -> None:

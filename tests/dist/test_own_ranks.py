@@ -97,6 +97,18 @@ def load_unlike_sets(rank):
     return Set(offset=rank)
 
 
+def load_unlike_tests(rank):
+    return Set(), Set(offset=rank)
+
+
+def load_same_tests(rank, world_size):
+    return Stream(rank, world_size), Stream()
+
+
+def load_some_tests(rank):
+    return (Set(), Set()) if rank else Set()
+
+
 def build():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -112,7 +124,8 @@ def build():
         optimizer.step()
         return loss
 
-    return {"model": model, "step": step, "state": {"optimizer": optimizer}}
+    evaluate = lambda model, batch: (model(batch["x"]) - batch["y"]).abs().mean()
+    return {"model": model, "step": step, "evaluate": evaluate, "state": {"optimizer": optimizer}}
 
 
 def build_all(batch_size=3):
@@ -224,7 +237,10 @@ def test_parts_that_say_unequal_lengths_end_together(on_ranks, file, tmp_path):
     [
         ("load_same", "ranks 0 and 1 get the same samples"),
         ("load_unlike", "rank 1 has other samples than rank 0.*by rank and world_size"),
-        ("load_unlike_sets", "rank 1 has other samples than rank 0.*return the same whole set"),
+        ("load_unlike_sets", "train: rank 1 has other samples than rank 0.*return the same whole set"),
+        ("load_unlike_tests", "test: rank 1 has other samples than rank 0.*return the same whole set"),
+        ("load_same_tests", "test: ranks 0 and 1 get the same samples"),
+        ("load_some_tests", "has a test set on some ranks and none on others"),
     ],
 )
 def test_ranks_that_would_see_wrong_samples_are_refused(on_ranks, file, tmp_path, data, words):

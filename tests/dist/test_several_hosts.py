@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from paceline.records.training import load_metrics
 from tests.conftest import wait_until
-from tests.dist.made_hosts import ROOT, MadeHosts, find_commands, make_hosts, paths, run_ip, write_tools
+from tests.dist.made_hosts import ROOT, VERBS, MadeHosts, find_commands, make_hosts, paths, run_ip, write_tools
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +38,7 @@ Host *
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
 """
+PATIENT = ("--check-timeout", "60")  # however loaded this machine is
 # sshd wants a folder there; only it sees this one.
 RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
 TRAIN = [
@@ -64,6 +64,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
         (folder / "examples").mkdir()
         for example in (ROOT / "examples").glob("*.py"):
             shutil.copy(example, folder / "examples")
+        shutil.copy(ROOT / "tests" / "scripts" / "plain_loop.py", folder / "train.py")
         add_interface(made, "a", "only-a", "10.93.0.1/24")
         for name in made.names:
             serve_ssh(made, name)
@@ -89,12 +90,12 @@ def serve_ssh(made: MadeHosts, name: str, setup: str = "", port: int = 22) -> su
     return service
 
 
-def launch(made: MadeHosts, *words: str, **options) -> subprocess.Popen[str]:
+def launch(made: MadeHosts, *words: str, program: Sequence[str] = ("paceline",), **options) -> subprocess.Popen[str]:
     """`paceline ...` on host a."""
     path = f"{made.folder}/tools:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": paths(), "HOME": str(made.folder)}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
-    return made.start("a", ["paceline", *words], **options)
+    return made.start("a", [*program, *words], **options)
 
 
 def finish(job: subprocess.Popen[str], code: int = 0, timeout_s: float = 100) -> tuple[str, str]:
@@ -119,14 +120,28 @@ def test_doctor_finds_two_hosts_ready_and_measures_their_links(hosts):
     hosts.expect_nothing_left()
 
 
+def test_doctor_names_links_without_a_way_in_both_directions(hosts):
+    out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", "--interface", "apart", "--json"), 1)
+    found = {check["name"]: check["found"] for check in json.loads(out)["checks"] if check["status"] == "fail"}
+    assert set(found) == {"a to b", "b to a"} and "b cannot reach a at 172.17.0.1 port" in found["b to a"]
+
+
 def test_two_hosts_train_and_every_line_names_host_and_rank(hosts):
     job = launch(
-        hosts, "run", "--hosts", "a:2,b:1", "--", "python", "-c", "import os; print('rank', os.environ['RANK'])"
+        hosts,
+        "run",
+        *PATIENT,
+        "--hosts",
+        "a:2,b:1",
+        "--",
+        "python",
+        "-c",
+        "import os; print('rank', os.environ['RANK'])",
     )
     out, _ = finish(job)
     assert sorted(out.splitlines()) == ["[a:0] rank 0", "[a:1] rank 1", "[b:2] rank 2"]
     train = [word if word != "4000" else "2" for word in TRAIN]
-    out, err = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", *train, "--out", "trained"))
+    out, err = finish(launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *train, "--out", "trained"))
     assert "[a:0] " in out and "2 ranks on gloo" in out + err
     (folder,) = (hosts.folder / "trained").iterdir()
     assert load_metrics(folder / "metrics.jsonl")[-1]["step"] == 8
@@ -143,7 +158,7 @@ def wait_for_steps(job: subprocess.Popen[str], out: Path) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_and_ends_all_hosts(hosts, number):
     out = hosts.folder / f"signal-{number}"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
     folder = wait_for_steps(job, out)
     job.send_signal(number)
     _, err = finish(job, 128 + number)
@@ -159,17 +174,11 @@ def find_ranks(hosts: MadeHosts, name: str) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith(f"{name}: ") and " -m paceline run" not in line]
 
 
-TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
-VERBS = (
-    "bench wrappers --model cnn --batch-size 2 --iters 3", f"profile phases {TINY} --iters 3",
-    f"profile trace {TINY} --steps 2",
-    f"tune {TINY} --caps 16B,1KiB,4MiB --iters 2", f"scale ranks {TINY} --global-batch-size 8 --iters 2",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb.split()[:2]))
 def test_every_verb_runs_on_two_hosts(hosts, verb):
-    out, _ = finish(launch(hosts, "run", "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs"))
+    out, _ = finish(
+        launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs")
+    )
     lines = out.splitlines()
     assert lines and all(line.startswith("[a:0] ") for line in lines)  # one answer, by the first rank
     hosts.expect_nothing_left()
@@ -179,7 +188,7 @@ STUCK = "import signal, time; signal.signal(15, signal.SIG_IGN); print('stuck', 
 
 
 def launch_stuck(hosts: MadeHosts) -> subprocess.Popen[str]:
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", STUCK)
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", STUCK)
     assert {job.stdout.readline(), job.stdout.readline()} == {"[a:0] stuck\n", "[b:1] stuck\n"}
     return job
 
@@ -201,25 +210,44 @@ def find_agents(hosts: MadeHosts) -> list[int]:
     return sorted(found, key=lambda pid: parent_of[pid] in found)
 
 
-@pytest.mark.parametrize("who", ["launcher", "parent of the agent", "agent", "torchrun", "connection"])
+@pytest.mark.parametrize("who", ["launcher", "parent of the agent", "agent", "both", "torchrun", "connection"])
 def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts, who):
     job = launch_stuck(hosts)
     lines = hosts.list_processes(but=())
-    victim = {
-        "launcher": lambda: job.pid,
-        "parent of the agent": lambda: find_agents(hosts)[0],
-        "agent": lambda: find_agents(hosts)[1],
-        "torchrun": lambda: next(int(x.split()[1]) for x in lines if x[:2] == "b:" and "-m torch.distributed.run" in x),
-        "connection": lambda: next(
-            int(x.split()[1]) for x in lines if x[:2] == "a:" and "ssh -F" in x and " b env " in x
-        ),
+    victims = {
+        "launcher": lambda: [job.pid],
+        "parent of the agent": lambda: find_agents(hosts)[:1],
+        "agent": lambda: find_agents(hosts)[1:],
+        "both": lambda: find_agents(hosts),
+        "torchrun": lambda: [int(x.split()[1]) for x in lines if x[:2] == "b:" and "-m torch.distributed.run" in x],
+        "connection": lambda: [int(x.split()[1]) for x in lines if x[:2] == "a:" and "ssh -F" in x and " b env " in x],
     }[who]()
-    os.kill(victim, signal.SIGKILL)
+    subprocess.run(["kill", "-9", *map(str, victims)], check=True)  # all at once
     _, err = job.communicate(timeout=60)
     assert job.returncode not in (0, None), err
     if who != "launcher":
         assert ("host b ended first, with code 137" if who == "torchrun" else "connection to host b") in err, err
     hosts.expect_nothing_left(30)
+
+
+def test_when_the_launcher_is_killed_training_ends_on_all_hosts(hosts):
+    """With the grace that everybody has: ranks that listen end at once."""
+    out = hosts.folder / "launcher-killed"
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
+    wait_for_steps(job, out)
+    job.kill()
+    job.communicate(timeout=60)
+    hosts.expect_nothing_left(30)
+
+
+def test_when_nobody_reads_the_output_all_hosts_end_quietly(hosts):
+    text = "import time\nwhile True: print('line', flush=True); time.sleep(0.05)"
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", "python", "-c", text)
+    assert job.stdout.readline().endswith("line\n")
+    job.stdout.close()
+    assert job.wait(60) == 1
+    assert "Traceback" not in job.stderr.read() and job.stderr.close() is None
+    hosts.expect_nothing_left()
 
 
 def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
@@ -235,7 +263,7 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
 
 def test_a_rank_that_is_killed_is_named_and_ends_all_hosts(hosts):
     out = hosts.folder / "killed"
-    job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
+    job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--grace", "5", "--", *TRAIN, "--out", str(out))
     wait_for_steps(job, out)
     os.kill(find_ranks(hosts, "b")[-1], signal.SIGKILL)
     text = "".join(job.communicate(timeout=60))
@@ -248,7 +276,7 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
     for number in range(20):
         code = number % 3
         words = f"import sys, os; sys.exit({code} if os.environ['RANK'] == '{number % 2}' else 0)"
-        job = launch(hosts, "run", "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
+        job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--grace", "5", "--", "python", "-c", words)
         _, err = job.communicate(timeout=200)
         assert (job.returncode != 0) == (code != 0), err
         hosts.expect_nothing_left()
@@ -256,79 +284,92 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
     assert not left
 
 
+# What is wrong with host b alone: options, how ssh goes there, what is mounted there, the code of the error, and its
+# sentence. {0} is the folder that both hosts see.
+OTHER_SSHD = "Host b\n  Port 2222\n"  # the one with these mounts
 BAD = {
-    "wrong interface": ("--interface only-a", "", "b: network: no interface only-a"),
-    "interface without a way": ("--interface apart", "", "b cannot reach a at 172.17.0.1 port"),
-    "other torch version": ("", "mount --bind {0}/other {0}/same;", "b: torch: 1.0.0"),
-    "no Python": ("--python {0}/only-a/python", "mount -t tmpfs tmpfs {0}/only-a;", "host b: there is no Python at"),
-    "missing script": (
-        "",
-        "mount -t tmpfs tmpfs {0}/examples;",
-        "b: script: {0}/examples/quick_start.py does not exist",
+    "wrong interface": ("--interface only-a", OTHER_SSHD, "", "network", "b: network: no interface only-a: give"),
+    "interface without a way": ("--interface apart", OTHER_SSHD, "", "link", "b cannot reach a at 172.17.0.1 port"),
+    "other torch version": ("", OTHER_SSHD, "mount --bind {0}/other {0}/same;", "torch", "b: torch: 1.0.0: a has 2."),
+    "no Python": (
+        "--python {0}/only-a/python", OTHER_SSHD, "mount -t tmpfs tmpfs {0}/only-a;", "no-python",
+        "host b: there is no Python at {0}/only-a/python: install it there",
     ),
-    "full disk": ("", "mount -t tmpfs -o size=1m tmpfs {0}/full;", "b: disk: 0.0 GiB free"),
-    "clock skew": ("", "mount --bind {0}/late {0}/same;", "b: clock"),
-}
+    "unknown host key": (
+        "", "Host b\n  UserKnownHostsFile /dev/null\n", "", "host-key",
+        "host b: its host key is not known here: check it and run `ssh b` once",
+    ),
+    "closed port": ("", "Host b\n  Port 23\n", "", "port", "host b: its ssh port is closed: start sshd there"),
+    "clock skew": (
+        "", OTHER_SSHD, "mount --bind {0}/late {0}/same;", "",
+        "paceline: warning: b: clock: 1 min 30 s behind this machine's",
+    ),
+    "missing script": (
+        "", OTHER_SSHD, "mount -t tmpfs tmpfs {0}/examples;", "script",
+        "b: script: {0}/examples/quick_start.py does not exist: copy it there",
+    ),
+    "full disk": (
+        "--folder {0}/full", OTHER_SSHD, "mount -t tmpfs -o size=1m tmpfs {0}/full;", "disk",
+        "b: disk: 0.0 GiB free in {0}/full: nothing can be saved there",
+    ),
+}  # fmt: skip
+# The command line, which prints the code of an error, too.
+NAMED = """\
+import sys
+from paceline.cli.main import app
+from paceline.errors import PacelineError
+try:
+    app(args=sys.argv[1:])
+except PacelineError as error:
+    print(error.code)
+    sys.exit(str(error))
+"""
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_set_up_is_named_within_seconds(hosts, what):
-    options, setup, words = BAD[what]
+def test_a_bad_set_up_is_named_before_anything_is_started(hosts, what):
+    """The command itself ends its checks after 5 s: a set-up that it names, it names within that time."""
+    options, client, setup, code, sentence = BAD[what]
     folder = hosts.folder
     for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "other/torch/__init__.py").write_text("")
     (folder / "other/torch-1.0.0.dist-info/METADATA").write_text("Version: 1.0.0\n")
-    (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90\n")
+    (folder / "late/sitecustomize.py").write_text("import time\nt = time.time\ntime.time = lambda: t() - 90.2\n")
     (folder / "only-a/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "only-a/python").chmod(0o755)
-    (folder / "client-other").write_text("Host b\n  Port 2222\n" + (folder / "client").read_text())
+    (folder / "client-other").write_text(client + (folder / "client").read_text())
     service = serve_ssh(hosts, "b", setup.format(folder), 2222)
+    script = ["python", "-c", "pass"] if what == "clock skew" else [str(folder / "examples/quick_start.py")]
+    words = ["run", "--hosts", "a:1,b:1", "--env", f"PYTHONPATH={folder}/same:{paths()}"]
+    words += options.format(folder).split()
+    words += ["--ssh", f"{shutil.which('ssh')} -F {folder}/client-other", "--", *script]
     try:
-        extra = ["--env", f"PYTHONPATH={folder}/same:{paths()}", "--ssh", f"ssh -F {folder}/client-other"]
-        extra += ["--folder", str(folder / "full")] if what == "full disk" else []
-        extra += shlex.split(options.format(folder))
-        script = str(folder / "examples/quick_start.py")
-        asked = ["doctor", "--hosts", "a,b"] if what == "clock skew" else ["run", "--hosts", "a:1,b:1"]
         begin_s = time.monotonic()
-        job = launch(hosts, *asked, *extra, *(["--", script] if what != "clock skew" else []))
-        out, err = finish(job, 0 if what == "clock skew" else 2)
-        print(f"{what}: {time.monotonic() - begin_s:.1f} s")
-        if what == "clock skew":
-            assert re.search(r"warn +b: clock +1 min (29|30) s behind .*NTP", out)
-        else:
-            (line,) = err.splitlines()
-            assert words.format(folder) in line
+        job = launch(hosts, *words, program=[sys.executable, "-c", NAMED])
+        line = job.stderr.readline()
+        print(f"{what}: {time.monotonic() - begin_s:.1f} s: {line.strip()}")
+        out, err = finish(job, 1 if code else 0)
+        assert line.startswith(sentence.format(folder))
+        assert not code or (out, err) == (f"{code}\n", "")  # and nothing else; it runs with a clock that is off
     finally:
         hosts.services.remove(service)
         hosts.end(service)
+    hosts.expect_nothing_left()
 
 
-def refuse(hosts: MadeHosts, words: str, *options: str) -> None:
-    begin_s = time.monotonic()
-    _, err = finish(launch(hosts, "run", "--hosts", "a,b", *options, "--", "true"), 2)
-    print(f"{words}: {time.monotonic() - begin_s:.1f} s")
-    (line,) = err.splitlines()
-    assert words in line
-
-
-def test_an_unknown_host_key_and_a_closed_port_are_named(hosts):
-    known = (hosts.folder / "known").read_text()
-    try:
-        (hosts.folder / "known").write_text("".join(known.splitlines(True)[:2]))
-        refuse(hosts, "host b: its host key is not known here: check it and run `ssh b` once")
-    finally:
-        (hosts.folder / "known").write_text(known)
-    refuse(hosts, "its ssh port is closed", "--ssh", "ssh -p 23")
+def test_a_port_that_does_not_answer_is_named(hosts):
     way = ("-n", hosts.space("b"), "route"), ("blackhole", "10.92.0.1/32")
     run_ip(*way[0], "add", *way[1])
     try:
-        refuse(hosts, "host b: its ssh port does not answer")
+        _, err = finish(launch(hosts, "run", "--hosts", "a,b", "--", "true"), 2)
+        assert "host b: its ssh port does not answer: check that the host is up" in err
     finally:
         run_ip(*way[0], "delete", *way[1])
 
 
 @pytest.mark.parametrize("line", find_commands("--hosts"))
 def test_every_command_over_ssh_in_the_document_runs(hosts, line):
-    finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
+    out, _ = finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
+    assert "profile" not in line or "on 2 ranks" in out
     hosts.expect_nothing_left()

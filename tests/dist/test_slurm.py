@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from paceline.records.training import load_metrics
 from tests.conftest import wait_until
-from tests.dist.made_hosts import MadeHosts, find_commands, make_hosts, paths, write_tools
+from tests.dist.made_hosts import VERBS, MadeHosts, find_commands, make_hosts, paths, write_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -74,7 +75,8 @@ def cluster(tmp_path_factory) -> Iterator[MadeHosts]:
     with make_hosts(folder, ("n1", "n2")) as made:
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        (folder / "state").mkdir()
+        for name in ("state", "temporary"):
+            (folder / name).mkdir()
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -96,6 +98,7 @@ def make_environment(made: MadeHosts) -> dict[str, str]:
         "SLURM_CONF": f"{made.folder}/slurm.conf",
         "PATH": f"{made.folder}/tools:{PATH}",
         "PYTHONPATH": paths(),
+        "TMPDIR": f"{made.folder}/temporary",
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PACELINE"))}
     return kept | variables | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -245,14 +248,59 @@ def test_a_job_that_fails_is_not_requeued(cluster, way):
     cluster.expect_nothing_left()
 
 
-def test_the_answer_of_every_verb_is_printed_once(cluster):
+def follow(made: MadeHosts, *words: str, **options) -> subprocess.Popen[str]:
+    """`paceline run --slurm --wait` on n1."""
+    command = ["paceline", "run", "--slurm", "--wait", "--nodes", "2", *words]
+    return made.start("n1", command, env=make_environment(made), **options)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb.split()[:2]))
+def test_every_verb_runs_on_two_nodes_and_its_answer_is_printed_once(cluster, verb):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    job = follow(cluster, "--name", "verb", "--", "paceline", *verb.split(), "--out", "verbs", **pipes)
+    out, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err + out
+    lines = out.partition(", attempt 1, on n[1-2]\n")[2].splitlines()  # behind the script
+    # Only the first rank prints to stdout; Slurm's --label does not tell stdout from stderr.
+    assert [line for line in lines if line.startswith("0: ")]
+    assert not [line for line in lines if line.startswith("1: ") and "socket.cpp" not in line]
+    cluster.expect_nothing_left()
+
+
+def test_folders_and_options_with_spaces_arrive(cluster):
     (cluster.folder / "my runs").mkdir()
     words = ["--folder", f"{cluster.folder}/my runs", "--sbatch", '--comment="a b" --exclusive']
-    bench = shlex.split("paceline bench allreduce --sizes 64KiB --iters 5 --backend gloo")
-    job = submit(cluster, *words, "--", *bench, name="bench")
-    wait_for(cluster, job, "COMPLETED", "my runs/bench")
-    assert read_log(cluster, "my runs/bench", job).count("busbw") >= 1
+    job = submit(cluster, *words, "--", "bash", "-c", "pwd", name="spaces")
+    wait_for(cluster, job, "COMPLETED", "my runs/spaces")
+    assert f"1: {cluster.folder}/my runs\n" in read_log(cluster, "my runs/spaces", job)
     assert "Comment=a b" in ask(cluster, "scontrol", "-o", "show", "job", job)
+
+
+def test_an_interrupt_ends_the_following_and_not_the_job(cluster):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    follower = follow(cluster, "--name", "left", "--", "bash", "-c", "echo ready; sleep 300", **pipes)
+    while ": ready" not in follower.stdout.readline():
+        assert follower.poll() is None
+    os.killpg(follower.pid, signal.SIGINT)  # as Ctrl-C does: scontrol, too
+    _, err = follower.communicate(timeout=60)
+    assert follower.returncode == 130
+    said = err.splitlines()[-1]
+    job = re.search(r"job (\d+) runs on", said)[1]
+    assert f"to end it: scancel {job}" in said and read_state(cluster, job)["JobState"] == "RUNNING"
+    ask(cluster, "scancel", job)
+    wait_for(cluster, job, "CANCELLED", "left")
+    cluster.expect_nothing_left(30)
+
+
+def test_twenty_of_twenty_jobs_leave_nothing(cluster):
+    jobs = []
+    for number in range(20):
+        command = ["bash", "-c", f"[[ $RANK != {number % 2} ]] || exit {number % 3}"]
+        jobs.append(submit(cluster, "--", *command, name="twenty"))
+    for number, job in enumerate(jobs):
+        wait_for(cluster, job, "FAILED" if number % 3 else "COMPLETED", "twenty")
+    cluster.expect_nothing_left()
+    assert not list((cluster.folder / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("line", find_commands("--slurm"))
@@ -268,11 +316,9 @@ def test_every_command_of_slurm_in_the_document_runs(cluster, line):
 
 def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
     # The last test: node n2 stays down.
-    words = ["paceline", "run", "--slurm", "--wait", "--nodes", "2", "--name", "lost", "--"]
-    command = [*words, *TRAIN, "--epochs", "100000", "--out", "lost"]
-    follower = cluster.start(
-        "n1", command, env=make_environment(cluster), stdout=subprocess.PIPE, stderr=(cluster.folder / "said").open("w")
-    )
+    words = ["--name", "lost", "--", *TRAIN, "--epochs", "100000", "--out", "lost"]
+    with (cluster.folder / "said").open("w") as said:
+        follower = follow(cluster, *words, stdout=subprocess.PIPE, stderr=said)
     try:
         said = cluster.folder / "said"
         wait_until(lambda: "submitted job" in said.read_text(), 30)

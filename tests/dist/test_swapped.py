@@ -65,7 +65,7 @@ def test_losses_are_those_of_torchs_wrapper(job, tmp_path, name):
 
 
 def compare_framework(name: str, folder: Path, options: dict[str, Any], backend: str) -> None:
-    """Train and save with each wrapper, and go on from both checkpoints with each: six runs, two different results."""
+    """Train and save with each wrapper, then resume from each checkpoint with each: six runs, two different results."""
     program = functools.partial(FRAMEWORKS[name], **options)
     with paceline.init(announce=None, backend=backend) as world:
         assert world.backend == ("gloo" if backend == "gloo" or why_not() else "shm")
@@ -109,8 +109,10 @@ def run_accelerates_tests() -> None:
     with paceline.init(announce=None):
         paceline.swap_wrapper()
         try:
+            assert type(Accelerator(cpu=True).prepare(nn.Linear(1, 1))) is DDP
             for check in (test_sync.test_distributed_sync, test_sync.test_distributed_sync_multiple_fwd):
                 check(Accelerator(cpu=True))
+            test_sync.test_dataloader_break()
             for choices in itertools.product((True, False), repeat=3):
                 test_sync.test_gradient_accumulation(*choices)
                 test_sync.test_gradient_accumulation_with_opt_and_scheduler(*choices)
@@ -145,7 +147,10 @@ def swap() -> None:
             assert type(Named(Net())) is Named
             assert type(DistributedDataParallel(nn.ParameterList([nn.Parameter(torch.ones(2))]))) is not DDP
             assert is_torchs(before)
-            assert error_of(lambda: paceline.swap_wrapper(no_such=1))[0] == "ConfigError"
+            for name in ("no_such", "self", "module"):
+                kind, text = error_of(lambda name=name: paceline.swap_wrapper(**{name: 1}))
+                assert kind == "ConfigError" and name in text
+            assert error_of(lambda: DistributedDataParallel(None))[0] == "ConfigError"
         finally:
             paceline.swap_wrapper(False)
         assert is_torchs(DistributedDataParallel(Net()))
@@ -158,6 +163,14 @@ def test_the_swap_reaches_every_name_of_the_class_and_can_be_ended(job):
     job(1, swap)
 
 
+class Own(DDP):
+    """A program's own subclass of ours, with arguments of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(Net(width))
+        self.count = 0
+
+
 def wrap_twice() -> None:
     with paceline.init(announce=None) as world:
         net = Net()
@@ -166,8 +179,20 @@ def wrap_twice() -> None:
             warnings.simplefilter("always")
             assert DistributedDataParallel(model) is model
             assert not caught
+            assert DistributedDataParallel(model, None, None, 0) is model  # nothing but the defaults
+            assert not caught
             assert DistributedDataParallel(module=model, device_ids=None, find_unused_parameters=True) is model
-        assert "find_unused_parameters" in str(caught[0].message)
+            assert DistributedDataParallel(model, None, None, 0, True, True, None, 7, static_graph=False) is model
+        assert [str(one.message).split(": ")[1].split(" of ")[0] for one in caught] == [
+            "find_unused_parameters", "bucket_cap_mb, static_graph"
+        ]  # fmt: skip
+        assert type(model) is DDP and model.module is net and not model.static_graph
+        assert error_of(lambda: DistributedDataParallel(model, no_such=1))[0] == "TypeError"
+        own = Own(8)
+        own.count = 5
+        assert DistributedDataParallel(own) is own and type(own) is Own and own.count == 5
+        own(draw(0, 3, 4).float()).sum().backward()
+        assert world.share(own.module.head.bias.grad.tolist())[0] == own.module.head.bias.grad.tolist()
         # To who wrapped it again this is the bare model.
         assert model.state_dict().keys() == net.state_dict().keys()
         values = {key: value + 1 for key, value in net.state_dict().items()}
@@ -182,6 +207,9 @@ def wrap_twice() -> None:
         for wrapped in (model, DistributedDataParallel(Net())):
             kind, text = error_of(lambda wrapped=wrapped: DDP(wrapped))
             assert kind == "ConfigError" and ".module" in text
+        for given in (None, Net):
+            kind, text = error_of(lambda given=given: DDP(given))
+            assert kind == "ConfigError" and "nn.Module" in text and "\n" not in text
 
 
 def test_a_model_that_is_wrapped_is_not_wrapped_again(job):
@@ -223,16 +251,41 @@ def test_the_programs_do_not_name_paceline():
 
 
 def read_by_torchs_own() -> None:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint import state_dict as dcp
 
     with paceline.init(announce=None):
-        net = Net()
-        model = DDP(net)
-        assert get_model_state_dict(model).keys() == net.state_dict().keys()
-        wanted = net.head.bias + 1
-        set_model_state_dict(model, {key: value + 1 for key, value in net.state_dict().items()})
-        assert torch.equal(net.head.bias, wanted)
+        for wraps_again, has_parent in itertools.product((False, True), repeat=2):
+            net = Net()
+            model = top = DDP(net)
+            if wraps_again:
+                assert DistributedDataParallel(model) is model
+            prefix = "part." if has_parent else ""
+            if has_parent:
+                top = nn.ModuleDict({"part": model})
+            bare = {f"{prefix}{key}" for key in net.state_dict()}
+            assert dcp.get_model_state_dict(top).keys() == bare
+            assert top.state_dict().keys() == (
+                bare if wraps_again else {f"{prefix}module.{key}" for key in net.state_dict()}
+            )
+
+            def load(put: Callable[[dict[str, torch.Tensor]], Any], name: str, net: Net = net) -> None:
+                values = {key: value + 1 for key, value in net.state_dict().items()}
+                found = put({f"{name}{key}": value for key, value in values.items()})
+                assert not found.missing_keys and not found.unexpected_keys
+                assert all(torch.equal(net.state_dict()[key], value) for key, value in values.items())
+
+            load(functools.partial(dcp.set_model_state_dict, top), prefix)
+            for name in ("", "module."):
+                load(top.load_state_dict, prefix + name)
+            optimizer = torch.optim.SGD(top.parameters(), lr=0.1, momentum=0.9)
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            states = dcp.get_state_dict(top, optimizer)
+            assert states[1]["state"].keys() == bare
+            dcp.set_state_dict(top, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+            kind, text = error_of(lambda top=top, prefix=prefix: top.load_state_dict({f"{prefix}other": torch.ones(1)}))
+            assert kind == "RuntimeError" and "head.bias" in text
 
 
-def test_torchs_checkpoints_have_no_prefix(job):
+def test_torchs_checkpoints_have_no_prefix_and_both_kinds_of_keys_load(job):
     job(1, read_by_torchs_own)

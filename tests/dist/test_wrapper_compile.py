@@ -37,6 +37,55 @@ def test_compiled_gradients_are_averaged(on_ranks, kind):
     on_ranks(2, compile_parts, kind, timeout_s=60)
 
 
+class Small(torch.nn.Module):
+    """Dynamo does not compile a layer of torch by itself, but the code of a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def compile_around(kind: str) -> dict[str, tuple[list[int], list[float]]]:
+    """The sizes of the graphs that torch.compile makes of a program around the wrapper, and the losses."""
+    found = {}
+    with paceline.init(announce=None) as world:
+        for wrap in (DDP, torch.nn.parallel.DistributedDataParallel):
+            torch._dynamo.reset()
+            sizes: list[int] = []
+
+            def note(graph: torch.fx.GraphModule, inputs: object, sizes: list[int] = sizes) -> object:
+                sizes.append(len(graph.graph.nodes))
+                return graph.forward
+
+            torch.manual_seed(0)
+            model = wrap(Small())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            outside = torch.compile(model, backend=note) if kind == "wrapper" else model
+
+            def step(x: torch.Tensor, model: torch.nn.Module = outside) -> torch.Tensor:
+                value = model(x).square().mean()
+                value.backward()
+                return value
+
+            take = torch.compile(step, backend=note) if kind == "step" else step
+            losses = []
+            for number in range(4):
+                optimizer.zero_grad()
+                losses.append(take(torch.full((3, 4), 0.1 * (number + world.rank))).item())
+                optimizer.step()
+            found[wrap.__name__] = sizes, losses
+    return found
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "step"])
+def test_the_compiler_makes_the_same_graphs_as_with_torchs_wrapper(on_ranks, kind):
+    (ours, losses), (theirs, others) = on_ranks(1, compile_around, kind)[0].values()
+    assert ours == theirs and ours and losses == pytest.approx(others, rel=1e-6)
+
+
 def compile_in_buckets() -> list[int]:
     counts = []
     with paceline.init(announce=None) as world:

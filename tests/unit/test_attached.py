@@ -78,6 +78,13 @@ def test_what_recording_cost_is_taken_from_the_steps():
     assert remove_recording(records, 0.001) == found  # never more than half
 
 
+def test_recorded_steps_that_happened_to_be_short_are_longer_in_all_their_parts():
+    records = [made_step(0, n, (0.004,)) for n in range(3)]  # 26 ms
+    for step in remove_recording(records, 0.039):
+        assert (step.step_s, step.exposed_s, step.backward_s) == pytest.approx((0.039, 0.006, 0.015))
+        assert step.messages[0].launch_s == step.messages[0].start_s == pytest.approx(0.015)
+
+
 def test_the_bottleneck_is_the_one_with_most_to_gain():
     data = Samples(((0.03, 0.02),) * 3)
     late, buckets, messages = Lateness(1, 0.9, 0.05), ("cap", 0.02), (0.02, 0.01, 0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,17 +144,17 @@ def test_no_file_of_the_user_is_replaced(monkeypatch, tmp_path):
 def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeypatch, tmp_path):
     log, polls = tmp_path / "my log", []
     states = [
-        ("JobState=PENDING NodeList=(null)", "", ""),
-        (f"JobState=RUNNING NodeList=n[1-2] StdOut={log} Power=\n", "n1 allocated\nn2 allocated\n", "one\n"),
-        ("JobState=RUNNING NodeList=n[1-2]", "n1 allocated\nn2 allocated*\n", "two\n"),
-        ("JobState=PENDING NodeList=(null)", "n1 idle\nn2 down*\n", ""),
-        (f"JobState=RUNNING NodeList=n1 StdOut={log} Power= Socks/Node=*\n", "n1 allocated\n", "three\n"),
-        ("JobState=FAILED NodeList=n1 ExitCode=3:0", "n1 idle\n", ""),
+        ("JobState=PENDING NodeList=(null)", "", b""),
+        (f"JobState=RUNNING NodeList=n[1-2] StdOut={log} Power=\n", "n1 allocated\nn2 allocated\n", b"one \xc3"),
+        ("JobState=RUNNING NodeList=n[1-2]", "n1 allocated\nn2 allocated*\n", b"\xa9\ntwo\n"),
+        ("JobState=PENDING NodeList=(null)", "n1 idle\nn2 down*\n", b""),
+        (f"JobState=RUNNING NodeList=n1 StdOut={log} Power= Socks/Node=*\n", "n1 allocated\n", b"three\xff\n"),
+        ("JobState=FAILED NodeList=n1 ExitCode=3:0", "n1 idle\n", b""),
     ]
 
     def call(*command: str) -> str:
         if command[0] == "scontrol":
-            with log.open("a") as file:
+            with log.open("ab") as file:
                 file.write(states[len(polls)][2])
             polls.append(command)
             return states[len(polls) - 1][0]
@@ -163,7 +164,7 @@ def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeyp
     monkeypatch.setattr(slurm, "_POLL_S", 0)
     shown: list[tuple[str, str]] = []
     assert slurm.follow("7", tmp_path / "given", lambda *item: shown.append(item)) == 3
-    assert "".join(text for stream, text in shown if stream == "out") == "one\ntwo\nthree\n"
+    assert "".join(text for stream, text in shown if stream == "out") == "one é\ntwo\nthree\ufffd\n"
     said = [text for stream, text in shown if stream == "err"]
     assert sum("node n2 does not respond" in text for text in said) == 1
     assert [text.split(": ")[2].strip() for text in said if "job 7" in text] == [
@@ -197,6 +198,36 @@ def test_following_ends_by_what_slurm_says_and_not_by_its_silence(monkeypatch, t
     assert slurm.follow("7", tmp_path / "log", lambda stream, text: shown.append(text)) == code
     assert left == [] and sum("asking again" in text for text in shown) == {5: 2, 3: 1}.get(len(answers), 0)
     assert any("how it ended is not known" in text for text in shown) == (answers[-1] == "Invalid job id specified")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_an_interrupt_ends_the_following_and_says_what_becomes_of_the_job(monkeypatch, tmp_path, state):
+    called = []
+
+    def call(*command: str) -> str:
+        called.append(command[0])
+        if len(called) > 2:
+            raise KeyboardInterrupt
+        return f"JobState={state} NodeList=(null)"
+
+    monkeypatch.setattr(slurm, "_call", call)
+    monkeypatch.setattr(slurm, "_POLL_S", 0)
+    shown: list[str] = []
+    assert slurm.follow("7", tmp_path / "log", lambda stream, text: shown.append(text)) == 130
+    assert set(called) == {"scontrol"}  # and not scancel
+    assert ("runs on" if state == "RUNNING" else "stays submitted") in shown[-1] and "scancel 7" in shown[-1]
+
+
+def test_an_interrupt_while_a_job_is_submitted_leaves_its_number(monkeypatch, tmp_path):
+    def call(*command: str, given: str = "") -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "7\n"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "_call", call)
+    shown: list[str] = []
+    assert run(["python", "train.py"], slurm=True, wait=True, show=lambda stream, text: shown.append(text)) == 130
+    assert "submitted job 7" in shown[-1] and "scancel 7" in shown[-1]
 
 
 PODS = {

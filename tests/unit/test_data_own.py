@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from paceline.errors import ConfigError
 from paceline.training.loader import load_windows
-from paceline.workloads.data import Batch, DataForm, OwnBatch
+from paceline.workloads.data import Batch, DataForm, OwnBatch, list_leaves
 from paceline.workloads.data.own import OWN_FORM, UNKNOWN, digest, find_form, open_data
 from paceline.workloads.data.sharding import EpochOrder
 
@@ -68,6 +81,20 @@ class Sized(Stream):
         return self.count
 
 
+class Loaded(IterableDataset):  # type: ignore[type-arg]
+    """Samples that are whole batches."""
+
+    def __iter__(self) -> Any:
+        return iter(Loader(11, 2))
+
+
+class Drawing(IterableDataset):  # type: ignore[type-arg]
+    """Samples that are drawn, while others draw, too."""
+
+    def __iter__(self) -> Any:
+        return ((float(torch.rand(())), float(numpy.random.rand()), random.random()) for _ in range(8))
+
+
 def open_own(found: Any, split: str = "train", batch_size: int = 2, is_sharded: bool = False) -> Any:
     return open_data(found, "own.py:load", split, seed=3, batch_size=batch_size, is_sharded=is_sharded)
 
@@ -92,25 +119,32 @@ def read(windows: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("found", "is_stream", "batch_size", "shuffles"),
+    ("found", "is_stream", "batch_size", "in_order"),
     [
-        (Numbers(), False, None, True),
-        ([(1, 2), (3, 4)], False, None, True),
-        (DataLoader(Numbers(), batch_size=4), False, 4, False),
-        (DataLoader(Numbers(), batch_size=4, shuffle=True), False, 4, True),
-        (DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0)), False, 4, True),
-        (DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 0, shuffle=False)), False, 4, False),
-        (Stream(), True, 2, True),
-        (DataLoader(Stream(), batch_size=4), True, 4, True),
-        (DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 22)), True, 4, True),
-        (DataLoader(Numbers(), batch_size=None), True, 4, True),
-        (Loader(), True, 3, True),
+        (Numbers(), False, None, False),
+        ([(index, 0) for index in range(22)], False, None, False),
+        (DataLoader(Numbers(), batch_size=4), False, 4, True),
+        (DataLoader(Numbers(), batch_size=4, shuffle=True), False, 4, False),
+        (DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0)), False, 4, False),
+        (DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 0, shuffle=False)), False, 4, True),
+        (Stream(), True, 2, False),
+        (DataLoader(Stream(), batch_size=4), True, 4, False),
+        (DataLoader(Numbers(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 22)), True, 4, False),
+        (Loader(11, 2), True, 2, True),
+        (DataLoader(Loaded(), batch_size=None), True, 2, True),
     ],
 )
-def test_what_a_function_may_return(found, is_stream, batch_size, shuffles):
+def test_what_a_function_may_return(found, is_stream, batch_size, in_order):
     data = open_own(found)
-    assert (data.is_stream, data.batch_size) == (is_stream, batch_size)
-    assert data.shuffles is shuffles or data.is_stream
+    assert (data.is_stream, data.batch_size, data.split) == (is_stream, batch_size, "train")
+    windows = [list_windows(data, size=batch_size or 2, epoch=epoch)[0] for epoch in (0, 1)]
+    assert [len(loaded.batch) for window in windows[0][:-1] for loaded in window.batches] == [batch_size or 2] * (
+        len(windows[0]) - 1
+    )
+    first, second = map(read, windows)
+    assert (first == sorted(first), first == second) == (in_order, in_order)
+    is_drawn_again = isinstance(getattr(found, "sampler", None), WeightedRandomSampler)
+    assert len(set(first)) < 22 if is_drawn_again else set(first) == set(second) == set(range(22))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +154,6 @@ def test_what_a_function_may_return(found, is_stream, batch_size, shuffles):
         ({"train": Numbers()}, "returned a dict"),
         (iter([1]), "returned a list_iterator, which can be read once"),
         (7, "returned a int"),
-        (Numbers(0), "without samples"),
     ],
 )
 def test_what_is_no_data_is_refused_by_its_type(found, words):
@@ -169,6 +202,18 @@ def test_what_a_sample_draws_follows_from_its_index_and_leaves_the_models_random
     assert draws(list_windows(data, size=6, epoch=1)[0])[5] != whole[5]
 
 
+def test_what_a_stream_draws_does_not_depend_on_what_others_draw_in_between():
+    data = open_own(Drawing(), batch_size=4)
+    alone = [[part.tolist() for part in content] for (content,) in data.read(0, 1)]
+    mixed, generator = [], numpy.random.get_bit_generator()
+    for (content,) in data.read(0, 1):
+        mixed.append([part.tolist() for part in content])
+        assert numpy.random.get_bit_generator() is generator
+        torch.rand(3), numpy.random.rand(3), random.random()
+    assert len(alone) == 2 and mixed == alone
+    assert all(len(set(map(str, drawn))) == 2 for drawn in zip(*alone, strict=True))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_share_one_stream_of_samples_and_draw_the_same_order(world_size):
     data = open_own(Stream(), batch_size=6 // world_size)
@@ -209,7 +254,7 @@ def test_streams_that_are_sharded_end_when_the_first_rank_has_nothing_left():
     (windows,) = list_windows(data, size=2, agree=agree)
     assert asked == [2, 2, 2] and len(read(windows)) == 4 and windows[-1].is_last
     assert [window.num_samples for window in windows] == [4, 4]
-    alone = list_windows(data, 2, size=2)[0]  # nobody to ask: as if all had as many
+    alone = list_windows(data, 2, size=2)[0]  # no other rank can be asked, so all are taken to be alike
     assert [window.num_samples for window in alone] == [4, 4, 4]
 
 
@@ -231,8 +276,12 @@ def test_an_empty_stream_is_refused():
     with pytest.raises(ConfigError, match="ended before global batch 1 of 8 samples on 2 ranks") as caught:
         list_windows(open_own(Loader(1, 4)), 2, size=4)
     assert caught.value.code == "empty"
-    with pytest.raises(ConfigError, match="gave nothing") as caught:
-        open_own(Stream(0))
+
+
+@pytest.mark.parametrize("found", [Numbers(0), Stream(0), [], DataLoader([], 4), DataLoader(Numbers(0), 4), Loader(0)])
+def test_data_without_samples_is_refused_by_its_split(found):
+    with pytest.raises(ConfigError, match=r"own.py:load, test: it is empty") as caught:
+        open_own(found, "test")
     assert caught.value.code == "empty"
 
 
@@ -274,16 +323,88 @@ def test_a_test_set_is_cut_into_shares_that_hold_each_sample_once(found):
 
 class Point(NamedTuple):
     x: torch.Tensor
-    y: torch.Tensor
+    y: Any = 0
 
 
-def test_batches_of_any_form_are_counted_and_moved():
-    nested = {"a": [torch.zeros(3, 2), "text"], "b": Point(torch.ones(3), torch.ones(3))}
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    name: str = "a"
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    rest: Any = None
+
+
+class Plain:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Movable(Plain):
+    def to(self, device: torch.device) -> Movable:
+        return Movable(self.x.to(device))
+
+
+class Graph(Movable):
+    batch_size = 2
+
+
+class Open(dict):  # type: ignore[type-arg]
+    """A dict that has every attribute, as some libraries make them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Open()
+
+
+X = torch.arange(6.0).reshape(3, 2)
+OBJECTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "named tuple": lambda x: Point(x, Record(x)),
+    "frozen dataclass": Record,
+    "dataclass with slots": lambda x: Slotted(x, [Record(x)]),
+    "mapping that cannot change": lambda x: MappingProxyType({"x": x}),
+    "object with to": Movable,
+    "object with to in a list": lambda x: [Movable(x), "a"],
+    "dict of a user": lambda x: UserDict({"x": x, "y": ["a", None]}),
+    "dict with all attributes": lambda x: Open(x=x),
+}
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS.keys())
+def test_tensors_of_a_batch_that_is_an_object_are_found_and_moved(make):
+    content, other = make(X), make(X + 1)
+    one, two = (open_own(DataLoader(Loaded(), batch_size=None, collate_fn=lambda _, c=c: c)) for c in (content, other))
+    assert len(one.head) == one.batch_size == 3 and one.checksum != two.checksum
+    moved = OwnBatch(content).to(torch.device("meta")).content
+    tensors = [leaf for leaf in list_leaves(moved) if isinstance(leaf, torch.Tensor)]
+    assert type(moved) is type(content) and {leaf.device.type for leaf in tensors} == {"meta"}
+    assert X is next(list_leaves(content))  # as it was
+
+
+def test_an_object_is_moved_by_its_own_method():
+    packed = OwnBatch(pack_sequence([X, X[:1]])).to(torch.device("meta")).content
+    assert (packed.data.device.type, packed.batch_sizes.device.type) == ("meta", "cpu")
+
+
+@pytest.mark.parametrize("content", [Plain(X), [Plain(X), X], object(), {"a": [object()]}, ()])
+def test_a_batch_whose_tensors_are_not_found_is_refused(content):
+    with pytest.raises(ConfigError, match="give the class a method to") as caught:
+        open_own(DataLoader(Loaded(), batch_size=None, collate_fn=lambda _: content))
+    assert caught.value.code == "batch"
+
+
+def test_batches_of_any_form_are_counted_and_changed():
+    nested = {"a": [torch.zeros(3, 2), "text"], "b": Point(torch.ones(3), Record(torch.ones(3)))}
     batch = OwnBatch(nested)
-    assert len(batch) == 3 and len(OwnBatch(["a", "b"])) == 2 and len(OwnBatch(torch.tensor(1.0))) == 1
     moved = batch.map(lambda tensor: tensor + 1).content
-    assert float(moved["b"].y[0]) == 2 and moved["a"][1] == "text" and type(moved["b"]) is Point
-    assert float(nested["b"].y[0]) == 1
+    assert float(moved["b"].x[0]) == float(moved["b"].y.x[0]) == 2 and moved["a"][1] == "text"
+    assert type(moved["b"]) is Point and float(nested["b"].x[0]) == 1
+    sizes = {3: batch, 2: OwnBatch(Graph(X)), 1: OwnBatch(torch.tensor(1.0)), 5: OwnBatch([X], count=5)}
+    assert {size: len(found) for size, found in sizes.items()} == {size: size for size in sizes}
+    for texts in (["a", "b"], {"text": ["a", "b"]}, (["a", "b"], ["c", "d"]), Record("ab", ["a", "b"])):
+        assert len(OwnBatch(texts)) == 2
 
 
 def test_inputs_and_targets_of_a_batch_for_our_own_loss():
@@ -294,7 +415,7 @@ def test_inputs_and_targets_of_a_batch_for_our_own_loss():
     inputs, targets = OwnBatch({"ids": x, "labels": y.int()}).split()
     assert inputs == {"ids": x} and targets.dtype == torch.int64
     assert Batch(x, y).content == (x, y) and Batch(x, y, y).content == (x, y, y)
-    for odd in ({"ids": x}, x, [x], (x, "label")):
+    for odd in ({"ids": x}, x, [x], (x, "label"), (("a", "b"), y), {"text": ["a"], "labels": y}, ["a", "b"]):
         with pytest.raises(ConfigError) as caught:
             OwnBatch(odd).split()
         assert caught.value.code == "batch"
@@ -306,6 +427,14 @@ def test_the_form_of_a_set_is_found_in_its_first_sample():
     images.classes = list("abcdefg")  # type: ignore[attr-defined]
     assert find_form(open_own(images)).num_classes == find_form(open_own(DataLoader(images))).num_classes == 7
     assert find_form(open_own(TensorDataset(torch.zeros(6, 5), torch.zeros(6)))) == DataForm("numbers", (5,))
+    others = TensorDataset(torch.zeros(6, 3, 8, 8), torch.arange(6))
+    others.targets = [0, 8, 3]  # type: ignore[attr-defined]
+    both = ConcatDataset([images, Subset(others, range(3))])
+    made = {7: Subset(Subset(images, range(5)), range(3)), 9: DataLoader(Subset(both, range(8)), 2)}
+    made[UNKNOWN] = ConcatDataset([images, TensorDataset(torch.zeros(6, 3, 8, 8), torch.arange(6))])
+    assert {number: find_form(open_own(data)).num_classes for number, data in made.items()} == {n: n for n in made}
+    others.num_classes = "many"  # type: ignore[attr-defined]
+    assert find_form(open_own(others)).num_classes == 9
     tokens = TensorDataset(torch.zeros(6, 5).long(), torch.zeros(6, 5).long())
     tokens.vocabulary = 11  # type: ignore[attr-defined]
     assert find_form(open_own(tokens)) == DataForm("tokens", (5,), 11, 11)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
@@ -22,6 +24,7 @@ from paceline.report.result import DoctorResult
 from paceline.runtime import agent, hosts
 from paceline.runtime.hosts import build_program, build_requests, explain_end, open_agents, parse_hosts
 from paceline.units import GIB, MIB
+from paceline.verbs.doctor import doctor
 from paceline.verbs.run import parse_variables, run
 from tests.conftest import wait_until
 
@@ -86,7 +89,8 @@ def test_a_host_runs_torchrun_with_its_own_place_and_interface():
     _, request = build_requests(program, "PY", {"a": 2, "b": 3}, interfaces, "10.0.0.1", 2000, {"A": "1"}, 30)
     words = " ".join(request["arguments"])
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 3 --master-addr 10.0.0.1 --master-port 2000" in words
-    assert words.endswith(f"--log-dir {agent.LOGS} --no-python PY -m paceline train")
+    assert words.endswith(f"--log-dir {agent.LOGS} --no-python {agent.GUARD} PY -m paceline train")
+    assert request["arguments"][0] == agent.GUARD and request["grace_s"] > 30  # torchrun kills ranks first
     variables = request["variables"]
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"], variables["A"]) == ("eth1", "=eth1", "1")
     assert variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[b:${rank}] "
@@ -95,10 +99,73 @@ def test_a_host_runs_torchrun_with_its_own_place_and_interface():
     assert request["variables"]["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec cat > /dev/null\n")  # it never answers, and ends with its input
+def write_ssh(folder: Path, text: str) -> str:
+    ssh = folder / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{text}\n")
     ssh.chmod(0o755)
+    return str(ssh)
+
+
+def answer_with(*numbers: int) -> str:
+    """For `write_ssh`: a host that answers the last of these questions with the answers to all of them."""
+    answers = "; ".join(f"""echo '{agent.MARK}{{"number": {number}}}'""" for number in numbers)
+    return f"""while read -r line; do case $line in '{{"ask"'*'"number": {numbers[-1]}'*) {answers};; esac; done"""
+
+
+def test_a_late_answer_is_not_taken_for_that_to_a_later_question(tmp_path):
+    with open_agents(["a"], write_ssh(tmp_path, answer_with(1, 2)), limit_s=60) as (one,):
+        with pytest.raises(LaunchError) as caught:
+            one.ask("tell_time", 0.1)
+        assert caught.value.code == "timeout" and "within 0.1 s" in str(caught.value)
+        assert one.ask("tell_time") == {"number": 2}
+
+
+def test_a_host_that_never_answers_is_named_when_the_time_for_checks_is_over(tmp_path):
+    ssh = write_ssh(tmp_path, f"echo $$ > {tmp_path}/pid; trap '' HUP TERM; exec sleep 60")  # and does not leave
+    with pytest.raises(LaunchError, match=r"host a: no answer within 1 s: .*--check-timeout") as caught:
+        run(["true"], hosts="a", ssh=ssh, check_timeout=1)
+    assert caught.value.code == "timeout" and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert run.__kwdefaults__["check_timeout"] == doctor.__kwdefaults__["check_timeout"] == 5.0
+
+
+def test_all_questions_share_the_time_for_checks(tmp_path):
+    ssh = write_ssh(tmp_path, answer_with(1))
+    with open_agents(["a"], ssh, limit_s=0.0) as (one,), pytest.raises(LaunchError, match="within 0 s"):
+        one.ask("tell_time")
+
+
+@pytest.mark.parametrize("bytes_per_s", [0, 1_000_000])
+def test_messages_on_a_slow_link_are_shorter(monkeypatch, bytes_per_s):
+    class Slow(socket.socket):
+        def recv_into(self, place, num_bytes):
+            count = super().recv_into(place, num_bytes)
+            time.sleep(count / bytes_per_s)
+            return count
+
+    def accept(listener):
+        link, address = listener._accept()
+        return Slow(fileno=link), address
+
+    if bytes_per_s:
+        monkeypatch.setattr(socket.socket, "accept", accept)
+    port = agent.listen("127.0.0.1", 0)["port"]
+    try:
+        found = agent.time_messages("127.0.0.1", port, "127.0.0.1", 1 << 19, 0.02 if bytes_per_s else 60.0)
+    finally:
+        agent.close()
+    assert len(found["short"]) >= 4 <= len(found["long"])
+    assert found["num_bytes"] < 1 << 19 if bytes_per_s else found["num_bytes"] == 1 << 19
+
+
+def test_what_cannot_be_reached_is_told_apart_from_what_can():
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        places = [closed.getsockname(), there.getsockname()]
+        assert agent.reach(places, "127.0.0.1", 5.0) == {"errors": ["Connection refused", ""]}
+
+
+def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
+    ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # it never answers, and ends with its input
     ended, is_waiting = [], threading.Event()
 
     def ask(one: hosts.Agent) -> None:
@@ -112,16 +179,14 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
             ended.append(error.code)
             raise
 
-    with open_agents(["a", "b"], str(ssh)) as agents, pytest.raises(KeyboardInterrupt):
+    with open_agents(["a", "b"], ssh, limit_s=60) as agents, pytest.raises(KeyboardInterrupt):
         hosts.ask_all(agents, ask)
     assert ended == ["ssh"]  # and not "timeout"
 
 
 def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\ncat > /dev/null\n')
-    ssh.chmod(0o755)
-    with open_agents(["a"], str(ssh), variables={"TOKEN": "secret", "PYTHONPATH": "/mine"}):
+    ssh = write_ssh(tmp_path, f'echo "$@" > {tmp_path}/words\ncat > /dev/null')
+    with open_agents(["a"], ssh, variables={"TOKEN": "secret", "PYTHONPATH": "/mine"}):
         pass
     words = (tmp_path / "words").read_text()
     assert "PYTHONPATH=/mine" in words and "secret" not in words
@@ -129,17 +194,15 @@ def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
 
 def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "_LEAVE_S", 0.2)
-    ssh = tmp_path / "ssh"
     wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"  # for the request, after the source
-    ssh.write_text(f"#!/bin/sh\n{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done\n")
-    ssh.chmod(0o755)
+    ssh = write_ssh(tmp_path, f"{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done")
     shown = []
 
     def show(stream: str, text: str) -> None:
         time.sleep(0.15)
         shown.append(text)
 
-    with open_agents(["a"], str(ssh)) as (one,):
+    with open_agents(["a"], ssh) as (one,):
         one.show = show
         one.tell("run")
         wait_until(lambda: one.code is not None)  # ssh has ended by itself
@@ -273,6 +336,8 @@ def test_variables_are_given_or_taken_from_here(monkeypatch):
         ({"kubernetes": True, "image": "x", "wait": True}, "--wait with --kubernetes"),
         ({"slurm": True, "nodes": 0}, "at least 1 of each"),
         ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),
+        ({"hosts": "a", "check_timeout": 0.5}, "--check-timeout 0.5"),
+        ({"slurm": True, "check_timeout": 9.0}, "--check-timeout with --slurm"),
         ({"hosts": "a", "dry_run": True}, "--dry-run with --hosts"),
         ({"hosts": "a", "ssh": ""}, "--ssh is empty"),
         ({"hosts": "a", "ssh": "ssh 'a"}, "no closing quotation"),

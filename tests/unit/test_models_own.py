@@ -1,5 +1,7 @@
 """A user's own model: how it is called, and what is said about a file that does not serve."""
 
+import pickle
+import subprocess
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.workloads.data import DataForm
+from paceline.workloads.external import call_own
 from paceline.workloads.registry import ModelOptions, build_model, check_model, default_form
 
 PLAIN = ModelOptions()
@@ -92,6 +95,10 @@ SIZE = 3
 """
 
 
+def file_of(name: str) -> str | None:
+    return getattr(sys.modules[name], "__file__", None)
+
+
 @pytest.fixture
 def file(tmp_path):
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
@@ -101,7 +108,7 @@ def file(tmp_path):
     before = set(sys.modules)
     yield path
     for name in set(sys.modules) - before:
-        if name in ("neighbour", "late") or name.startswith("paceline_own_"):
+        if name in ("neighbour", "late") or str(file_of(name)).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -184,3 +191,22 @@ def test_a_missing_file_options_and_data_of_its_own_are_refused(file, tmp_path):
         check_model(f"{file}:build", ModelOptions(hidden=3))
     with pytest.raises(ConfigError, match="does not say what data it takes"):
         default_form(f"{file}:build")
+
+
+def test_what_is_pickled_is_loaded_in_another_process_also_of_files_of_one_name(tmp_path):
+    loaded = []
+    for number in (1, 2):
+        folder = tmp_path / f"v{number}.0 %2E"
+        folder.mkdir()
+        (folder / "job.py").write_text(f"class Set:\n    def __len__(self):\n        return {number}\n")
+        loaded.append(call_own(f"{folder / 'job.py'}:Set", "data")[0])
+    program = "import pickle, sys; print(*map(len, pickle.load(sys.stdin.buffer)), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(loaded), capture_output=True, check=False)
+    assert done.stdout.split() == [b"1", b"2", b"False"], done.stderr
+
+
+def test_a_file_that_changed_is_loaded_again(tmp_path):
+    file = tmp_path / "job.py"
+    for number in (1, 22, 333):
+        file.write_text(f"def build():\n    return {number}\n")
+        assert call_own(f"{file}:build", "data")[0] == number

@@ -247,6 +247,15 @@ def test_without_noise_the_interval_is_what_the_model_leaves_out_of_communicatio
     assert estimate.high_s - estimate.step_s == pytest.approx(1.645 * 0.10 * estimate.exposed_s)
 
 
+def test_no_plan_is_said_to_save_more_than_communication_adds():
+    """What a bucket costs is not known: with more of them a step may take much longer, and not much less."""
+    job, costs = fit_job(Evidence(FAST.build_calibration()))
+    draws = [(job, replace(costs, launch_s=launch_s)) for launch_s in (0.0, 1e-3, 5e-3)]
+    gain, low, high = Predictor(job, costs, draws, job.local_s, 0.0).estimate_gain(EACH, (8,))
+    adds = [simulate(job, (8,), each) for _, each in draws]
+    assert gain <= high <= max(step.exposed_s / step.step_s for step in adds) < 0.1 < gain - low
+
+
 def test_a_better_plan_is_found_where_latency_makes_the_default_slow():
     model = build(SLOW)
     choice = model.choose(EACH)

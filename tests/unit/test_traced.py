@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecordError
-from paceline.predict.curves import FamilyCurve
+from paceline.predict.curves import DerivedCurve, FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.traced import read_steps
 from paceline.predict.traced_job import TracedJob
@@ -94,6 +94,40 @@ def test_contention_is_undone_and_done_again():
     assert "assumed" in traced.fit.costs.contention.basis
     for other in ((8,), (3, 8)):
         assert traced.predictor.estimate(other).step_s == pytest.approx(simulate(JOB, other, costs).step_s, rel=0.02)
+
+
+# A first message of 1 MiB next to computing, and the rest behind it, as torch's default buckets are; 10 ms and 160 ms.
+LINKED = made_job((MIB, *[2 * MIB] * 8), range(2, 20, 2), 19)
+LINK = FamilyCurve("line", 2, 5e-4, 1.1e8)
+
+
+def test_messages_of_a_link_are_not_taken_to_be_slowed_by_computing():
+    """Ranks in containers of one machine have one host name: it does not tell that cores move the messages."""
+    costs = MachineCosts(LINK, 2, launch_s=2e-4, pair_rate=0.5)
+    traced = TracedJob(read(made_on_cpu(LINKED, costs, (1, 9))))
+    assert traced.is_on_host and traced.fit.costs.contention.rates(MIB) == pytest.approx((1, 1), abs=0.06)
+    assert traced.fit.costs.contention.basis.startswith("fitted")
+    for other in ((9,), (1, 3, 9), tuple(range(1, 10))):
+        assert traced.predictor.estimate(other).step_s == pytest.approx(simulate(LINKED, other, costs).step_s, rel=0.02)
+
+
+def test_of_larger_messages_next_to_computing_nothing_is_learned_about_contention():
+    costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
+    job = made_job((8 * MIB, 8 * MIB, 4 * KIB), (4, 16, 30), 31)
+    slow = replace(costs, curve=FamilyCurve("line", 2, 3e-3, 2e9))  # the last one, of 4 KiB, takes 3 ms
+    traced = TracedJob(read(made_on_cpu(job, slow, (1, 2, 3))))
+    assert traced.fit.costs.contention.rates(MIB) == pytest.approx((0.5, 0.5))
+
+
+def test_no_message_has_more_bandwidth_than_a_larger_one():
+    """What a link lets pass at once after a pause shortens the first message alone."""
+    burst = DerivedCurve(lambda size: LINK.estimate_s(size) - (2e-3 if size == MIB else 0.0))
+    costs = MachineCosts(burst, 2, launch_s=2e-4, pair_rate=0.5)
+    traced = TracedJob(read(made_on_cpu(LINKED, costs, (1, 9))))
+    curve, each = traced.fit.costs.curve, tuple(range(1, 10))
+    times = [curve.estimate_s(size) / size for size in (64 * KIB, MIB, 2 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)]
+    assert times == pytest.approx(sorted(times, reverse=True), rel=1e-9)
+    assert traced.predictor.estimate(each).step_s == pytest.approx(simulate(LINKED, each, costs).step_s, rel=0.03)
 
 
 def test_a_backward_without_messages_tells_what_messages_cost_it():

@@ -62,7 +62,7 @@ add_command(
     "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh -out",
+    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
     "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and their bandwidth.",
 )  # fmt: skip
@@ -80,7 +80,8 @@ def _run(*, progress: bool, **given: Any) -> Any:
 add_command(
     app, "run", _run,
     "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node "
-    "sbatch image kind volume folder:run env grace interface port python ssh wait dry_run -out -json -wide",
+    "sbatch image kind volume folder:run env grace interface port python ssh check_timeout wait dry_run "
+    "-out -json -wide",
     "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
     "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
     "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job started again resumes from it.",

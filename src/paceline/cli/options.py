@@ -139,6 +139,7 @@ OPTIONS = {
     "port": Option(JOB, "Port of the first host on which ranks meet. Default: one that is free.", int),
     "python": Option(JOB, "Python on the hosts. Default: the path of this one."),
     "ssh": Option(JOB, "How to call ssh, as 'ssh -p 2222'", "ssh"),
+    "check_timeout": Option(JOB, "Seconds that the checks of all hosts may take.", 5.0),
     "wait": Option(JOB, "Slurm: show what the job prints until it ends; its exit code is this one's.", False),
     "dry_run": Option(JOB, "Slurm: only print the script.", False),
     "sizes": Option(JOB, "Sizes to measure.", "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"),

@@ -21,7 +21,8 @@ Facts = dict[str, Any]
 _ASKS = 5  # for the time; the quickest answer counts
 _SKEW_S = 0.5
 _FULL_BYTES, _LITTLE_BYTES = 100 * MIB, 2 * GIB
-_LINK_BYTES, _BUDGET_S = 16 * MIB, 0.3  # of messages on each link
+# Messages on each link: how long at most, for how long each kind, and when to give up.
+_LINK_BYTES, _BUDGET_S, _LINK_S = 16 * MIB, 0.3, 20.0
 _OLDEST_PYTHON = (3, 11)
 
 
@@ -139,20 +140,24 @@ def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecor
 
 
 def check_links(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> Iterator[Record]:
-    """Connect every host to every other, and time messages, one link after the other."""
+    """Connect every host to every other, all at a time; then time messages, one link after the other."""
+    ports = dict(zip(agents, ask_all(agents, lambda agent: _listen(agent, facts, wanted)), strict=True))
+    places = {agent: port for agent, port in ports.items() if isinstance(port, int)}
+    reached = dict(zip(agents, ask_all(agents, lambda agent: _reach(agent, places, facts)), strict=True))
     for receiver, sender in itertools.permutations(agents, 2):
-        name, where = f"{sender.name} to {receiver.name}", facts[receiver.name]["address"]
+        found, port = reached[sender], ports[receiver]
         try:
-            short, long = _connect(sender, receiver, facts, _listen(receiver, facts, wanted), (1, _LINK_BYTES))
+            for error in (port, found, found.get(receiver) if isinstance(found, dict) else None):
+                if isinstance(error, PacelineError):
+                    raise error
+            link = _time_link(sender, receiver, places[receiver], facts)
         except PacelineError as error:
-            found, _, advice = str(error).partition(": ")
-            yield _report(name, found, advice)
+            what, _, advice = str(error).partition(": ")
+            yield _report(f"{sender.name} to {receiver.name}", what, advice)
         else:
-            link = LinkRecord(
-                sender=sender.name, receiver=receiver.name, interface=facts[sender.name]["interface"],
-                num_bytes=_LINK_BYTES, timing=long, short=short,
-            )  # fmt: skip
-            yield _report(name, f"{where} over {link.interface}, {format_duration(link.latency_s)} one way")
+            where = f"{facts[receiver.name]['address']} over {link.interface}"
+            latency = f"{format_duration(link.latency_s)} one way"
+            yield _report(f"{sender.name} to {receiver.name}", f"{where}, {latency}")
             yield link
 
 
@@ -160,9 +165,9 @@ def find_port(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wante
     """The port of the first host at which ranks meet, once all the others have reached it."""
     first = agents[0]
     port = _listen(first, facts, wanted)
-    for found in ask_all(agents[1:], lambda agent: _connect(agent, first, facts, port, ())):
-        if isinstance(found, PacelineError):
-            raise found
+    for found in ask_all(agents[1:], lambda agent: _reach(agent, {first: port}, facts)):
+        for error in [found] if isinstance(found, PacelineError) else found.values():
+            raise error
     first.ask("close")
     return port
 
@@ -176,18 +181,37 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
         raise LaunchError(f"{found}: end what uses it, or give another with --port", code="port") from None
 
 
-def _connect(
-    sender: Agent, receiver: Agent, facts: Mapping[str, Facts], port: int, sizes: Sequence[int]
-) -> list[Samples]:
-    """Samples of the messages of each size."""
-    here, there = facts[sender.name], facts[receiver.name]["address"]
+def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:
+    """Those of the hosts with these ports to which this one cannot connect, and why."""
+    others = [(agent, (facts[agent.name]["address"], port)) for agent, port in ports.items() if agent is not sender]
+    source, places = facts[sender.name]["address"], [place for _, place in others]
+    said = sender.ask("reach", places=places, source=source, timeout_s=sender.left_s / 2)["errors"] if places else []
+    failed = ((agent, place[1], reason) for (agent, place), reason in zip(others, said, strict=True) if reason)
+    return {agent: _explain_link(sender, agent, port, facts, reason) for agent, port, reason in failed}
+
+
+def _explain_link(
+    sender: Agent, receiver: Agent, port: int, facts: Mapping[str, Facts], reason: str
+) -> LaunchError:  # fmt: skip
+    there, interface = facts[receiver.name]["address"], facts[sender.name]["interface"]
+    text = f"{sender.name} cannot reach {receiver.name} at {there} port {port} over {interface} ({reason.lower()})"
+    advice = "open the port in the firewall (--port chooses it), or give another --interface"
+    return LaunchError(f"{text}: {advice}", code="link")
+
+
+def _time_link(sender: Agent, receiver: Agent, port: int, facts: Mapping[str, Facts]) -> LinkRecord:
     try:
-        found = sender.ask("connect", address=there, port=port, source=here["address"], sizes=sizes, budget_s=_BUDGET_S)
+        found = sender.ask(
+            "time_messages", _LINK_S, address=facts[receiver.name]["address"], port=port,
+            source=facts[sender.name]["address"], limit_bytes=_LINK_BYTES, budget_s=_BUDGET_S,
+        )  # fmt: skip
     except LaunchError as error:
-        text = f"{sender.name} cannot reach {receiver.name} at {there} port {port} over {here['interface']}"
-        advice = "open the port in the firewall (--port chooses it), or give another --interface"
-        raise LaunchError(f"{text} ({_reason(error)}): {advice}", code="port") from None
-    return [Samples(tuple((s,) for s in taken[1:]), ((taken[0],),)) for taken in found["seconds"]]
+        raise _explain_link(sender, receiver, port, facts, _reason(error)) from None
+    short, long = (Samples(tuple((s,) for s in found[key][1:]), ((found[key][0],),)) for key in ("short", "long"))
+    return LinkRecord(
+        sender=sender.name, receiver=receiver.name, interface=facts[sender.name]["interface"],
+        num_bytes=found["num_bytes"], timing=long, short=short,
+    )  # fmt: skip
 
 
 def _reason(error: PacelineError) -> str:

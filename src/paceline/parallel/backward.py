@@ -32,6 +32,7 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
+from paceline.transport.works import keep_from_compiler
 
 _engine = torch.autograd.Variable._execution_engine
 _RUN_BACKWARD = _engine_run_backward.__code__
@@ -95,12 +96,7 @@ class GradientSync:
     def _hook(self, params: Collection[torch.Tensor]) -> None:
         for handle in self._handles:
             handle.remove()
-        own = weakref.ref(self)
-
-        def begin(_: torch.Tensor) -> None:
-            if (me := own()) is not None:
-                me._on_backward(is_certain=True)
-
+        begin = functools.partial(_begin_backward, weakref.ref(self), None)
         self._handles = [_on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
@@ -125,16 +121,9 @@ class GradientSync:
         """Get notice when a backward passes through the output."""
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             return  # for example of a teacher: no backward will follow
-        own, forward = weakref.ref(self), _Forward(samples, is_training)
+        forward = _Forward(samples, is_training)
         self._open.add(forward)
-
-        def begin(_: Any) -> None:
-            if (me := own()) is not None:
-                if forward in me._open:
-                    me._open.discard(forward)
-                    me._samples = (me._samples or 0) + forward.samples
-                me._on_backward()
-
+        begin = functools.partial(_begin_backward, weakref.ref(self), forward)
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(begin)
@@ -190,7 +179,7 @@ class GradientSync:
                 warnings.warn(f"backward(create_graph=True): {text}", stacklevel=2)
             self._weight = self._count_weight()
             self.reducer.begin(self._factor)
-        _engine.queue_callback(lambda: self._on_backward_over(task))
+        _engine.queue_callback(functools.partial(self._on_backward_over, task))
 
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
@@ -377,6 +366,15 @@ class GradientSync:
             self._expected_total = total
 
 
+def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _: object) -> None:
+    """A backward has reached the output of a forward, or a parameter."""
+    if (me := own()) is not None:
+        if forward is not None and forward in me._open:
+            me._open.discard(forward)
+            me._samples = (me._samples or 0) + forward.samples
+        me._on_backward(is_certain=forward is None)
+
+
 def find_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and objects with fields."""
     found: list[torch.Tensor] = []
@@ -418,6 +416,10 @@ def _is_nested() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
+
+
+def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
+    arrived.append(index)
 
 
 def _on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
@@ -491,7 +493,7 @@ class BucketedReducer:
             if param.requires_grad:
                 # Held while recording: a graph made in backward (checkpointing) then uses the same node.
                 node = get_gradient_edge(param).node
-                note = functools.partial(lambda arrived, index, *_: arrived.append(index), self._arrived, index)
+                note = functools.partial(_note_arrival, self._arrived, index)
                 self._recorders.append((node, node.register_hook(note)))
 
     def _stop_recording(self) -> None:
@@ -818,3 +820,6 @@ class _LiveBucket:
         """The fused gradients, kept until they are gathered: reading each attribute takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
+
+
+keep_from_compiler(GradientSync, BucketedReducer, _begin_backward, _note_arrival)

@@ -36,6 +36,7 @@ from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.replicas import Options, StructureWatch, check_same_model, read_replica, verify_values
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
+from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
@@ -74,7 +75,7 @@ class DDP(DistributedDataParallel):
 
     def __init__(
         self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None, dim: int = 0, broadcast_buffers: bool | None = None,
+        output_device: int | torch.device | None = None, dim: int = 0, broadcast_buffers: bool = True,
         init_sync: bool = True, process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False, check_reduction: bool = False, gradient_as_bucket_view: bool = False,
         static_graph: bool = False, delay_all_reduce_named_params: None = None, param_to_hook_all_reduce: None = None,
@@ -86,11 +87,11 @@ class DDP(DistributedDataParallel):
         samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
         statistics_every: int | None = None, ignore: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        if module is self:  # torch's class was given a model that is wrapped already: see `_new`
-            return
         nn.Module.__init__(self)
         Joinable.__init__(self)
         _take_over()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"the model must be an nn.Module, not {type(module).__name__}: pass one that was built")
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
@@ -102,7 +103,7 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"{names}: not supported, leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
             raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
-        sync_buffers = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         if statistics_every and not sync_buffers:
             name = "broadcast" if forward_sync_buffers is None else "forward_sync"
             raise ConfigError(f"{name}_buffers=False contradicts statistics_every={statistics_every}")
@@ -212,11 +213,9 @@ class DDP(DistributedDataParallel):
             args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        known = self._sync.replica.params if self._sync is not None else ()
-        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
-            return self.module(*args, **kwargs)  # everything is frozen, as in a teacher
-        sync = self._ready
-        sync.before_forward(self._watch.find_change(self.module))
+        sync = self._begin_forward()
+        if sync is None:
+            return self.module(*args, **kwargs)
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
@@ -234,6 +233,14 @@ class DDP(DistributedDataParallel):
             raise
         sync.after_forward(output, samples, self.module.training)
         return output
+
+    def _begin_forward(self) -> GradientSync | None:
+        """None where everything is frozen, as in a teacher."""
+        known = self._sync.replica.params if self._sync is not None else ()
+        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
+            return None
+        self._ready.before_forward(self._watch.find_change(self.module))
+        return self._sync
 
     @property
     def do_sync(self) -> bool:
@@ -388,13 +395,25 @@ class DDP(DistributedDataParallel):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """With the prefix `module.`, as in torch. Without it where a framework wrapped this model again (`_new`): to it
         this is the bare model."""
-        return super().state_dict(*args, **kwargs) if self._has_own_keys else self.module.state_dict(*args, **kwargs)
+        if self._has_own_keys or _is_distributed_checkpoint():
+            return super().state_dict(*args, **kwargs)
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper as well as those of the module."""
-        if not super().state_dict().keys().isdisjoint(state_dict) or not state_dict:
-            return super().load_state_dict(state_dict, strict, assign)
-        return self.module.load_state_dict(state_dict, strict, assign)
+        if state_dict and self._lacks_prefix(state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """What torch calls where this is a part of the model that is loaded: takes both kinds of keys as well."""
+        if self._lacks_prefix(state_dict, prefix):
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
+    def _lacks_prefix(self, state_dict: Mapping[str, Any], prefix: str = "") -> bool:
+        return super().state_dict(prefix=prefix).keys().isdisjoint(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
@@ -543,8 +562,8 @@ def swap_wrapper(enable: bool = True, **options: Any) -> None:
     that exist, and torch's `replicate` stay as they are. `enable=False` ends it.
     """
     global _in_place
-    if unknown := options.keys() - inspect.signature(DDP.__init__).parameters.keys():
-        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): paceline.DDP has no such argument")
+    if unknown := options.keys() - (inspect.signature(DDP.__init__).parameters.keys() - {"self", "module"}):
+        raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): not an option of paceline.DDP")
     _in_place = options if enable else None
     if enable:
         _take_over()
@@ -564,14 +583,21 @@ class _InPlace(DDP):
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     """`DistributedDataParallel.__new__`. Whoever wraps a model that is wrapped by us gets it back: frameworks wrap each
     model that they are given, and two wrappers around one model would both average its gradients."""
-    module = args[0] if args else kwargs.get("module")
-    if cls is not DistributedDataParallel or module is None:  # None: a copy that is being made
+    if cls is not DistributedDataParallel or not (args or kwargs):  # without: a copy that is being made
         return object.__new__(cls)
+    module = args[0] if args else kwargs.get("module")
     if isinstance(module, DDP):
-        if unused := sorted(kwargs.keys() - {"module", "device_ids", "output_device"}):
+        signature = inspect.signature(DDP.__init__)
+        given = signature.bind(module, *args, **kwargs).arguments.items()
+        differs = {name for name, value in given if name in kwargs or value != signature.parameters[name].default}
+        if unused := sorted(differs - {"self", "module", "device_ids", "output_device"}):
             text = f"the model is already wrapped in paceline.DDP: {_join(unused)} of the second wrapper is not used"
             warnings.warn(text, stacklevel=2)
         module._has_own_keys = False
+        # Python calls `__init__` of what is returned, which may be that of a program's own subclass.
+        kind = type(module)
+        done = {"__init__": lambda self, *_, **__: setattr(self, "__class__", kind)}
+        module.__class__ = type(kind.__name__, (kind,), done)
         return module
     # torch's `replicate` wraps the parameters alone and calls private methods.
     return object.__new__(_InPlace if _in_place is not None and not isinstance(module, nn.ParameterList) else cls)
@@ -584,6 +610,14 @@ def _take_over() -> None:
         return
     _new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
     DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign, assignment]
+
+
+def _is_distributed_checkpoint() -> bool:
+    """Whether torch's distributed checkpoints ask for the state: they expect the prefix of a wrapper, and remove it."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 class _TorchJoinHook(JoinHook):
@@ -653,3 +687,8 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
         if tensor.dim():
             return tensor.size(0)
     raise ConfigError("average='samples' finds no tensor with a first dimension in the inputs: pass samples_of")
+
+
+# These two call the module, which may be compiled.
+keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
+keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _move_inputs, _count_samples)

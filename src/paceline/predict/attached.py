@@ -33,16 +33,19 @@ def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
 
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
     """Recorded steps as long, in the median of each rank, as those that were not recorded. What recording cost is taken
-    from the rank's own work, which it slows evenly; messages leave earlier by that, and take as long."""
+    from the rank's own work, which it slows evenly; messages leave earlier by that, and take as long. Where recorded
+    steps happened to be the shorter ones, all of them is longer."""
     found = []
     for steps in group_by(records, lambda record: record.rank).values():
-        excess_s = statistics.median(step.step_s for step in steps) - step_s
+        recorded_s = statistics.median(step.step_s for step in steps)
         own_s = statistics.median(step.step_s - step.exposed_s for step in steps)
-        factor = max(0.5, 1 - excess_s / own_s)
+        stretch = max(1.0, step_s / recorded_s)
+        factor = stretch if stretch > 1 else max(0.5, 1 - (recorded_s - step_s) / own_s)
         for step in steps:
-            moved = [(m, (1 - factor) * m.launch_s) for m in step.messages]
+            moments = [(m, m.launch_s * factor) for m in step.messages]
             messages = tuple(
-                TracedMessage(m.num_bytes, m.launch_s - by_s, m.start_s - by_s, m.done_s - by_s) for m, by_s in moved
+                TracedMessage(m.num_bytes, at_s, *(at_s + (s - m.launch_s) * stretch for s in (m.start_s, m.done_s)))
+                for m, at_s in moments
             )
             times = {name: getattr(step, name) * factor for name in ("before_s", "backward_s", "after_s")}
             ready_s = tuple(moment * factor for moment in step.ready_s)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
-from paceline.predict.curves import CostCurve, Resample, fit_curve, median_noise
+from paceline.predict.curves import CostCurve, Resample, fit_curve, hold_draws, median_noise
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
 from paceline.predict.simulate import MODEL_ERROR, SERVERS, Contention, MachineCosts, SimulatedStep, simulate
@@ -250,14 +250,15 @@ class Predictor:
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
 
     def estimate_gain(self, cuts: Sequence[int], other: Sequence[int]) -> tuple[float, float, float]:
-        """The share of the step with other cuts that these save, and its 90 % interval."""
+        """The share of the step with other cuts that these save, and its 90 % interval: at most what those expose."""
         (mine, theirs), *drawn = (
-            [simulate(job, each, costs).step_s for each in (cuts, other)]
+            [simulate(job, each, costs) for each in (cuts, other)]
             for job, costs in [(self.job, self.costs), *self.draws]
         )
-        gain, model = 1 - mine / theirs, MODEL_ERROR * abs(mine - theirs) / theirs
-        sd = math.hypot(statistics.stdev(1 - here / there for here, there in drawn), model)
-        return gain, gain - _Z90 * sd, gain + _Z90 * sd
+        gain, model = 1 - mine.step_s / theirs.step_s, MODEL_ERROR * abs(mine.step_s - theirs.step_s) / theirs.step_s
+        sd = math.hypot(statistics.stdev(1 - here.step_s / there.step_s for here, there in drawn), model)
+        adds, *added = (there.exposed_s / there.step_s for _, there in [(mine, theirs), *drawn])
+        return gain, gain - _Z90 * sd, max(gain, min(gain + _Z90 * sd, hold_draws(adds, added)[1]))
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
         """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""

@@ -210,7 +210,12 @@ class TracedJob:
         drawn = resample.take(range(len(self.steps)))
         steps, launch_s = [self.steps[int(k)] for k in drawn], self.steps[0].launch_s
         under = np.array([self._splits[self.rank][int(k)].under_s for k in drawn])
-        contention = self._fit_contention(steps, float(np.median(under[:, -1])), resample)
+        servers = SERVERS.get(self.backend, 1)
+        # Of each message its time on the rank that came last, without what it shared with another.
+        every = np.array([[self._splits[rank][int(k)].message_s for k in drawn] for rank in self.compared])
+        last = np.take_along_axis(every, every.sum(axis=3).argmin(axis=0)[None, :, :, None], axis=0)[0]
+        parts = last[..., ::2] + last[..., 1::2] / servers
+        contention = self._fit_contention(steps, float(np.median(under[:, -1])), parts, resample)
         compute_rate, message_rate = contention.rates(self.layout[0])
         # Undisturbed: without what messages cost arithmetic, and without handing them over.
         moments = np.array([[*step.ready_s, step.backward_s] for step in steps])
@@ -220,23 +225,37 @@ class TracedJob:
         before_s, after_s = (statistics.median(getattr(s, name) for s in steps) for name in ("before_s", "after_s"))
         backward_s = max(1e-9, float(alone.max()))
         job = Job(self.gradients, tuple(alone[:-1].tolist()), backward_s, before_s, after_s, self.device)
-        servers = SERVERS.get(self.backend, 1)
-        speeds = np.array([message_rate, message_rate / servers, 1.0, 1.0 / servers])
-        every = [[self._splits[rank][int(k)].message_s @ speeds for k in drawn] for rank in self.compared]
-        costs = MachineCosts(self._fit_curve(np.min(every, axis=0), resample), servers, launch_s, contention=contention)
+        curve = self._fit_curve(parts @ np.array([message_rate, 1.0]), resample)
+        costs = MachineCosts(curve, servers, launch_s, contention=contention)
         costs = replace(costs, pair_rate=1 / servers)
         return self._calibrate(job, costs, statistics.median(step.step_s for step in steps))
 
-    def _fit_contention(self, steps: Sequence[TracedStepRecord], under_s: float, resample: Resample) -> Contention:
-        """From backwards without messages, else as assumed."""
+    def _fit_contention(
+        self, steps: Sequence[TracedStepRecord], under_s: float, parts: Floats, resample: Resample
+    ) -> Contention:
+        """From backwards without messages; else as assumed, unless messages show that they are slowed less. `parts`: of
+        each step and message its time next to computing, and behind that."""
         if not self.has_contention or under_s <= 0:
-            return Contention.assume(self.device, self.is_on_host, source=resample.source)
+            assumed = Contention.assume(self.device, self.is_on_host, source=resample.source)
+            rate = self._find_least_rate(parts)
+            basis = f"fitted: next to computing, messages move at {rate:.0%} of their rate behind it, and so do both"
+            return Contention((1,), (rate,), (rate,), basis) if rate > assumed.message_rates[0] else assumed
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
         rate = min(1.0, max(0.1, rate))
         # What arithmetic loses moves the message; where it loses little, so does the message.
         basis = f"fitted to {format_number_of(len(self.alone_s), 'backward')} without messages (no_sync) in the trace"
         return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
+
+    def _find_least_rate(self, parts: Floats) -> float:
+        """How fast messages move next to computing at least: alone, they would be no quicker for their bytes than those
+        behind it that are as large or larger. 0 where the trace has none to compare."""
+        sizes, took_s = np.array(self.layout), np.median(parts, axis=0)
+        is_next = took_s[:, 0] > took_s[:, 1]
+        if is_next.all() or not is_next.any() or sizes[is_next].mean() > _ALIKE * sizes[~is_next].mean():
+            return 0.0
+        first, other = (took_s[which].sum(axis=0) / sizes[which].sum() for which in (is_next, ~is_next))
+        return float(np.clip((other[1] - first[1]) / max(1e-15, first[0] - other[0]), 0.0, 1.0))
 
     def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
         """The curve of messages, from a row of times for each step. Beyond the sizes that were sent it is a line; at
@@ -248,7 +267,7 @@ class TracedJob:
         bytes_per_s = float(sizes.sum() / (times - latency_s).sum())
         line = latency_s + sizes / bytes_per_s
         weight = _LINE_ERROR**2 / (_LINE_ERROR**2 + noise**2)
-        points = _merge_alike(zip(self.layout, (line * (times / line) ** weight).tolist(), strict=True))
+        points = _pool_rates(_merge_alike(zip(self.layout, (line * (times / line) ** weight).tolist(), strict=True)))
         (small, least_s), (large, most_s) = points[0], points[-1]
         # Through the first and the last point, so that there is no step between them and the rest.
         found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
@@ -323,3 +342,18 @@ def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
         (round(statistics.median(size for size, _ in group)), max(1e-9, statistics.median(s for _, s in group)))
         for group in groups
     ]
+
+
+def _pool_rates(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Points in order of their size, at rates that do not fall: what seems quicker for its bytes than a larger message
+    has the rate of both. A link may let the first bytes pass at once; it does so only after a pause."""
+    groups: list[list[tuple[int, float]]] = []
+    for point in points:
+        groups.append([point])
+        while len(groups) > 1 and _take_per_byte(groups[-2]) < _take_per_byte(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [(size, size * _take_per_byte(group)) for group in groups for size, _ in group]
+
+
+def _take_per_byte(points: Sequence[tuple[int, float]]) -> float:
+    return sum(seconds for _, seconds in points) / sum(size for size, _ in points)

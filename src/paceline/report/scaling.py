@@ -26,7 +26,7 @@ from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find
 from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
-from paceline.report.result import Result, load_result
+from paceline.report.result import Result, describe_job, load_result
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
@@ -578,7 +578,9 @@ class BatchResult(StudyResult):
     def next_steps(self) -> list[str]:
         largest = max((r for r in self.rows if r.timing), key=lambda r: r.batch_size, default=None)
         best = find_knee(self.rows) or largest
-        return [] if best is None else [f"paceline scale ranks --model {best.model} --batch-size {best.batch_size}"]
+        data = self.config.get("job", {}).get("data")
+        named = {} if best is None else {"model": best.model, "data": data, "batch_size": best.batch_size}
+        return [f"paceline scale ranks {describe_job(named)}"] if named else []
 
 
 class RanksResult(StudyResult):
@@ -696,7 +698,8 @@ class RanksResult(StudyResult):
     @property
     def next_steps(self) -> list[str]:
         most = max((record.world_size for record in self.several), default=1)
-        return [] if most == 1 else [f"paceline tune --model {self.steps[0].model} --ranks {most}"]
+        named = {"model": self.steps[0].model, "data": self.config.get("job", {}).get("data")}
+        return [] if most == 1 else [f"paceline tune {describe_job(named)} --ranks {most}"]
 
 
 class ReportResult(StudyResult):

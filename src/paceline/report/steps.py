@@ -9,7 +9,7 @@ from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, build_panels
-from paceline.report.result import Result
+from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
@@ -37,7 +37,8 @@ class PhasesResult(Result):
     @property
     def next_steps(self) -> list[str]:
         last = self.steps[-1]
-        job = f"--model {last.model} --ranks {last.world_size} --batch-size {last.batch_size}"
+        named = {"model": last.model, "data": self.config.get("data"), "batch_size": last.batch_size}
+        job = f"--ranks {last.world_size} {describe_job(named)}"
         return [f"paceline profile trace {job}", *([f"paceline tune {job}"] if last.world_size > 1 else [])]
 
 

@@ -2,11 +2,13 @@
 
 `runtime/hosts.py` sends this file over ssh. It uses the standard library alone: a host without Paceline, torch or a
 recent Python can still say what it lacks. Requests are lines of JSON on stdin, and each is answered by one line on
-stdout that begins with `MARK`. The last one starts the ranks; from then on both outputs are theirs.
+stdout that begins with `MARK` and has the request's number. The last one starts the ranks; from then on both outputs
+are theirs.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
@@ -29,10 +31,13 @@ import time
 from typing import Any, NoReturn
 
 MARK = "paceline-agent "
-LOGS = "{logs}"  # an argument of a command that stands for a folder that is removed at its end
+# Words of a command, which no argument can contain, for what only the host knows: a folder that is removed at its end,
+# and a program that runs the words behind it, and is killed when its parent ends.
+LOGS, GUARD = "\0logs", "\0guard"
+_GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SILENCE_S = 30.0  # a launcher that is silent for so long is lost
 _LOOK_S = 0.1
-_CONNECT_S = 3.0
+_MESSAGE_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _listeners: list[socket.socket] = []
 
@@ -125,23 +130,43 @@ def _answer_messages(listener: socket.socket) -> None:
                     link.sendall(b"!")
 
 
-def connect(address: str, port: int, source: str, sizes: list[int], budget_s: float) -> dict[str, Any]:
-    """Connect to another host from the address `source`; time messages of each size, in bytes, until their answers."""
-    seconds = []
-    with socket.create_connection((address, port), timeout=_CONNECT_S, source_address=(source, 0)) as link:
-        link.settimeout(30.0)
+def reach(places: list[tuple[str, int]], source: str, timeout_s: float) -> dict[str, Any]:
+    """Why each of these addresses and ports cannot be connected to from the address `source`; "" where it can."""
+
+    def find_error(place: tuple[str, int]) -> str:
+        try:
+            with socket.create_connection((place[0], place[1]), timeout_s, (source, 0)):
+                return ""
+        except OSError as error:
+            return error.strerror or str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as workers:
+        return {"errors": list(workers.map(find_error, places))}
+
+
+def time_messages(address: str, port: int, source: str, limit_bytes: int, budget_s: float) -> dict[str, Any]:
+    """Seconds of messages to another host until their answers: those of one byte, and those of `num_bytes`, as many as
+    take a part of the budget, and much longer than one byte."""
+
+    def send(num_bytes: int) -> float:
+        message, begin_s = num_bytes.to_bytes(8, "big") + bytes(num_bytes), time.perf_counter()
+        link.sendall(message)
+        if link.recv(1) != b"!":
+            raise OSError("the connection was closed")
+        return time.perf_counter() - begin_s
+
+    def repeat(num_bytes: int) -> list[float]:
+        until_s, taken = time.monotonic() + budget_s, [send(num_bytes)]
+        while len(taken) < 4 or (len(taken) < 50 and time.monotonic() < until_s):
+            taken.append(send(num_bytes))
+        return taken
+
+    with socket.create_connection((address, port), _MESSAGE_S, (source, 0)) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for num_bytes in sizes:
-            message, until_s = num_bytes.to_bytes(8, "big") + bytes(num_bytes), time.monotonic() + budget_s
-            taken: list[float] = []
-            while len(taken) < 4 or (len(taken) < 50 and time.monotonic() < until_s):
-                begin_s = time.perf_counter()
-                link.sendall(message)
-                if link.recv(1) != b"!":
-                    raise OSError("the connection was closed")
-                taken.append(time.perf_counter() - begin_s)
-            seconds.append(taken)
-    return {"seconds": seconds}
+        short, num_bytes = repeat(1), 1 << 14
+        while num_bytes < limit_bytes and send(num_bytes) < max(budget_s / 4, 10 * min(short)):
+            num_bytes *= 2
+        return {"short": short, "num_bytes": num_bytes, "long": repeat(num_bytes)}
 
 
 def _end_children() -> None:
@@ -196,16 +221,20 @@ def serve(logs: str) -> NoReturn:
     for number in _SIGNALS:
         signal.signal(number, end)
     threading.Thread(target=read, daemon=True).start()
-    known = {function.__name__: function for function in (tell_facts, tell_route, tell_time, listen, close, connect)}
+    functions = (tell_facts, tell_route, tell_time, listen, close, reach, time_messages)
+    known = {function.__name__: function for function in functions}
     while (request := requests.get())["ask"] not in ("end", "run"):
+        number = request.pop("number")
         try:
             answer = known[request.pop("ask")](**request)
         except (OSError, ValueError) as error:
             answer = {"error": getattr(error, "strerror", None) or str(error)}
-        os.write(1, ("\n" + MARK + json.dumps(answer) + "\n").encode())  # after what a login script printed
+        text = json.dumps({"number": number, **answer})
+        os.write(1, f"\n{MARK}{text}\n".encode())  # after what a login script printed
     code = 0
     if request.pop("ask") == "run":
-        request["arguments"] = [logs if argument == LOGS else argument for argument in request["arguments"]]
+        words = {LOGS: [logs], GUARD: [sys.executable, "-IS", "-c", _GUARD]}
+        request["arguments"] = [word for given in request["arguments"] for word in words.get(given, [given])]
         try:
             code = run(requests=requests, **request)
         except OSError as error:
@@ -217,7 +246,7 @@ def serve(logs: str) -> NoReturn:
 
 def main() -> NoReturn:
     """Serve in a child. Whichever of the two is killed, the other one ends the ranks: the parent adopts what the child
-    leaves, and the child finds its input closed."""
+    leaves, and the child finds its input closed. Where both are killed, the guard of each program ends it."""
     logs = ""
     with contextlib.suppress(OSError):  # a disk that is full is reported with the facts
         logs = tempfile.mkdtemp(prefix="paceline-run-")

@@ -26,16 +26,15 @@ T = TypeVar("T")
 # ("out" or "err", text): what is to be shown, a line or more at a time.
 Show = Callable[[str, str], None]
 
-_OPTIONS = (
-    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "-o", "ServerAliveInterval=5", "-o",
-    "ServerAliveCountMax=3",  # a lost host is noticed after 15 s
-)  # fmt: skip
-_ANSWER_S = 20.0
+_OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")  # lost is noticed after 15 s
+CHECK_S = 5.0  # how long all questions to a host may take, from the start of ssh on
 _FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # variables that decide what the agent finds
 _BEAT_S = 5.0
 _LOOK_S = 0.05
+_KILL_S = 3.0  # how long torchrun may take to kill ranks, once their grace is over
 _AFTERMATH_S = 1.0  # after the first failure, for the others to say what they know: one of them may be the cause
 _LEAVE_S = 3.0  # how long ssh may take to end once its agent has
+_HANG_UP_S = 0.5  # the same where nothing was started, so that its end can do no harm
 # What ssh prints, the code of the error, what was found, and what to do. The first that matches counts.
 _SSH_SAYS = (
     ("IDENTIFICATION HAS CHANGED", "host-key", "its host key is not the known one",
@@ -86,8 +85,11 @@ def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
 class Agent:
     """The launcher's end of the connection to one host. The agent there ends with the connection."""
 
-    def __init__(self, name: str, ssh: Sequence[str], python: str, variables: Mapping[str, str]) -> None:
-        self.name, self._python = name, python
+    def __init__(
+        self, name: str, ssh: Sequence[str], python: str, variables: Mapping[str, str], limit_s: float = CHECK_S
+    ) -> None:
+        self.name, self._python, self._limit_s, self._number = name, python, limit_s, 0
+        self._until_s = time.monotonic() + limit_s
         self.show: Show | None = None  # who gets the output, once the ranks were started
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._said: list[str] = []
@@ -99,7 +101,8 @@ class Agent:
         there = shlex.join(["env", *own, python, "-c", begin])
         try:
             self._process = subprocess.Popen(
-                [*ssh, *_OPTIONS, name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [*ssh, *_OPTIONS, f"-oConnectTimeout={max(1, round(0.6 * limit_s))}", name, there],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the launcher
             )  # fmt: skip
         except OSError as error:
@@ -142,21 +145,34 @@ class Agent:
         """Send a request that has no answer."""
         self._write(json.dumps({"ask": ask, **values}).encode() + b"\n")
 
-    def ask(self, ask: str, **values: Any) -> dict[str, Any]:
-        """Send a request and return its answer; LaunchError where the host cannot be reached, or refuses it."""
-        self.tell(ask, **values)
-        try:
-            answer = self._answers.get(timeout=_ANSWER_S)
-        except queue.Empty:
-            text = f"host {self.name} did not answer within {_ANSWER_S:g} s: is it overloaded?"
-            raise LaunchError(text, code="timeout") from None
+    @property
+    def left_s(self) -> float:
+        """What is left of the time for questions."""
+        return max(0.0, self._until_s - time.monotonic())
+
+    def ask(self, ask: str, limit_s: float | None = None, **values: Any) -> dict[str, Any]:
+        """Send a request and return its answer; LaunchError where the host cannot be reached, or refuses it.
+
+        `limit_s` is for questions that do not share the time of the others.
+        """
+        self._number += 1
+        self.tell(ask, number=self._number, **values)
+        until_s = self._until_s if limit_s is None else time.monotonic() + limit_s
+        answer: dict[str, Any] | None = {"number": 0}
+        while answer is not None and answer["number"] != self._number:  # an earlier question's, which came too late
+            try:
+                answer = self._answers.get(timeout=max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                text = f"no answer within {limit_s or self._limit_s:g} s: try `ssh {self.name} true`"
+                more = "" if limit_s else ", or give it longer with --check-timeout"
+                raise LaunchError(f"host {self.name}: {text}{more}", code="timeout") from None
         if answer is None:
             self._answers.put(None)  # for the next question
             self._join()
             raise explain_end(self.name, self._process.wait(), "".join(self._said), self._python)
         if "error" in answer:
             raise LaunchError(f"host {self.name}: {answer['error']}", code="refused")
-        return dict(answer)
+        return answer
 
     @property
     def code(self) -> int | None:
@@ -172,14 +188,17 @@ class Agent:
                 until_s = time.monotonic() + _LEAVE_S
             time.sleep(_LOOK_S / 10)
 
-    def close(self) -> None:
-        """End the connection, and with it the agent and its ranks; does nothing the second time."""
+    def hang_up(self) -> None:
+        """Ask for the end of the connection, and with it of the agent and its ranks."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+    def close(self, until_s: float) -> None:
+        """Wait for the end of the connection, and end it then; does nothing the second time."""
         has_ended = True
         try:
-            self._process.wait(_LEAVE_S)
+            self._process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             has_ended = False
             self._process.kill()
@@ -189,17 +208,28 @@ class Agent:
 
 @contextlib.contextmanager
 def open_agents(
-    names: Iterable[str], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None
-) -> Iterator[list[Agent]]:
-    """An agent on every host, being connected; who asks one finds out whether it could be reached."""
+    names: Iterable[str], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None,
+    limit_s: float = CHECK_S,
+) -> Iterator[list[Agent]]:  # fmt: skip
+    """An agent on every host, being connected; who asks one finds out whether it could be reached, within `limit_s`."""
     words = split_words("--ssh", ssh)
     refuse((not words, "--ssh is empty: write how to call ssh, as in --ssh 'ssh -p 2222'"))
-    with contextlib.ExitStack() as stack:
-        agents = []
-        for name in names:
-            agents.append(Agent(name, words, python or sys.executable, variables or {}))
-            stack.callback(agents[-1].close)
+    agents: list[Agent] = []
+    try:
+        for name in names:  # one by one: those that were started are ended where another cannot be
+            agents += [Agent(name, words, python or sys.executable, variables or {}, limit_s)]
         yield agents
+    finally:
+        close_agents(agents)
+
+
+def close_agents(agents: Iterable[Agent]) -> None:
+    """End the connections, all at a time; does nothing the second time."""
+    for one in agents:
+        one.hang_up()
+    until_s = time.monotonic() + (_LEAVE_S if any(one.show for one in agents) else _HANG_UP_S)
+    for one in agents:
+        one.close(until_s)
 
 
 def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | PacelineError]:
@@ -215,8 +245,7 @@ def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | Pace
         try:
             return list(workers.map(call, agents))
         except BaseException:  # an interrupt: nobody waits for the answers
-            for one in agents:
-                one.close()
+            close_agents(agents)
             raise
 
 
@@ -241,9 +270,9 @@ def build_requests(
     requests = []
     for number, (name, count) in enumerate(ranks.items()):
         torchrun = [
-            python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
+            agent.GUARD, python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
             "--nproc-per-node", str(count), "--master-addr", address, "--master-port", str(port),
-            "--tee", "3", "--log-dir", agent.LOGS, "--no-python",
+            "--tee", "3", "--log-dir", agent.LOGS, "--no-python", agent.GUARD,
         ]  # fmt: skip
         own = {
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
@@ -252,7 +281,8 @@ def build_requests(
         }
         if interface := interfaces[name]:
             own |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-        requests.append({"arguments": [*torchrun, *program], "variables": {**own, **variables}, "grace_s": grace_s})
+        arguments, patience_s = [*torchrun, *program], grace_s + _KILL_S
+        requests.append({"arguments": arguments, "variables": {**own, **variables}, "grace_s": patience_s})
     return requests
 
 
@@ -260,9 +290,15 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     """Run every agent's request, show the output of all, and return the exit code of the first that failed, or 0.
 
     Once one has failed, or with the first Ctrl-C or SIGTERM, all are asked to end, and may take `grace_s` to save; a
-    second signal ends them at once.
+    second signal ends them at once. So does nobody who reads the output (`| head`): BrokenPipeError.
     """
-    signals, asked_s, failed_s = list[int](), list[float](), dict[Agent, float]()
+    signals, asked_s, failed_s, unread = list[int](), list[float](), dict[Agent, float](), list[BrokenPipeError]()
+
+    def show_line(stream: str, text: str) -> None:
+        try:
+            show(stream, text)
+        except BrokenPipeError as error:
+            unread.append(error)
 
     def end(ask: str = "end") -> None:
         asked_s.append(time.monotonic())
@@ -271,7 +307,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
 
     def stop(number: int) -> None:
         signals.append(number)
-        show("err", "paceline: ending all hosts; interrupt once more to end them at once\n")
+        show_line("err", "paceline: ending all hosts; interrupt once more to end them at once\n")
         end()
 
     def look() -> bool:
@@ -283,26 +319,27 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
         return None in codes.values()
 
     for one, request in zip(agents, requests, strict=True):
-        one.show = show
+        one.show = show_line
         one.tell("run", **request)
     beat_s = time.monotonic()
     wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     with handle_requests(stop, lambda _: end("kill"), *wanted):
         while look():
             now_s = time.monotonic()
-            if failed_s and not asked_s and now_s - min(failed_s.values()) > _AFTERMATH_S:
+            if not asked_s and (unread or (failed_s and now_s - min(failed_s.values()) > _AFTERMATH_S)):
                 end()
-            if asked_s and now_s - asked_s[0] > grace_s + 2 * _LEAVE_S:  # an agent that is stuck itself
+            if asked_s and now_s - asked_s[0] > grace_s + _KILL_S + 2 * _LEAVE_S:  # an agent is stuck
                 break
             if now_s - beat_s > _BEAT_S:
                 beat_s = now_s
                 for one in agents:
                     one.tell("beat")
             time.sleep(_LOOK_S)
-    for one in agents:
-        one.close()
+    close_agents(agents)
     if signals:
         return 128 + signals[0]
+    if unread:
+        raise unread[0]
     for one in failed_s:
         if one.code == 255 or (one.code or 0) < 0:  # by ssh itself: what failed earlier may have been its victim
             raise LaunchError(f"lost the connection to host {one.name}: all hosts were ended", code="host-lost")

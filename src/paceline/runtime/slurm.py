@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 import subprocess
@@ -94,7 +95,10 @@ def render_script(
 def _call(*command: str, given: str = "") -> str:
     """What a command of Slurm prints; it reads what is `given`."""
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=_COMMAND_S, check=False,
+            start_new_session=True,  # Ctrl-C is for who calls it
+        )  # fmt: skip
     except FileNotFoundError:
         text = f"there is no {command[0]} here: submit from a host of the cluster, or give --dry-run for the script"
         raise ConfigError(text, code="no-slurm") from None
@@ -131,6 +135,7 @@ def follow(job: str, log: Path, show: Show) -> int:
     following, and not the job.
     """
     state, nodes, named, place, trouble = "", "", set[str](), 0, ""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # the log may end inside of a character
     try:
         while True:
             found, lost, now, before, trouble = dict[str, str](), named, state, trouble, ""
@@ -147,9 +152,9 @@ def follow(job: str, log: Path, show: Show) -> int:
                 if trouble != before:
                     show("err", f"paceline: job {job}: {trouble}: {hint}\n")
             if log.exists():
-                with log.open(errors="replace") as file:
+                with log.open("rb") as file:
                     file.seek(place)
-                    show("out", file.read())
+                    show("out", decoder.decode(file.read()))
                     place = file.tell()
             for node in sorted(lost - named):
                 hint = f"Slurm ends the job and requeues it; see `scontrol show node {node}`"
@@ -163,5 +168,6 @@ def follow(job: str, log: Path, show: Show) -> int:
                 return 0 if state == "COMPLETED" else code or 1
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        show("err", f"paceline: job {job} runs on; to end it: scancel {job}\n")
+        what = "runs on" if state == "RUNNING" else "stays submitted"
+        show("err", f"paceline: job {job} {what}, and its output goes to {log}; to end it: scancel {job}\n")
         return 130

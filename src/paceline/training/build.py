@@ -47,8 +47,10 @@ class Job:
         """Refuse to train for whole epochs of a stream that does not say how long they are."""
         train, parts = self.train, self.batches.accumulate
         if isinstance(train, OwnData) and train.is_stream and self.settings.steps is None:
-            unknown = f"{train.describe()}: the length of an epoch is not known; give --steps, or the data a __len__"
-            refuse((not train.count_windows(parts, self.world.world_size), unknown), code="no-length")
+            what = f"{train.describe()}: the length of an epoch is not known"
+            advice = "give the data a __len__, or train with --steps"
+            unknown = not train.count_windows(parts, self.world.world_size)
+            refuse((unknown, f"{what}; {advice}"), code="no-length")
 
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks. Of a stream, all are alike."""
@@ -86,8 +88,7 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, s
     if num_samples < world.world_size and not train.is_stream:
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
     learner = build_learner(settings, world, train, plan, parts=parts)
-    settings, train = settle(settings, world, train, learner)
-    test = test if learner.own_step is None or learner.own_evaluate is not None else None
+    settings, (train, test) = settle(settings, world, (train, test), learner)
     if isinstance(train, OwnData) and train.is_stream:
         # The global batches that are expected, one where that is not known.
         per_epoch = train.count_windows(settings.batches.accumulate, world.world_size)
@@ -145,10 +146,13 @@ def build_learner(
     those of a user's function that was called already.
     """
     set_seed(settings.seed)
+    if like is None and is_own(settings.model):
+        parts = parts or open_parts(settings, world, None if settings.is_whole else data.form)[0]
+    if isinstance(data, OwnData) and (parts is None or parts.step is None):
+        data.head.split()  # refuses a batch that our step cannot take
     if like is not None:
         module = copy.deepcopy(like)
-    elif is_own(settings.model):
-        parts = parts or open_parts(settings, world, None if settings.is_whole else data.form)[0]
+    elif parts is not None:
         module = parts.model.to(world.device)
         two = f"--data {settings.data}: model {settings.model} returned data of its own; leave it out"
         refuse((parts.data is not None and not settings.is_whole, two), code="unused")

@@ -210,7 +210,7 @@ def _warn(job: Job) -> str:
     """What a step of the user's own lacks."""
     own, learner = job.learner.optimizer, job.learner
     lacks = ["state, without which it cannot be resumed"] if isinstance(own, OwnState) and own.parts is None else []
-    lacks += ["evaluate, without which it is not tested"] if learner.own_step and not learner.own_evaluate else []
+    lacks += ["evaluate, without which it is not tested"] if job.test is not None and not learner.can_evaluate else []
     return f"{learner.name} returned no {', and no '.join(lacks)}" if lacks else ""
 
 
@@ -251,7 +251,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
         found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
         raise _not_finite(files, bad_step, found)
-    if (taken.is_epoch_end or taken.is_last) and job.test is not None:
+    if (taken.is_epoch_end or taken.is_last) and job.test is not None and job.learner.can_evaluate:
         test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}

@@ -80,10 +80,9 @@ def _open_sets(found: Any, settings: TrainSettings, name: str, taken: frozenset[
     return train, test if test is None or settings.test_samples is None else test.first(settings.test_samples)
 
 
-def settle(
-    settings: TrainSettings, world: World, train: DataSet | OwnData, learner: Learner
-) -> tuple[TrainSettings, DataSet | OwnData]:
+def settle(settings: TrainSettings, world: World, sets: Sets, learner: Learner) -> tuple[TrainSettings, Sets]:
     """The settings that follow from a user's data and step, and the data in batches of their size. Collective."""
+    train, test = sets
     if isinstance(train, OwnData):
         if settings.batch_size is None and settings.global_batch_size is None:
             settings = replace(settings, batch_size=train.batch_size)
@@ -93,7 +92,15 @@ def settle(
             (train.is_stream and grows, f"--batch-growth: {train.describe()}; a stream has batches of one size"),
         )
         train = train.at(settings.batches.batch_size)
-        _check_shares(train, world)
+        everyone = _check_shares(train, world)
+        if train.is_sharded:
+            train.checksum = 0  # a checkpoint has one for all ranks
+            train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)  # 0: one does not know
+        is_tested = isinstance(test, OwnData) and learner.can_evaluate
+        some = f"data {train.name} has a test set on some ranks and none on others: return the same kinds on every rank"
+        refuse((len(set(world.share(is_tested))) > 1, some), code="shares")
+        if isinstance(test, OwnData) and is_tested:
+            _check_shares(test, world)
     rest = len(train) % settings.batches.global_batch_size
     # A step of the user's own counts every sample that it gets, so no rank can do without one.
     needs_all = learner.own_step is not None and 0 < rest < world.world_size
@@ -102,28 +109,27 @@ def settle(
     refuse((drops and settings.tail == "pad", what))
     if drops or (needs_all and settings.tail == "keep"):
         settings = replace(settings, tail="drop")
-    return settings, train
+    return settings, (train, test)
 
 
-def _check_shares(train: OwnData, world: World) -> None:
-    """Refuse ranks that have other data than the first, or the same where each should have its own. Collective."""
-    name, everyone = f"data {train.name}", world.share((len(train), train.checksum))
-    if train.is_sharded:
-        train.checksum = 0  # a checkpoint has one for all ranks
-        train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)  # 0: some rank does not know
+def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
+    """Refuse ranks that have other data than the first, or the same where each should have its own. Returns the samples
+    and the checksum of each rank. Collective."""
+    name, everyone = f"data {data.name}, {data.split}", world.share((len(data), data.checksum))
     advice = "make the order of the stream follow from the seed, or shard it yourself by rank and world_size"
-    if not train.is_stream:
+    if not data.is_stream:
         advice = "return the same whole set on every rank, whose samples are then shared out"
     for rank in range(1, world.world_size):
         before = [other for other in range(rank) if everyone[other][1] == everyone[rank][1]]
         refuse(
-            (train.is_sharded and before,
+            (data.is_sharded and before,
              f"{name}: ranks {(*before, 0)[0]} and {rank} get the same samples; give each its own part, by the rank "
              "and world_size that the function takes"),
-            (not train.is_sharded and everyone[rank] != everyone[0],
+            (not data.is_sharded and everyone[rank] != everyone[0],
              f"{name}: rank {rank} has other samples than rank 0, and would take its share of another set; {advice}"),
             code="shares",
         )  # fmt: skip
+    return everyone
 
 
 class OwnState:

@@ -104,6 +104,10 @@ class Learner:
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
 
+    @property
+    def can_evaluate(self) -> bool:
+        return self.own_step is None or self.own_evaluate is not None
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
             return contextlib.nullcontext()

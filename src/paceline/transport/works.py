@@ -161,12 +161,18 @@ class NativeWork(TensorWork):
         return self.find_error() if self.is_finished() else None
 
 
-def keep_from_compiler(*classes: type) -> None:
+def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:
     """torch.compile compiles what is called while a compiled step runs, also by torch's own C++, and fails on an object
-    such as a process group. It runs the methods of these classes as they are."""
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for method in (value for kind in classes for value in vars(kind).values() if isinstance(value, FunctionType)):
-        eval_frame.set_code_exec_strategy(method.__code__, skip)
+    such as a process group. These functions and the methods of these classes run as they are, with all that they call
+    or without it."""
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
+    for item in items:
+        if isinstance(item, FunctionType):
+            item._torchdynamo_disable = True  # type: ignore[attr-defined]  # where torch traces what calls it
+        for function in (item, *vars(item).values()):
+            if isinstance(function, FunctionType):
+                eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 keep_from_compiler(TensorWork, FinishedWork, NativeWork)

@@ -25,7 +25,7 @@ from paceline.errors import LaunchError, RecordError, refuse
 from paceline.measure.settings import check_counts
 from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
-from paceline.records.store import Run, write_new
+from paceline.records.store import Run, pause_collection, write_new
 from paceline.runtime.environment import read_place
 from paceline.runtime.session import Session, open_session
 from paceline.units import MIB, format_bytes, format_ms
@@ -212,6 +212,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(15.0)
 
 
+@pause_collection()
 def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
     """The traces, the steps in them, and why there are none."""
     from paceline.predict.traced import read_steps

@@ -12,22 +12,24 @@ from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import Run
 from paceline.report.result import DoctorResult
-from paceline.runtime.hosts import open_agents, parse_hosts
+from paceline.runtime.hosts import CHECK_S, open_agents, parse_hosts
 from paceline.runtime.session import Progress, ProgressDisplay
 from paceline.verbs.run import parse_variables
 
 
 def doctor(
     hosts: str = "", *, interface: str = "", port: int = 0, folder: str = "", ssh: str = "ssh", python: str = "",
-    env: Sequence[str] = (), progress: bool | None = None,
+    env: Sequence[str] = (), check_timeout: float = CHECK_S, progress: bool | None = None,
 ) -> DoctorResult:  # fmt: skip
     """Check everything that ranks need, then run a real all-reduce on two of them.
 
     With `hosts` ("a,b"), check those over ssh instead: reachability, versions, clocks, interfaces, free space, and the
-    bandwidth between every two. The other arguments are those of `paceline run --hosts`.
+    bandwidth between every two. The other arguments are those of `paceline run --hosts`; `check_timeout` is for all
+    but the bandwidth.
     `result.failure` names what failed, and is empty on a machine, or on hosts, ready to train.
     """
     given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
+    given["check-timeout"] = check_timeout != CHECK_S
     alone = next((name for name, value in given.items() if value and not hosts), "")
     refuse((alone, f"--{alone} without --hosts: it is for checks of other hosts; give --hosts, or leave it out"))
     # Without a session: a set-up in which none can be opened must still be reported. There are about 15 checks.
@@ -37,7 +39,7 @@ def doctor(
         names = list(parse_hosts(hosts))
         count = len(names) * (len(names) + 7)
         wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
-        checks = _check_hosts(names, wanted, ssh, python, parse_variables(env))
+        checks = _check_hosts(names, wanted, ssh, python, parse_variables(env), check_timeout)
     with ProgressDisplay("doctor", progress) as display:
         for record in checks:
             records.append(record)
@@ -48,9 +50,9 @@ def doctor(
 
 
 def _check_hosts(
-    names: Sequence[str], wanted: Wanted, ssh: str, python: str, variables: dict[str, str]
+    names: Sequence[str], wanted: Wanted, ssh: str, python: str, variables: dict[str, str], limit_s: float
 ) -> Iterator[Record]:
-    with open_agents(names, ssh, python, variables) as agents:
+    with open_agents(names, ssh, python, variables, limit_s) as agents:
         surveyed = survey_hosts(agents, wanted)
         yield from check_survey(surveyed, wanted)
         ready = {name: one for name, one in surveyed.items() if isinstance(one, dict) and one["address"]}

@@ -23,7 +23,7 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
-from paceline.records.store import RUN_FILE, Run, create_folder, load_run
+from paceline.records.store import RUN_FILE, Run, create_folder, load_run, pause_collection
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
@@ -183,6 +183,7 @@ def _is_trace(file: Path) -> bool:
         return True
 
 
+@pause_collection()
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
     """The steps in the traces of one job. RecordError says what is wrong with which file."""
     from paceline.predict.traced import read_steps

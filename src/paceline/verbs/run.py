@@ -11,13 +11,14 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.measure.hosts import Wanted, check_survey, find_port, survey_hosts
+from paceline.runtime import hosts as remote
 from paceline.runtime import slurm as scheduler
-from paceline.runtime.hosts import Show, build_program, build_requests, open_agents, parse_hosts, run_agents
 from paceline.runtime.kubernetes import render_manifest
+from paceline.runtime.launch import defer_signals
 
 # Which way of starting each option belongs to; the others are for all.
 _OWN = {
-    "hosts": ("interface", "port", "ssh", "python"),
+    "hosts": ("interface", "port", "ssh", "python", "check_timeout"),
     "slurm": ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "sbatch", "wait", "dry_run"),
     "kubernetes": ("nodes", "ranks_per_node", "gpus_per_node", "image", "kind", "volume"),
 }
@@ -37,14 +38,15 @@ def parse_variables(given: Sequence[str]) -> dict[str, str]:
 def run(
     command: Sequence[str] = (), *, hosts: str = "", slurm: bool = False, kubernetes: bool = False, nodes: int = 1,
     ranks_per_node: int = 1, gpus_per_node: int = 0, name: str = "", folder: str = "", env: Sequence[str] = (),
-    grace: float = 60.0, interface: str = "", port: int = 0, ssh: str = "ssh", python: str = "", time: str = "",
-    partition: str = "", sbatch: str = "", wait: bool = False, dry_run: bool = False, image: str = "",
-    kind: str = "job", volume: str = "", show: Show | None = None,
+    grace: float = 60.0, interface: str = "", port: int = 0, ssh: str = "ssh", python: str = "",
+    check_timeout: float = remote.CHECK_S, time: str = "", partition: str = "", sbatch: str = "", wait: bool = False,
+    dry_run: bool = False, image: str = "", kind: str = "job", volume: str = "", show: remote.Show | None = None,
 ) -> int:  # fmt: skip
     """Run a command on several hosts and return its exit code; `show` gets what there is to see.
 
-    `hosts` ("a:8,b:8"): over ssh, with torchrun on each. `slurm`: write an sbatch script, show it and submit it, the
-    last not with `dry_run`; `wait` for its end. `kubernetes`: show a manifest.
+    `hosts` ("a:8,b:8"): over ssh, with torchrun on each, once they have passed their checks, within `check_timeout`
+    seconds. `slurm`: write an sbatch script, show it and submit it, the last not with `dry_run`; `wait` for its end.
+    `kubernetes`: show a manifest.
     """
     given, defaults = dict(locals()), run.__kwdefaults__ or {}
     chosen = [key for key in _OWN if given[key]]
@@ -52,6 +54,7 @@ def run(
         (not command, "no command: write it behind --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
         (len(chosen) != 1, "give one of --hosts, --slurm and --kubernetes: where is the command to run?"),
         (grace < 1, f"--grace {grace:g}: at least 1 s"),
+        (check_timeout < 1, f"--check-timeout {check_timeout:g}: at least 1 s"),
         (gpus_per_node < 0, f"--gpus-per-node {gpus_per_node}: at least 0"),
         (not 0 <= port < 65536, f"--port {port}: 1 to 65535, or 0 for one that is free"),
         (nodes < 1 or ranks_per_node < 1, f"--nodes {nodes}, --ranks-per-node {ranks_per_node}: at least 1 of each"),
@@ -62,26 +65,35 @@ def run(
     refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
     variables, show = parse_variables(env), show or (lambda stream, text: None)
     if way == "hosts":
-        variables = {"PACELINE_RUN": name, **variables} if name else variables
+        # What observes the program or replaces its wrapper is for the ranks, as with torchrun alone.
+        asked = {key: os.environ[key] for key in ("PACELINE_ATTACH", "PACELINE_WRAPPER") if key in os.environ}
+        variables = asked | ({"PACELINE_RUN": name} if name else {}) | variables
         wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
-        return _run_hosts(command, parse_hosts(hosts), wanted, ssh, python or sys.executable, variables, grace, show)
+        places, python = remote.parse_hosts(hosts), python or sys.executable
+        program = remote.build_program(command, python)
+        with remote.open_agents(places, ssh, python, variables, check_timeout) as agents:
+            return _run_hosts(program, places, agents, wanted, python, variables, grace, show)
     words = [Path(word).stem for word in command if not re.match("-|python|paceline", Path(word).stem)]
     name = name or re.sub(r"[^a-z0-9]+", "-", "".join(words[:1]).lower()).strip("-") or "job"
     if way == "kubernetes":
-        program = build_program(command, "python")
+        program = remote.build_program(command, "python")
         own = {key: given[key] for key in _OWN[way]}
         show("out", render_manifest(program, name=name, variables=variables, folder=folder, grace_s=grace, **own))
         return 0
     script = scheduler.render_script(
-        build_program(command, sys.executable), name, nodes, ranks_per_node, gpus_per_node, time, partition,
+        remote.build_program(command, sys.executable), name, nodes, ranks_per_node, gpus_per_node, time, partition,
         sbatch, variables, folder, grace,
     )  # fmt: skip
     show("out", script)
     if dry_run:
         return 0
-    job = scheduler.submit(script)
-    path, log = Path(f"{name}-{job}.sbatch"), Path(folder or ".") / f"{name}-{job}.log"
-    show("err", f"paceline: submitted job {job} ({path}); its output: {log}; to end it: scancel {job}\n")
+    try:
+        with defer_signals():  # an interrupt leaves no job whose number nobody knows
+            job = scheduler.submit(script)
+            path, log = Path(f"{name}-{job}.sbatch"), Path(folder or ".") / f"{name}-{job}.log"
+            show("err", f"paceline: submitted job {job} ({path}); its output: {log}; to end it: scancel {job}\n")
+    except KeyboardInterrupt:
+        return 130
     try:
         path.write_text(script)  # under a number that no file of the user has
     except OSError as error:
@@ -90,30 +102,29 @@ def run(
 
 
 def _run_hosts(
-    command: Sequence[str], hosts: dict[str, int | None], wanted: Wanted, ssh: str, python: str,
-    variables: dict[str, str], grace_s: float, show: Show,
+    program: Sequence[str], hosts: dict[str, int | None], agents: Sequence[remote.Agent], wanted: Wanted, python: str,
+    variables: dict[str, str], grace_s: float, show: remote.Show,
 ) -> int:  # fmt: skip
-    """Check the hosts, then run the command on all of them."""
-    program = build_program(command, python)
+    """Check the hosts, then run the program on all of them."""
     script = program[1] if program[0] == python and program[1:] and not program[1].startswith("-") else ""
     other = "" if program[0] == python else program[0]
     wanted = replace(wanted, program=other, script=script, needs_paceline="paceline" in program)
-    with open_agents(hosts, ssh, python, variables) as agents:
-        surveyed = survey_hosts(agents, wanted)
-        for error in surveyed.values():
-            if isinstance(error, PacelineError):
-                raise error
-        checks = list(check_survey(surveyed, wanted))
-        failed = [check for check in checks if check.status == "fail"]
-        more = f" (and {len(failed) - 1} more: paceline doctor --hosts lists all)" if len(failed) > 1 else ""
-        for check in failed:
-            raise LaunchError(f"{check.name}: {check.found}: {check.advice}{more}", code="not-ready")
-        for check in checks:
-            if check.status == "warn":
-                show("err", f"paceline: warning: {check.name}: {check.found}: {check.advice}\n")
-        facts = {name: found for name, found in surveyed.items() if isinstance(found, dict)}
-        ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
-        interfaces = {name: found["interface"] for name, found in facts.items()}
-        address, port = facts[agents[0].name]["address"], find_port(agents, facts, wanted)
-        requests = build_requests(program, python, ranks, interfaces, address, port, variables, grace_s)
-        return run_agents(agents, requests, show, grace_s)
+    surveyed = survey_hosts(agents, wanted)
+    for error in surveyed.values():
+        if isinstance(error, PacelineError):
+            raise error
+    checks = list(check_survey(surveyed, wanted))
+    failed = [check for check in checks if check.status == "fail"]
+    more = f" (and {len(failed) - 1} more: paceline doctor --hosts lists all)" if len(failed) > 1 else ""
+    for check in failed:
+        topic = check.name.rpartition(": ")[2].lower()
+        raise LaunchError(f"{check.name}: {check.found}: {check.advice}{more}", code=topic)
+    for check in checks:
+        if check.status == "warn":
+            show("err", f"paceline: warning: {check.name}: {check.found}: {check.advice}\n")
+    facts = {name: found for name, found in surveyed.items() if isinstance(found, dict)}
+    ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
+    interfaces = {name: found["interface"] for name, found in facts.items()}
+    address, port = facts[agents[0].name]["address"], find_port(agents, facts, wanted)
+    requests = remote.build_requests(program, python, ranks, interfaces, address, port, variables, grace_s)
+    return remote.run_agents(agents, requests, show, grace_s)

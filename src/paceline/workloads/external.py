@@ -6,6 +6,8 @@ Loads without torch. Checking runs no code of the user's, and code that comes wi
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -20,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from paceline.errors import ConfigError, PacelineError, refuse, suggest
 from paceline.runtime.worker import find_code
@@ -305,13 +308,22 @@ def _find_line(error: BaseException, folder: str) -> str | None:
 @lru_cache(maxsize=8)
 def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
     """The file as a module. Loaded once as long as it does not change, so that it can keep what it has read."""
-    spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look for their module there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    name = f"{__name__}.{quote(str(path), safe='/').replace('.', '%2E')}"
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+class _OwnFiles(importlib.abc.MetaPathFinder):
+    """Imports a user's file as a module of this one, whose name holds its path: so a process that was spawned can load
+    what was pickled here, and files of one name are kept apart."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        parent, _, file = name.rpartition(".")
+        return importlib.util.spec_from_file_location(name, unquote(file)) if parent == __name__ else None
+
+
+__path__: list[str] = []  # modules may be in this one
+sys.meta_path.append(_OwnFiles())
 
 
 def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:

@@ -12,7 +12,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
@@ -91,14 +91,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class OwnBatch(Batch):
-    """A batch of a user's own data, as it is: tensors in dicts, lists and tuples, all in `inputs`."""
+    """A batch of a user's own data, as it is, in `inputs`. `count` is its number of samples where that is known."""
 
     targets: Any = None
+    count: int | None = None
 
     def __len__(self) -> int:
-        """The samples in it: the length of its first tensor or, where there is none, of its first list."""
-        sizes = [len(leaf) if leaf.dim() else 1 for leaf in list_leaves(self.inputs) if hasattr(leaf, "dim")]
-        return sizes[0] if sizes else len(self.inputs) if hasattr(self.inputs, "__len__") else 1
+        """The samples in it: what it says itself, or the length of its first tensor or, without one, first list."""
+        found: Any = getattr(self.inputs, "batch_size", None) if self.count is None else self.count
+        if isinstance(found, int):
+            return found
+        for leaf in filter(is_tensor, list_leaves(self.inputs)):
+            return len(leaf) if leaf.dim() else 1
+        found = [self.inputs]
+        while parts := list_parts(found[0]):
+            found = parts
+        return len(found)
 
     @property
     def content(self) -> Any:
@@ -112,33 +120,67 @@ class OwnBatch(Batch):
         elif isinstance(found, list | tuple) and len(found) > 1:
             *first, targets = found
             inputs = first[0] if len(first) == 1 else tuple(first)
-        if not hasattr(targets, "is_floating_point"):
+        if not is_tensor(targets) or not any(map(is_tensor, list_leaves(inputs))):
             keys = f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
+            kinds = sorted({type(leaf).__name__ for leaf in list_leaves(found)})
             needed = "(inputs, targets), or a dict with labels, of tensors is needed, or a step of your own"
-            raise ConfigError(f"a batch is a {type(found).__name__}{keys}: {needed}", code="batch")
+            what = f"{type(found).__name__}{keys}{' of ' * bool(kinds)}{' and '.join(kinds)}"
+            raise ConfigError(f"a batch is a {what}: {needed}", code="batch")
         return inputs, targets.float() if targets.is_floating_point() else targets.long()
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The same batch on a device, with all in it that has a method `to`."""
+        return replace(self, inputs=map_parts(self.inputs, "to", lambda part: part.to(device)))
+
+
+def is_tensor(value: Any) -> bool:
+    return hasattr(type(value), "is_floating_point")
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Nested dicts, lists and tuples with each tensor in them changed."""
-    if hasattr(value, "is_floating_point"):
+    """Nested dicts, lists, tuples and dataclasses with each tensor in them changed."""
+    return map_parts(value, "is_floating_point", change)
+
+
+def map_parts(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """The same with each part changed whose class has this method. Containers keep their class."""
+    if hasattr(type(value), method):
         return change(value)
-    if isinstance(value, MutableMapping):
-        changed = copy.copy(value)  # of its own class, such as that of a tokenizer's answer
-        changed.update({key: map_tensors(item, change) for key, item in value.items()})
+    if isinstance(value, Mapping):
+        items: Any = {key: map_parts(item, method, change) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(items)  # type: ignore[call-arg]
+        changed: Any = copy.copy(value)
+        changed.update(items)
         return changed
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_parts(item, method, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(type(value)):
+        changed = copy.copy(value)
+        for each in fields(value):
+            object.__setattr__(changed, each.name, map_parts(getattr(value, each.name), method, change))
+        return changed
     return value
 
 
+def list_parts(value: Any) -> list[Any]:
+    """What a dict, a list, a tuple, a dataclass, or an object that has a method `to` holds."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if is_dataclass(type(value)):
+        return [getattr(value, each.name) for each in fields(value)]
+    return list(vars(value).values()) if hasattr(type(value), "to") and hasattr(value, "__dict__") else []
+
+
 def list_leaves(value: Any) -> Iterator[Any]:
-    """What nested dicts, lists and tuples hold, in order."""
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from list_leaves(item)
-    else:
+    """What is in the parts of a value, and in theirs, in order; or the value where it has none."""
+    parts = [] if is_tensor(value) else list_parts(value)
+    for part in parts:
+        yield from list_leaves(part)
+    if not parts:
         yield value
 
 

@@ -8,19 +8,22 @@ import contextlib
 import itertools
 import random
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy
 import torch
+from numpy.random import mtrand
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from paceline.errors import ConfigError, refuse
-from paceline.workloads.data import Batch, DataForm, OwnBatch, list_leaves
+from paceline.workloads.data import Batch, DataForm, OwnBatch, is_tensor, list_leaves
 from paceline.workloads.data.sharding import cut_range, derive_seed
 from paceline.workloads.external import own_errors
 
+# What a batch may hold next to tensors and counts in a checksum.
+_VALUES = (numpy.ndarray, numpy.generic, str, bytes, int, float)
 # What is kept of a loader whose batches are made here.
 _OPTIONS = (
     "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -99,13 +102,15 @@ class OwnData:
 
     def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
         """This rank's share of all samples on a device, in batches of about `size`, to evaluate a model."""
+        counts: Iterator[int | None] = itertools.repeat(None)
         if self.is_stream:
             turn, others = (0, 1) if self.is_sharded else (rank, world_size)
             found = (content for number, (content,) in enumerate(self.read(0, 1)) if number % others == turn)
         else:
             starts = cut_range(range(0, len(self), size), rank, world_size)
-            found = self.load((range(start, min(start + size, len(self))) for start in starts), 0)
-        yield from (OwnBatch(content).to(device) for content in found)
+            parts = [range(start, min(start + size, len(self))) for start in starts]
+            found, counts = self.load(parts, 0), map(len, parts)
+        yield from (OwnBatch(content, count=count).to(device) for content, count in zip(found, counts, strict=False))
 
     def describe(self) -> str:
         """One line for people."""
@@ -161,12 +166,14 @@ class _OwnRandom:
 
 def _swap_random(state: Any) -> Any:
     """Begin at a state, or at a seed; returns the state before."""
-    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    # Of numpy the generator itself: to copy its state takes longer than many a sample.
+    before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
     if isinstance(state, int):
+        mtrand.set_bit_generator(numpy.random.MT19937())
         _seed_all(state)
     else:
         torch.set_rng_state(state[0])
-        numpy.random.set_state(state[1])
+        mtrand.set_bit_generator(state[1])
         random.setstate(state[2])
     return before
 
@@ -206,7 +213,7 @@ def digest(value: Any) -> int:
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(leaf, numpy.ndarray):
             found = zlib.crc32(leaf.tobytes(), found)
-        elif isinstance(leaf, str | bytes | int | float | numpy.generic):
+        elif isinstance(leaf, _VALUES):
             found = zlib.crc32(repr(leaf).encode(), found)
     return found
 
@@ -228,7 +235,6 @@ def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, 
         if is_plain and (draws or type(sampler) in (SequentialSampler, DistributedSampler)):
             return _look(OwnData(items=found.dataset, shuffles=draws, **shared))
     elif hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, Mapping | str | bytes):
-        refuse((len(found) == 0, f"data {name} returned a {kind} without samples"), code="own-type")
         return _look(OwnData(items=found, shuffles=split == "train", **shared))
     is_iterable = hasattr(found, "__iter__") and not isinstance(found, Mapping | str | bytes)
     refuse(
@@ -241,17 +247,36 @@ def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, 
 
 def _look(data: OwnData) -> OwnData:
     """The data with the first of it, and its checksum."""
+    found: Any = data.items
     if data.is_stream:
         with contextlib.closing(data.read(0, 1)) as batches:
             found = next(batches, [])
-        refuse((not found, f"data {data.name} gave nothing: at least one sample is needed"), code="empty")
+    refuse(
+        (len(found) == 0, f"data {data.name}, {data.split}: it is empty, and at least one sample is needed"),
+        code="empty",
+    )
     data.head = OwnBatch(found[0]) if data.is_stream else data.take(0)
+    _check_batch(data)
     data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
     places = () if data.is_stream else (len(data) // 2, len(data) - 1)
     # Batches may have another size when a run is resumed; parts of a stream may begin with equal samples.
-    first = data.head if data.is_sharded else data.head.map(lambda tensor: tensor[:1] if tensor.dim() else tensor)
-    data.checksum = digest([sample.content for sample in (first, *map(data.take, places))])
+    first = list(list_leaves(data.head.content))
+    if not data.is_sharded:
+        first = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in first]
+    data.checksum = digest([first, *(data.take(place).content for place in places)])
     return data
+
+
+def _check_batch(data: OwnData) -> None:
+    """Refuse batches whose tensors would neither be found nor moved."""
+    leaves = list(list_leaves(data.head.content))
+    others = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, _VALUES)]
+    hidden = [leaf for leaf in others if any(map(is_tensor, getattr(leaf, "__dict__", {}).values()))]
+    hidden = [data.head.content] if len(others) == len(leaves) else hidden
+    kind = " ".join(type(leaf).__name__ for leaf in hidden[:1])
+    what = f"data {data.name}, {data.split}: a batch holds a {kind}, in which no tensors are found"
+    advice = "put tensors into dicts, lists, tuples or dataclasses, or give the class a method to(device)"
+    refuse((hidden, f"{what}: {advice}"), code="batch")
 
 
 def find_form(data: OwnData) -> DataForm:
@@ -261,15 +286,35 @@ def find_form(data: OwnData) -> DataForm:
     except ConfigError:
         return OWN_FORM
     num_targets, count = max(1, targets.numel() // max(1, len(data.head))), 0
-    dataset = getattr(data.items, "dataset", data.items)
     if not targets.is_floating_point():
-        classes, labels = getattr(dataset, "classes", None), getattr(dataset, "targets", None)
-        known = len(classes) if classes is not None else int(max(labels)) + 1 if labels is not None else UNKNOWN
-        count = int(getattr(dataset, "num_classes", known))
+        count = _ask(data.items, *_CLASSES)
     if isinstance(inputs, torch.Tensor):
-        shape, vocabulary = tuple(inputs.shape[1:]), int(getattr(dataset, "vocabulary", count))
+        shape = tuple(inputs.shape[1:])
         if inputs.is_floating_point() and len(shape) in (1, 3) and num_targets == 1:
             return DataForm("images" if len(shape) == 3 else "numbers", shape, count)
         if not inputs.is_floating_point() and len(shape) == 1 and targets.shape == inputs.shape:
+            vocabulary = _ask(data.items, "vocabulary", *_CLASSES)
             return DataForm("tokens", shape, vocabulary, vocabulary)
     return DataForm("own", (num_targets,), count)
+
+
+# How a data set says a number, by the name of the attribute.
+_SAID: dict[str, Callable[[Any], int]] = {
+    "vocabulary": int,
+    "num_classes": int,
+    "classes": len,
+    "targets": lambda labels: int(torch.as_tensor(labels).max()) + 1,
+}
+_CLASSES = ("num_classes", "classes", "targets")
+
+
+def _ask(dataset: Any, *names: str) -> int:
+    """The first of these that a data set says; else the largest of what all sets say that it is made of."""
+    for name in names:
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # none, or of another meaning
+            return _SAID[name](getattr(dataset, name))
+    parts = (
+        dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [getattr(dataset, "dataset", None)]
+    )
+    found = [UNKNOWN if part is None else _ask(part, *names) for part in parts]
+    return UNKNOWN if UNKNOWN in found else max(found)
