@@ -49,6 +49,20 @@ def parse_command(line: str) -> None:
 ALL_COMMANDS = sorted({c for path in DOCUMENTS for c in find_commands(path.read_text(), "paceline")})
 
 
+def find_markers(text: str) -> list[str]:
+    """Lines that a merge left for someone to decide."""
+    return [line for line in text.splitlines() if re.match(r"(<{7}|={7}|>{7})( |$)", line)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_no_merge_is_left_undecided(path):
+    assert find_markers(path.read_text()) == []
+
+
+def test_an_undecided_merge_is_found():
+    assert find_markers("a\n<<<<<<< HEAD\nb\n=======\nc\n>>>>>>> main\n") == ["<<<<<<< HEAD", "=======", ">>>>>>> main"]
+
+
 def test_the_documents_show_commands():
     assert any("bench allreduce" in command for command in ALL_COMMANDS) and "paceline doctor" in ALL_COMMANDS
 
