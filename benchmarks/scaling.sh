@@ -42,6 +42,8 @@ if [ -n "$cifar" ]; then
   resnet=(--model resnet18 --data "cifar10:$cifar" --device cuda --precision bf16)
   scale scale-batch batch "${resnet[@]}" --batch-size 32,128,512,2048,8192,32768,50000
   # Several at a time: one alone at batch 128 waits for its CPU. nvidia-cuda-mps-control -d makes them share the GPU well.
+  # With a folder of the original pixels this is the study results/h200-16-cores/scale-large-batch-original-pixels.
   scale scale-large-batch large-batch "${resnet[@]}" --base-batch-size 128 --global-batch-size 8192 --batch-size 512 \
-    --recipes none,lars+warmup,grow,grow+smoothing --epochs 60 --updates 0 --at-once 6 --lr 0.1 --weight-decay 0.0005
+    --recipes none,linear,linear+warmup,lars+warmup,grow,grow+smoothing --epochs 60 --updates 0 --at-once 6 --lr 0.1 \
+    --weight-decay 0.0005
 fi

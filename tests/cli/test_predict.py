@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from dataclasses import replace
@@ -14,7 +16,8 @@ from paceline import load_result
 from paceline.errors import ConfigError
 from paceline.predict.search import CapCurve
 from paceline.report.predictions import CapsResult
-from paceline.units import format_ms
+from paceline.report.table import build_row
+from paceline.units import format_bytes, format_ms
 from paceline.verbs.predict import predict_csv
 
 SIZES = ",Name,No. Params\n0,Token embedding,1000000\n1,Layer 0,3000000\n2,Layer 1,3000000\n3,LM head,1000000\n"
@@ -45,15 +48,19 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
     # The first layer, 12 MB, and the tied embedding, 4 MB, are ready last: two messages are exposed whatever the plan.
     assert document["best"]["exposed_s"] == pytest.approx(2e-4 + 16e6 / 1e9, rel=0.05)
     # The message of the second layer, 12 MB, is expected to slow the GPU by what is published while it moves.
-    slowed_s = document["expected_s"] - document["best"]["backward_s"]
+    slowed_s = document["caps"][0]["expected_s"] - document["best"]["backward_s"]
     assert slowed_s == pytest.approx((1e-4 + 12e6 / 1e9) * 0.189 / 1.189, rel=0.05)
     low_s, high_s = document["interval_s"]
     assert low_s < document["expected_s"] < high_s
-    assert document["caps"][0]["expected_s"] == document["expected_s"]
+    assert document["expected_s"] == min(row["expected_s"] for row in document["caps"])
+    assert document["expected_s"] == document["expected_best"]["backward_s"]
+    # torch's default has a first bucket of 1 MiB: the second layer, and then all the rest.
+    assert document["default_s"] == pytest.approx(0.05 + 1e-4 + 16e6 / 1e9, rel=0.01)
+    assert document["default_expected_s"] - document["default_s"] == pytest.approx(slowed_s, rel=0.01)
     assert document["plateau_low_bytes"] <= document["best"]["high_bytes"] <= document["plateau_high_bytes"]
     assert {row["changed"] for row in document["sensitivity"]} == {"nothing", "B", "alpha", "beta"}
     same = document["sensitivity"][0]
-    assert same["factor"] == 1 and same["best"] == document["best"] and not same["is_beyond"]
+    assert same["factor"] == 1 and same["backward_s"] == document["best"]["backward_s"] and not same["is_beyond"]
     # B x 10 has buckets above 40 MB, the largest message of the table.
     assert [row["factor"] for row in document["sensitivity"] if row["is_beyond"]] == [10]
     assert document["alpha_s"] == pytest.approx(1e-4) and document["beta_bytes_per_s"] == pytest.approx(1e9)
@@ -73,12 +80,13 @@ def test_the_row_backward_is_what_is_in_no_layer_or_only_the_call(tables, row_s,
 
 def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
     header, *rows = ALLREDUCE.splitlines()
-    other = [row.replace("nccl,8", "gloo,4") for row in rows]
+    other = [row.replace("nccl,8", f"gloo,{ranks}") for ranks in (16, 4) for row in rows]
     (tables / "allreduce-times-model.csv").write_text("\n".join([header, *rows, *other]) + "\n")
     asked = ("predict", "--csv", str(tables), "--json", "--out", str(tmp_path / "runs"))
     for more, words in (
-        ((), "nccl on 8 ranks, gloo on 4 ranks; choose one with --ranks and --backend"),
-        (("--ranks", "2"), "nccl on 8 ranks"),
+        ((), "gloo on 4 ranks, gloo on 16 ranks, nccl on 8 ranks; choose one with --ranks and --backend"),
+        (("--ranks", "2"), "nccl on 8 ranks, and none for --ranks 2; choose one"),
+        (("--ranks", "8", "--backend", "gloo"), "and none for --ranks 8 --backend gloo; choose one"),
         (("--ranks", "4,8"), "--ranks 4,8 with --csv: one number is needed"),
         (("--network", "10gbe"), "--network with --csv"),
     ):
@@ -92,15 +100,19 @@ def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
 
 def test_measured_times_are_compared(command, tables, tmp_path):
     result = predict_csv(tables)
-    best = result.expect(result.caps.best).over_s
+    best = result.caps.best.backward_s
     table = tmp_path / "measured.csv"
     table.write_text(f"bucket_size,backward_s,note\n1MiB,{best * 1.1},a\n25MB,{best * 1.2},b\n1GiB,{best * 2},c\n")
     asked = ("predict", "--csv", str(tables), "--measured", str(table), "--out", str(tmp_path / "runs"))
     document = json.loads(command(*asked, "--json").out)
     rows = document["measured"]
     assert [row["cap_bytes"] for row in rows] == [2**20, 25_000_000, 2**30]
-    assert rows[0]["error"] == pytest.approx(1 / 1.1 - 1, abs=0.01) and rows[2]["error"] < rows[0]["error"]
-    assert "the best measured is 1 MiB" in document["notes"][-1]
+    assert rows[0]["error"] == pytest.approx(1 / 1.1 - 1) and rows[2]["error"] < rows[0]["error"]
+    expected = 1 + rows[0]["expected_error"]
+    assert expected == pytest.approx(document["caps"][0]["expected_s"] / (best * 1.1)) and expected > 1 / 1.1
+    by_tables, slowed = document["notes"][-2:]
+    assert "predictions by the tables are" in by_tables and "the best measured is 1 MiB" in by_tables
+    assert "predictions with contention are" in slowed
     again = load_result(document["run"])
     labels = again.figure("caps").axes[0].get_legend_handles_labels()[1]
     assert {"measured (imported)", "best measured", "closed form b*"} <= set(labels)
@@ -124,8 +136,56 @@ def test_measured_steps_need_the_step_in_the_tables(tables, tmp_path):
     rows = "forward,0,0,0,0,0.03\nstep,0,0,0,0,0.01\n"
     (tables / "layer-times-model.csv").write_text(TIMES + rows)
     result = predict_csv(tables, measured=table)
-    assert result.predict_s(result.measured[0]) == pytest.approx(result.expect(result.caps.points[0]).step_s)
-    assert result.expect(result.caps.points[0]).step_s > result.caps.points[0].backward_s + 0.04
+    for curve in (result.caps, result.expected):
+        assert result.predict_s(result.measured[0], curve) == pytest.approx(curve.points[0].backward_s + 0.04)
+    assert result.expected.points[0].step.step_s > result.caps.points[0].backward_s + 0.04
+
+
+def write_hidden(folder: Path) -> None:
+    """Eight gradients of 1 MB, and messages that are hidden except for the last: large ones take hardly longer."""
+    rows = "".join(f"{n},Layer {n},250000\n" for n in range(8))
+    (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n" + rows)
+    rows = "".join(f"layer_{n} grad,0.01,0.01,0.01,0,0.01\n" for n in range(8))
+    (folder / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)
+    times = ((1, 1e-5), (250_000, 4e-3), (2_000_000, 6e-3))
+    rows = "".join(f"nccl,8,{n},{4 * n},{s},0\n" for n, s in times)
+    (folder / "allreduce-times-model.csv").write_text(ALLREDUCE.splitlines()[0] + "\n" + rows)
+
+
+def test_contention_changes_the_answer_and_each_curve_has_its_own_ranges(tables, tmp_path):
+    write_hidden(tables)
+    measured, best = tmp_path / "measured.csv", predict_csv(tables).expected.best
+    measured.write_text(f"bucket_size,backward_s\n1MB,0.084\n{best.high_bytes}B,0.086\n")
+    result = predict_csv(tables, measured=measured)
+    assert len(result.caps.best.cuts) == 8 and len(result.expected.best.cuts) < 4
+    both = [p.low_bytes for p, q in zip(result.caps.points, result.expected.points, strict=True)
+            if result.caps.is_fast(p) and result.expected.is_fast(q)]  # fmt: skip
+    assert [low for low, _ in result.shared] == both[:1]
+    assert f"By both: {format_bytes(both[0])} to " in result.answer
+    # Each time in the answer is that of a curve at its own best, and its interval is around that time.
+    assert f"{format_ms(result.expected.best.backward_s)} ms (90 %: " in result.answer
+    assert result.interval[0] < result.expected.best.backward_s < result.interval[1]
+    by_tables, slowed = result.findings[-2:]
+    assert by_tables.endswith("the best measured is 976.56 KiB, in a predicted range")
+    assert slowed.endswith("the best measured is 976.56 KiB, 2.3% less than the best in a predicted range")
+
+
+def test_a_cpu_has_one_curve(tables):
+    (tables / "allreduce-times-model.csv").write_text(ALLREDUCE.replace("nccl", "gloo"))
+    result = predict_csv(tables)
+    assert list(result.curves) == ["by the tables"] and "published" not in result.answer
+    assert "expected_s" not in build_row(result.table("caps").columns, result.caps.best)
+
+
+def test_the_table_of_changes_is_of_the_sizes_that_it_names(tables, tmp_path):
+    write_hidden(tables)
+    result = predict_csv(tables)
+    changes = result.table("sensitivity")
+    rows = list(csv.DictReader(io.StringIO(changes.csv())))
+    for row, change in zip(rows, result.changes, strict=True):
+        assert float(row["backward_s"]) == change.chosen.backward_s
+        assert int(row["num_buckets"]) == len(change.chosen.cuts)
+        assert not any("{" in cell for cell in row.values())
 
 
 def write_small(folder: Path, most: int = 10_000_000) -> None:
@@ -143,7 +203,10 @@ def test_the_picture_has_every_measured_size_and_the_text_says_which_is_best(tab
     table.write_text("bucket_size,backward_s\n1KiB,0.1\n6MiB,0.09\n25MiB,0.08\n")
     result = predict_csv(tables, measured=table)
     axes = result.figure("caps").axes[0]
-    assert axes.get_xlim()[0] == pytest.approx(2**-10)
+    assert axes.get_xlim() == pytest.approx((2**-10, 25))
+    # The differences between sizes show: the axis of times begins just below the time without communication.
+    assert axes.get_ylim() == pytest.approx((0.97 * 70, 1.03 * 100))
+    assert result.table("caps").columns[0].cell(result.caps.points[0]) == "3.81 MiB to 7.63 MiB"
     assert "lines: simulated" not in "".join(text.get_text() for text in axes.figure.findobj(Text))
     assert result.answer.startswith("Best bucket size: 3.81 MiB to 7.63 MiB, ") and result.answer.endswith("Simulated.")
     # 80 ms is 11.1 % less than 90.
@@ -156,10 +219,12 @@ def test_other_ranges_are_those_that_are_not_the_answer(tables):
     result = predict_csv(tables)
     best = result.caps.best
     slow = replace(best, low_bytes=5_000_001, high_bytes=5_999_999, step=replace(best.step, over_s=9.0))
-    first, last = (replace(best, low_bytes=low, high_bytes=high) for low, high in ((1, 5_000_000), (6_000_000, 10**8)))
+    first, last = (
+        replace(best, low_bytes=low, high_bytes=high) for low, high in ((4 * 10**6, 5 * 10**6), (6_000_000, 10**8))
+    )
     result.caps = CapCurve((first, slow, last))
     assert result.caps.plateau == (6_000_000, 10**8)
-    assert "1 more range of sizes within 1 % of the best, from 3.81 MiB to 4.77 MiB" in result.findings
+    assert "1 more range of sizes within 1 % of the best by the tables, from 3.81 MiB to 4.77 MiB" in result.findings
 
 
 def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables):

@@ -269,6 +269,16 @@ def test_the_load_under_which_its_inputs_were_measured_travels_into_a_prediction
     assert len(shown) == sum(map(bool, doubts.values()))
 
 
+def test_the_load_travels_through_a_comm_table(command, files, tmp_path):
+    asked = ("--network", "10gbe", "--ranks", "2", "--out", str(tmp_path))
+    for name, is_busy in (("profile", False), ("busy profile", True)):
+        table = command("profile", "comm-table", "--model-profile", files[name], *asked, "--json")
+        run = json.loads(table.out)["run"]
+        document = json.loads(command("predict", "--model-profile", run, *asked, "--json").out)
+        assert [row["doubt"] for row in document["rows"]] == ["measured on a busy machine: profile" if is_busy else ""]
+        assert any(BUSY in line for line in document["warnings"]) is is_busy
+
+
 def test_the_interval_is_not_narrower_than_the_noise_of_an_unstable_profile():
     steady, noisy = (0.12, 0.13, 0.14) * 4, (0.13, 0.13, 0.35, 0.13, 0.13, 0.4) * 2
     for step_s, is_noisy in ((steady, False), (noisy, True)):

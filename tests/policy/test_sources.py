@@ -48,7 +48,7 @@ def resolve(code: str) -> None:
         target = paceline
         for name in ast.unparse(call.func if call else expression).split(".")[1:]:
             target = getattr(target, name)
-        assert callable(target)
+        assert callable(target) or (call is None and isinstance(target, property))
         if call is not None:
             inspect.signature(target).bind_partial(*call.args, **{str(word.arg): None for word in call.keywords})
     elif code.startswith("make "):

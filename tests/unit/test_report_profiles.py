@@ -100,8 +100,10 @@ def build(build_environment):
 @pytest.fixture
 def traced(build_environment):
     def build(*, batch_size=8, step_ms=10, accumulate=1, world_size=1, gemm=SGEMM, message_ms=2, rank=0, **config):
-        made = MadeTrace(rank).step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
-        traces = [made.kernel(gemm, 0, 4).kernel(NCCL, 3, 3 + message_ms).op("aten::mm", 0, 6).build()]
+        traces = []
+        for number, ms in enumerate(message_ms if isinstance(message_ms, tuple) else (message_ms,), rank):
+            made = MadeTrace(number).step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
+            traces.append(made.kernel(gemm, 0, 4).kernel(NCCL, 3, 3 + ms).op("aten::mm", 0, 6).build())
         facts = StepFacts(batch_size, accumulate, world_size=world_size)
         overviews = [build_overview(trace) for trace in traces]
         document = TraceResult.build_document(overviews, facts, advise(overviews, facts))
@@ -331,8 +333,10 @@ def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_d
     """The share of messages in kernel time of the first is 42.2 %: 42.2 / (42.2 + 2 x 57.8) is 26.7 %."""
 
     def compare(second):
-        first = traced(world_size=2, message_ms=4 * 0.422 / 0.578, accumulate=second.pop("from_", 1), rank=1)
-        return ComparisonResult.of(first, traced(**{"world_size": 2, "message_ms": 1} | second), build_environment())
+        # Rank 0 waits least before, and rank 1 after, and in both together.
+        first = traced(world_size=2, message_ms=(2.8, 4 * 0.422 / 0.578), accumulate=second.pop("from_", 1))
+        then = traced(**{"world_size": 2, "message_ms": (3, 1)} | second)
+        return ComparisonResult.of(first, then, build_environment())
 
     result = compare({"accumulate": 2})
     found = result.to_json()["accumulation"]
@@ -340,12 +344,14 @@ def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_d
     assert (found["share"], found["predicted"], found["measured"]) == pytest.approx((0.422, 0.267, 0.2), abs=5e-4)
     (line,) = (line for line in result.findings if "predicts" in line)
     assert "42.2% of kernel time on rank 1 at accumulate 1" in line
-    assert line.endswith("predicts 26.7%; measured: 20.0% on rank 0")
+    assert "predicts 26.7%; measured: 20.0%; the mean of all ranks: " in line and found["rank"] == 1
+    assert found["means"] == pytest.approx([(2.8 / 6.8 + 0.422) / 2, (3 / 7 + 1 / 5) / 2], abs=5e-4)
     assert "s / (s + 2 (1 - s))" in line and found["optimizer"] == 0
     fewer = compare({"accumulate": 2, "from_": 4}).to_json()["accumulation"]
     assert fewer["predicted"] == pytest.approx(0.422 / (0.422 + 0.5 * 0.578))
     for other in ({}, {"accumulate": 2, "wrapper": "torch"}, {"accumulate": 2, "batch_size": 16}):
         assert compare(other).to_json()["accumulation"] is None
+    assert compare({"accumulate": 2, "message_ms": 1, "rank": 2}).to_json()["accumulation"] is None  # no rank in both
     alone = ComparisonResult.of(traced(), traced(accumulate=2), build_environment())
     assert alone.to_json()["accumulation"] is None
 

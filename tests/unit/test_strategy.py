@@ -77,8 +77,16 @@ def test_the_messages_of_a_bucket_on_two_ranks(text, messages):
 
 
 def test_bytes_on_the_wire_and_the_all_reduce_that_moves_as_much():
-    assert [Message(kind, 800).sent_bytes(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [1200, 2400, 600]
-    assert [Message(kind, 800).as_all_reduce(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [800, 1600, 400]
+    assert [Message(kind, 800).sent_bytes(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [
+        1200,
+        2400,
+        600,
+    ]
+    assert [Message(kind, 800).as_all_reduce(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [
+        800,
+        1600,
+        400,
+    ]
     assert Message("all-reduce", 800).sent_bytes(1) == 0
     every = Strategy.parse("dense").count_sent_bytes([MATRIX, VECTOR], 2)
     assert Strategy.parse("localsgd:8").count_sent_bytes([MATRIX, VECTOR], 2) == every / 8 == 8232 / 8

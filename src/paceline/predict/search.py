@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,11 +78,6 @@ class CapCurve:
     def best(self) -> CapPoint:
         return min(self.points, key=lambda point: point.backward_s)
 
-    @property
-    def least_bytes(self) -> int:
-        """The smallest gradient: smaller caps than this all make the same buckets, one for each gradient."""
-        return max(1, min(bucket.num_bytes for bucket in self.points[0].step.buckets))
-
     def is_fast(self, point: CapPoint) -> bool:
         return point.backward_s <= self.best.backward_s * (1 + PLATEAU)
 
@@ -93,9 +88,13 @@ class CapCurve:
 
     @cached_property
     def plateaus(self) -> list[tuple[int, int]]:
-        """Every range of caps whose times are all within 1 % of the best, in order, from the smallest gradient on."""
-        runs = [list(run) for is_fast, run in itertools.groupby(self.points, self.is_fast) if is_fast]
-        return [(max(self.least_bytes, run[0].low_bytes), run[-1].high_bytes) for run in runs]
+        """Every range of caps whose times are all within 1 % of the best, in order."""
+        return self.list_ranges(self.is_fast)
+
+    def list_ranges(self, is_in: Callable[[CapPoint], bool]) -> list[tuple[int, int]]:
+        """Every range of caps of which this is true."""
+        runs = [list(run) for is_true, run in itertools.groupby(self.points, is_in) if is_true]
+        return [(run[0].low_bytes, run[-1].high_bytes) for run in runs]
 
     @property
     def plateau(self) -> tuple[int, int]:
@@ -111,13 +110,15 @@ class CapCurve:
 
 
 def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
-    """Simulate every partition that one cap can make; of more than `most`, unless it is 0, as many evenly spread."""
-    caps = _list_caps(job.sizes)
+    """Simulate every partition that one cap can make; of more than `most`, unless it is 0, as many evenly spread. Caps
+    below the smallest gradient make the same as that one."""
+    caps, least = _list_caps(job.sizes), min(job.sizes)
     if costs.sending is not None and costs.sending.strategy.outer:
         caps = caps[-1:]  # it has no buckets
     if 1 < most < len(caps):
         caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
-    return CapCurve(tuple(CapPoint(*limits, cuts, simulate(job, cuts, costs)) for cuts, limits in caps))
+    points = (CapPoint(max(least, low), high, cuts, simulate(job, cuts, costs)) for cuts, (low, high) in caps)
+    return CapCurve(tuple(points))
 
 
 def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[CapCurve]:

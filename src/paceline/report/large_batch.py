@@ -87,7 +87,8 @@ def _describe(summary: RecipeSummary) -> str:
     sure = "one seed" if score.deviation is None else f"± {say_score(summary, score.deviation)}, {seeds}"
     failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
     gap = "" if summary.gap is None else f", {say_gap(summary)}"
-    length = f"{format_number_of(first.num_updates, 'update')} in {round(first.epochs, 2):g} epochs"
+    epochs = round(first.epochs, 2)
+    length = f"{format_number_of(first.num_updates, 'update')} in {epochs:g} epoch{'' if epochs == 1 else 's'}"
     mean = f"{say_score(summary, score.mean)} %" if summary.accuracy else f"test loss {say_score(summary, score.mean)}"
     return f"{what}: {mean} ({sure}{failed}){gap}, after {length}"
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, RecordError
-from paceline.plan import Plan
+from paceline.plan import Plan, plan_like_torch
 from paceline.predict.curves import fit_curve, fit_line, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
@@ -30,13 +30,14 @@ from paceline.predict.predictor import Estimate, find_evidence
 from paceline.predict.race import Interval, Race
 from paceline.predict.search import (
     PLATEAU,
+    CapCurve,
     CapPoint,
     estimate_caps,
     estimate_closed_form,
     estimate_sensitivity,
     find_best_cuts,
 )
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, simulate
 from paceline.predict.strategies import rank_loss
 from paceline.predict.tuning import (
     DEFAULT,
@@ -236,20 +237,21 @@ CHANGES = (
     Column("best bucket size", lambda c: _join(*c.plateau), priority=3),
     Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
     Column(None, lambda c: c.plateau[1], key="plateau_high_bytes"),
-    Column("buckets", lambda c: len(c.chosen.cuts), "count", priority=1),
-    Column("backward", "chosen.backward_s", "ms", priority=2),
-    Column("exposed", "chosen.step.exposed_s", "ms"),
+    Column("buckets", lambda c: len(c.chosen.cuts), "count", "num_buckets", priority=1),
+    Column("backward", "chosen.backward_s", "ms", "backward_s", priority=2),
+    Column("exposed", "chosen.step.exposed_s", "ms", "exposed_s"),
     Column("beyond the table", lambda c: c.is_beyond or None, "yes", priority=1),
     Column(None, "is_beyond", key="is_beyond"),
-    Column(None, lambda c: build_row(POINTS, c.best), key="best"),
+    Column(None, lambda c: "simulated", key="source"),
 )
 
 
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
-    `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given. The tables
-    say nothing of contention, so that it does not decide which size is best; but the time that is expected has it.
+    The tables say nothing of contention, which changes the answer. So there are two curves, each with its own best and
+    its own ranges: `caps` by the tables alone, and `expected` with the contention that is assumed, which on a CPU is
+    none. `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given.
     """
 
     def _derive(self) -> None:
@@ -262,77 +264,91 @@ class CapsResult(Result):
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
         self.free_plan = find_best_cuts(self.job, costs)
         self.contention, self.is_on_gpu = Contention.assume(device, is_on_host=False), device == "cuda"
-        self._slowed = replace(costs, contention=self.contention.spread_over(self.cost))
+        slowed = replace(costs, contention=self.contention.spread_over(self.cost))
+        self.expected = estimate_caps(self.job, slowed) if self.is_on_gpu else self.caps
+        fast = {point.cuts for point in self.expected.points if self.expected.is_fast(point)}
+        self.shared = self.caps.list_ranges(lambda point: self.caps.is_fast(point) and point.cuts in fast)
+        default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
+        self.default_s, self.default_expected_s = (simulate(self.job, default, c).over_s for c in (costs, slowed))
         source, times = random.Random(DRAWS), []
         for _ in range(DRAWS):
             contention = Contention.assume(device, is_on_host=False, source=source).spread_over(self.cost)
-            step = simulate(self.job, self.caps.best.cuts, replace(costs, contention=contention))
+            step = simulate(self.job, self.expected.best.cuts, replace(costs, contention=contention))
             times.append(step.over_s + MODEL_ERROR * source.gauss(0, 1) * max(0.0, step.exposed_s))
-        self.interval = hold_draws(self.expect(self.caps.best).over_s, times)
+        self.interval = hold_draws(self.expected.best.backward_s, times)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
-    def predict_s(self, record: CapTimeRecord) -> float:
+    @property
+    def curves(self) -> dict[str, CapCurve]:
+        """What is predicted, by what it is predicted from."""
+        return {"by the tables": self.caps} | ({"with contention": self.expected} if self.is_on_gpu else {})
+
+    def predict_s(self, record: CapTimeRecord, curve: CapCurve) -> float:
         """What is predicted for a measured time."""
-        step = self.expect(self._find_point(record))
-        return step.step_s if record.of == "step" else step.over_s
+        point = self._find_point(record, curve)
+        return point.step.step_s if record.of == "step" else point.backward_s
 
-    def expect(self, point: CapPoint) -> SimulatedStep:
-        """The step with the contention that is expected."""
-        return simulate(self.job, point.cuts, self._slowed) if self.is_on_gpu else point.step
-
-    def _find_point(self, record: CapTimeRecord) -> CapPoint:
+    def _find_point(self, record: CapTimeRecord, curve: CapCurve) -> CapPoint:
         cap_bytes = min(record.cap_bytes, self.job.num_bytes)
-        return next(point for point in self.caps.points if point.high_bytes >= cap_bytes)
+        return next(point for point in curve.points if point.high_bytes >= cap_bytes)
 
     @property
     def answer(self) -> str:
         beyond = ", with messages larger than any of the table" if self.changes[0].is_beyond else ""
-        slowed = f"; {format_ms(self.expect(self.caps.best).over_s)} ms" if self.is_on_gpu else ""
-        expected = f"{slowed}{' with what NCCL costs a GPU on average' if slowed else ''}"
+        interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
+        text = f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
+        text += f"{format_ms(self.caps.best.backward_s)} ms of backward with communication"
+        default = f"torch's default takes {format_ms(self.default_s)}"
+        if not self.is_on_gpu:
+            return f"{text}{interval}; {default} ms. Simulated{beyond}."
+        both = "no size" if not self.shared else _join(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
         return (
-            f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
-            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication{expected} (90 %: "
-            f"{' to '.join(map(format_ms, self.interval))}). Simulated{beyond}."
+            f"{text}, by the tables alone. If NCCL slows a GPU as published: {_join(*self.expected.plateau)}, all "
+            f"within 1 % of {format_ms(self.expected.best.backward_s)} ms{interval}. By both: {both}; {default} and "
+            f"{format_ms(self.default_expected_s)} ms. Simulated{beyond}."
         )
 
     @property
     def findings(self) -> Sequence[str]:
-        job, line, (cuts, free), best = self.job, self.line, self.free_plan, self.caps.plateau
-        last, size, others = job.gradients[-1].name, job.sizes[-1], [p for p in self.caps.plateaus if p != best]
-        more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best"
+        job, line, (cuts, free) = self.job, self.line, self.free_plan
+        last, size = job.gradients[-1].name, job.sizes[-1]
         return [
             *job.notes,
-            *([f"{more}, from {_join(others[0][0], others[-1][1])}"] if others else []),
+            *(text for name, curve in self.curves.items() for text in self._describe_ranges(name, curve)),
             f"all-reduce as a line: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, off "
             f"by at most {line.max_rel_residual:.0%}; predictions use the table itself",
             "closed form where communication is the bottleneck: b* = B sqrt(alpha / T) = "
             f"{format_bytes(round(self.closed_form_bytes))}; here all bytes take "
             f"{format_ms(job.num_bytes / line.bytes_per_s)} of {format_ms(job.backward_s)} ms of backward",
-            f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
+            f"the best free plan by the tables, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
             "assumed: one message at a time, no copies; times include the ranks' wait for each other",
-            f"contention: {self.contention.basis}; it does not decide which size is best",
+            f"contention: {self.contention.basis}"
+            f"{'; the tables do not have it: `paceline tune` measures it' * self.is_on_gpu}",
             f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
             "adds for what the model leaves out; the tables have no repetitions to draw from",
-            *self._describe_measured(),
+            *(self._describe_measured(name, curve) for name, curve in self.curves.items() if self.measured),
         ]
 
-    def _describe_measured(self) -> list[str]:
-        if not self.measured:
-            return []
-        errors = [self.predict_s(record) / record.timing.center_s - 1 for record in self.measured]
+    def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
+        others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
+        more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best {name}"
+        return [f"{more}, from {_join(others[0][0], others[-1][1])}"] if others else []
+
+    def _describe_measured(self, name: str, curve: CapCurve) -> str:
+        errors = [self.predict_s(record, curve) / record.timing.center_s - 1 for record in self.measured]
         best = min(self.measured, key=lambda record: record.timing.center_s)
-        inside = [record for record in self.measured if self.caps.is_fast(self._find_point(record))]
+        inside = [record for record in self.measured if curve.is_fast(self._find_point(record, curve))]
         off = statistics.fmean(map(abs, errors))
-        text = f"measured, {len(errors)} bucket sizes: predictions are {off:.1%} off on average ({min(errors):+.1%} to "
-        text += f"{max(errors):+.1%}); the best measured is {format_bytes(best.cap_bytes)}"
+        text = f"measured, {len(errors)} bucket sizes: predictions {name} are {off:.1%} off on average "
+        text += f"({min(errors):+.1%} to {max(errors):+.1%}); the best measured is {format_bytes(best.cap_bytes)}"
         if not inside:
-            return [f"{text}, and no measured size is in a predicted range"]
+            return f"{text}, and no measured size is in a predicted range"
         lost = 1 - best.timing.center_s / min(record.timing.center_s for record in inside)
         missed = f"{lost:.1%} less than the best in a predicted range"
-        return [f"{text}, {'in a predicted range' if best in inside else missed}"]
+        return f"{text}, {'in a predicted range' if best in inside else missed}"
 
     def tables(self) -> list[Table]:
         fast = [point for point in self.caps.points if point.backward_s < 1.5 * self.caps.best.backward_s]
@@ -341,20 +357,28 @@ class CapsResult(Result):
         rows = [replace(run[0], high_bytes=run[-1].high_bytes) for run in (list(points) for _, points in like)]
         widest = sorted(rows[:-1], key=lambda row: row.low_bytes / row.high_bytes)[: _MOST_ROWS - 1]
         shown = [row for row in rows if row in (*widest, rows[-1])]
+        expected_s = {point.cuts: point.backward_s for point in self.expected.points}
+        slowed = Column("with contention", lambda p: expected_s[p.cuts], "ms", "expected_s", priority=2)
+        columns = (*POINTS[:-1], *((slowed,) if self.is_on_gpu else ()), POINTS[-1])
         compared = (
             Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
             Column("time of", "of", key="of", is_key=True),
             Column("measured", "timing.center_s", "ms", "measured_s", priority=2),
-            Column("predicted", self.predict_s, "ms", "predicted_s", priority=2),
-            Column("error", lambda r: self.predict_s(r) / r.timing.center_s - 1, "{:+.1%}".format, "error"),
+            *self._compare("predicted", "predicted_s", "error", self.caps),
+            *(self._compare("with contention", "expected_s", "expected_error", self.expected) * self.is_on_gpu),
         )
-        slowed = Column("with contention", lambda p: self.expect(p).over_s, "ms", "expected_s", priority=2)
-        columns = (*POINTS[:-1], *((slowed,) if self.is_on_gpu else ()), POINTS[-1])
         return [
             Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
-            Table("sensitivity", "what would move it", CHANGES, self.changes),
+            Table("sensitivity", "what would move it, by the tables alone", CHANGES, self.changes),
             *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]
+
+    def _compare(self, name: str, key: str, error_key: str, curve: CapCurve) -> list[Column]:
+        def find_error(record: CapTimeRecord) -> float:
+            return self.predict_s(record, curve) / record.timing.center_s - 1
+
+        predicted = Column(name, lambda record: self.predict_s(record, curve), "ms", key, priority=2)
+        return [predicted, Column("error", find_error, "{:+.1%}".format, error_key)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         return {"caps": lambda: plot_caps(self), "sensitivity": lambda: plot_sensitivity(self)}
@@ -367,9 +391,10 @@ class CapsResult(Result):
         (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
             "best": build_row(POINTS, self.caps.best), "interval_s": list(self.interval),
-            "expected_s": self.expect(self.caps.best).over_s,
-            "plateau_low_bytes": low, "plateau_high_bytes": high,
-            "plateaus": [list(sizes) for sizes in self.caps.plateaus], "alpha_s": self.line.alpha_s,
+            "expected_best": build_row(POINTS, self.expected.best), "expected_s": self.expected.best.backward_s,
+            "plateau_low_bytes": low, "plateau_high_bytes": high, "plateaus": list(map(list, self.caps.plateaus)),
+            "expected_plateaus": list(map(list, self.expected.plateaus)), "shared": list(map(list, self.shared)),
+            "default_s": self.default_s, "default_expected_s": self.default_expected_s, "alpha_s": self.line.alpha_s,
             "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
             "local_backward_s": self.job.backward_s, "notes": list(self.findings), "source": "simulated",
@@ -382,24 +407,31 @@ def plot_caps(result: CapsResult) -> Figure:
     of = measured[0].of if measured else "backward"
     subtitle = f"{result.config['csv']}; predicted is simulated"
     figure, axes = new_figure(f"{of.capitalize()} time against bucket size", subtitle)
-    least = min(curve.least_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)) / MIB
+    sizes = [curve.points[0].low_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)]
+    least, most = min(sizes) / MIB, max(*sizes, result.job.num_bytes) / MIB
     around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
-    draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
+    alone_s = best.step.local_s + around_s
+    draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, alone_s)
     if result.is_on_gpu:
-        slowed = [(p.high_bytes / MIB, (result.expect(p).over_s + around_s) * 1e3) for p in curve.points]
-        axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[0], lw=1.2, label="predicted, with contention")
-    for number, (low, high) in enumerate(curve.plateaus):
-        label = "_" if number else "within 1 % of the best"
-        first = least if low == curve.least_bytes else low / MIB  # smaller caps make the same buckets
-        axes.axvspan(first, high / MIB, color=COLORS[2], alpha=0.15, lw=0, label=label)
-    axes.axvline(result.closed_form_bytes / MIB, color=COLORS[3], ls="--", lw=1, label="closed form b*")
+        slowed = [(size / MIB, (p.backward_s + around_s) * 1e3)
+                  for p in result.expected.points for size in (p.low_bytes, p.high_bytes)]  # fmt: skip
+        axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[3], lw=1.2, label="predicted, with contention")
+    for color, (name, found) in zip((2, 3), result.curves.items(), strict=False):
+        for number, (low, high) in enumerate(found.plateaus):
+            label = "_" if number else f"within 1 % of the best {name}"
+            first = least if low == curve.points[0].low_bytes else low / MIB  # smaller caps make the same buckets
+            axes.axvspan(first, high / MIB, color=COLORS[color], alpha=0.15, lw=0, label=label)
+    axes.axvline(result.closed_form_bytes / MIB, color=COLORS[4], ls="--", lw=1, label="closed form b*")
     if measured:
         points = [(r.cap_bytes / MIB, r.timing.center_s * 1e3, None, None) for r in measured]
         draw_line(axes, 1, points, "measured (imported)", marker="o")
         size, best_ms, *_ = min(points, key=lambda point: point[1])
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
-    axes.set(xlim=(least, None), ylim=(0, None), ylabel=f"{of} with communication (ms)")
+    # From just below the least, so that differences of a percent show, to what no one would choose.
+    times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
+    limits = (0.97e3 * min(times), 1.03e3 * max(times))
+    axes.set(xlim=(least, most), ylim=limits, ylabel=f"{of} with communication (ms)")
     place_legend(figure, axes)
     return figure
 

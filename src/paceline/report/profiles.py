@@ -585,9 +585,16 @@ def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[
     counts = [one.facts.accumulate for one in (first, second)]
     if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:
         return None
-    before, after = (find_message_share(one.overviews) for one in (first, second))
+    by_rank = [{overview.rank: overview for overview in one.overviews} for one in (first, second)]
+    pairs = [(by_rank[0][rank], by_rank[1][rank]) for rank in by_rank[0].keys() & by_rank[1].keys()]
+    if not pairs:
+        return None
+    # One rank in both, the one that waits least in them together: another one may have been late in each.
+    pair = min(pairs, key=lambda pair: sum(overview.seconds("communication") for overview in pair))
+    before, after = (find_message_share([overview]) for overview in pair)
     predicted = before.estimate(counts[1] / counts[0])
-    found = {"accumulate": counts, "predicted": predicted, "measured": after.share, "rank": [before.rank, after.rank]}
+    means = [statistics.fmean(find_message_share([row]).share for row in one.overviews) for one in (first, second)]
+    found = {"accumulate": counts, "predicted": predicted, "measured": after.share, "means": means}
     return before._asdict() | found
 
 
@@ -648,12 +655,14 @@ class ComparisonResult(Result):
         if found := self.config.get("accumulation"):
             one, two = found["accumulate"]
             once = "s + o" if found["optimizer"] else "s"
-            here, there = [f" on rank {rank}" for rank in found.get("rank", ())] or ("", "")  # an older run has none
+            rank = found.get("rank")  # an older run has none, or two
+            here = f" on rank {rank}" if isinstance(rank, int) else ""
+            means = "; the mean of all ranks: {:.1%} and {:.1%}".format(*found["means"]) if "means" in found else ""
             lines.append(
                 f"messages are s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"
                 + (f", and the optimizer is o = {found['optimizer']:.1%}" if found["optimizer"] else "")
                 + f"; at {two}, s / ({once} + {two / one:g} (1 - {once.replace('+', '-')})) predicts "
-                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}{there}"
+                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}{means}"
             )
         return [*lines, "two runs, not taken in turns: differences of a few per cent may be the machine's"]
 

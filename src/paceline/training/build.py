@@ -184,8 +184,8 @@ def build_learner(
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     model = wrap_models(module, lambda part: _wrap(part, settings, plan))
     if settings.parsed_strategy.is_sharded:
-        own_optimizers = f"--strategy {settings.strategy}: the step of {settings.model} has its own optimizers; leave it out"
-        refuse((isinstance(optimizer, OwnState), own_optimizers), code="unused")
+        text = f"--strategy {settings.strategy}: the step of {settings.model} has its own optimizers; leave it out"
+        refuse((isinstance(optimizer, OwnState), text), code="unused")
         assert isinstance(model, DataParallel)
         optimizer = model.shard_optimizer(optimizer)
     learner = Learner(

@@ -126,8 +126,11 @@ def predict_csv(
     wanted = None if backend is None else canonical_backend(backend)
     chosen = [r for r in sweep if ranks in (None, r.world_size) and wanted in (None, canonical_backend(r.backend))]
     if len({(record.backend, record.world_size) for record in chosen}) != 1:
-        there = ", ".join(dict.fromkeys(f"{r.backend} on {r.world_size} ranks" for r in sweep)) or "no two ranks"
-        raise ConfigError(f"--csv {folder}: all-reduce of {there}; choose one with --ranks and --backend")
+        pairs = sorted({(r.backend, r.world_size) for r in sweep})
+        there = ", ".join(f"{name} on {size} ranks" for name, size in pairs) or "no two ranks"
+        asked = " ".join(f"--{name} {value}" for name, value in (("ranks", ranks), ("backend", backend)) if value)
+        missing = f", and none for {asked}" if asked and not chosen else ""
+        raise ConfigError(f"--csv {folder}: all-reduce of {there}{missing}; choose one with --ranks and --backend")
     # Our wrapper's buckets lie in shared memory.
     chosen = [record for record in chosen if record.memory == "shared"] or chosen
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
@@ -260,8 +263,13 @@ def list_carried(run: Run) -> list[StepRecord | CodecRecord]:
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
     """The doubts about the runs that a prediction is made from, with their names; and which a busy machine measured."""
     found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
-    texts = [f"{name}: {doubt.text}" for name, doubts in found.items() for doubt in doubts]
-    return texts, [name for name, doubts in found.items() if is_busy(doubts)]
+    # A run that was made from others, such as a comm-table, keeps what is doubtful about them.
+    kept = {
+        name: any(not one.startswith("--curve") for one in run.config.get("busy", ())) for name, run in inputs.items()
+    }
+    texts = dict.fromkeys(f"{name}: {doubt.text}" for name, doubts in found.items() for doubt in doubts)
+    texts |= dict.fromkeys(f"{name}: {text}" for name, run in inputs.items() if kept[name] for text in run.warnings)
+    return list(texts), [name for name, doubts in found.items() if is_busy(doubts) or kept[name]]
 
 
 def _get_run(source: Result | str | Path) -> Run:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -101,7 +103,7 @@ def trace(
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
-    with opened as session:
+    with _quiet_allocator(memory), opened as session:
         session.warnings += list_job_warnings(given) if isinstance(model, str) else []
         arguments = (given, 3 if warmup is None else warmup, steps, extras, session.place is not None)
         traces, facts = session.ask("paceline.measure.traces:trace_job", arguments)
@@ -116,6 +118,19 @@ def trace(
             return TraceResult(run, folder, document, traces, plot)
 
         return cast("TraceResult", finish(session, [], build=build))
+
+
+@contextlib.contextmanager
+def _quiet_allocator(is_on: bool) -> Iterator[None]:
+    """Ranks that start inside do not print torch's line on each block that was allocated before a profile began."""
+    is_on = is_on and "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if is_on:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    try:
+        yield
+    finally:
+        if is_on:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
 def comm_table(
