@@ -44,7 +44,7 @@ def train_all(names: list[str], lr: float | None) -> list[Any]:
             cell = CELLS[name]
             if lr is not None:
                 cell = replace(cell, settings=replace(cell.settings, lr=lr))
-            records = measuring.measure_large_batch(cell, STUDY.evaluations, STUDY.seeds[0])
+            records = measuring.measure_training(cell, STUDY.evaluations, STUDY.seeds[0])
             found.append((records, seen["data"], seen["weights"], seen["micro"]))
     finally:
         measuring.build_job, loop.take_step = build, take

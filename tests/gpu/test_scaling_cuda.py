@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
-from paceline.measure.scaling import measure_batch, measure_large_batch
+from paceline.measure.scaling import measure_batch, measure_training
 from paceline.measure.settings import Cell, LargeBatchSettings, ScaleSettings, Setup
 from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.training.settings import TrainSettings
@@ -70,7 +70,7 @@ def test_a_large_batch_run_is_evaluated_and_probed(precision):
     cells = settings.list_cells(256)
     assert [cell.probes for cell in cells] == [True, False, False, False]
     for cell in cells:
-        (run, *noise) = measure_large_batch(cell, settings.evaluations, 1)
+        (run, *noise) = measure_training(cell, settings.evaluations, 1)
         assert isinstance(run, LargeBatchRecord) and (run.device, run.precision) == ("cuda", precision)
         assert run.failure == "" and len(run.curve) == 2 and run.num_samples == 512
         assert run.largest_batch_size == cell.global_batch_size
