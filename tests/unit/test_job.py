@@ -135,9 +135,9 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
     )
 
 
-def test_the_widest_range_counts_from_the_smallest_gradient():
-    # (low, high, backward): 1 B to 150 B is wide only below 100 B, where all caps make the same buckets.
-    steps = [(1, 150, 1.0), (151, 200, 2.0), (201, 600, 1.005), (601, 700, 2.0), (701, 800, 1.0)]
+def test_the_widest_range_is_chosen():
+    # (low, high, backward): of those within 1 % of the best.
+    steps = [(100, 150, 1.0), (151, 200, 2.0), (201, 600, 1.005), (601, 700, 2.0), (701, 800, 1.0)]
     buckets = (BucketSpan(100), BucketSpan(700))
     points = (CapPoint(a, b, (1, 2), SimulatedStep(buckets, 1.0, s, 0.0, 0.0, 1.0)) for a, b, s in steps)
     curve = CapCurve(tuple(points))
