@@ -40,10 +40,13 @@ def read_run(out: str) -> Path:
 
 def list_records(folder: Path) -> list[Record]:
     """What a run found, without how long that took."""
-    return [
-        dataclasses.replace(record, seconds=1.0) if isinstance(record, LargeBatchRecord) else record
-        for record in load_run(folder).records
-    ]
+    found: list[Record] = []
+    for record in load_run(folder).records:
+        if isinstance(record, LargeBatchRecord):
+            curve = tuple(dataclasses.replace(point, seconds=1.0) for point in record.curve)
+            record = dataclasses.replace(record, seconds=1.0, curve=curve)
+        found.append(record)
+    return found
 
 
 def list_cells(folder: Path) -> set[str]:

@@ -64,7 +64,7 @@ from paceline.records.store import load_json
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
-from paceline.strategy import Strategy
+from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
 if TYPE_CHECKING:
@@ -508,7 +508,8 @@ BUCKETS = (
 
 RACE = (
     Column("plan", "candidate.label", key="plan", is_key=True),
-    Column(None, "candidate.strategy.text", key="strategy"),
+    # Plans of a program that is attached to have none.
+    Column(None, lambda row: getattr(row.candidate, "strategy", DENSE).text, key="strategy"),
     Column("buckets", "candidate.estimate.num_buckets", "count", "num_buckets", priority=1),
     Column("predicted", "candidate.estimate.step_s", "ms", "predicted_s", priority=3),
     Column("90 % (ms)", lambda r: _say_interval(r.candidate.estimate), str, priority=0),
