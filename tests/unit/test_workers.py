@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 from torch import nn
 
 from paceline.strategy import Strategy
