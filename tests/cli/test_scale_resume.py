@@ -287,7 +287,8 @@ def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
 @pytest.fixture
 def small(monkeypatch, studies) -> None:
     """The three parts of `scale report` are asked for as in the finished studies."""
-    for name, (kind, _, *rest) in scale.STUDIES.items():
+    for name in studies:
+        kind, _, *rest = scale.STUDIES[name]
         settings = kind.from_json(load_run(studies[name]["run"]).config)
         monkeypatch.setitem(scale.STUDIES, name, (kind, lambda settings=settings, **_: settings, *rest))
 
