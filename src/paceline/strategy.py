@@ -47,7 +47,7 @@ class Message:
 class Strategy:
     """Three choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is the share of the
     elements that top-k sends, or the rank of PowerSGD. `period`: 1 sends gradients in every step, more differences of
-    parameters every so many steps, by `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and
+    parameters every `period` steps, by `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and
     updates its part of the optimizer's state (ZeRO-1). `between_hosts`: dense inside a host, the strategy between."""
 
     codec: str = "dense"

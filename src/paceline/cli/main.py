@@ -218,7 +218,7 @@ add_command(
 )  # fmt: skip
 add_command(
     app, "watch", "attach:attach", "command:run every",
-    "Watch your own program: a line every so many steps, and at its end where the time of a step went.\n\n"
+    "Watch your own program: a line every few steps, and at its end where the time of a step went.\n\n"
     "paceline watch -- torchrun --nproc-per-node 2 train.py", command=(), steps=0, every=50,
 )  # fmt: skip
 

@@ -200,7 +200,7 @@ OPTIONS = {
     "steps:attach": Option(MEASUREMENT, "Steps of your program that are observed; 0: all.", 48),
     "stop": Option(MEASUREMENT, "End your program after these steps, on all ranks.", False),
     "steps:tune": Option(MEASUREMENT, "Of a program behind --: steps that are observed first. Default: 48.", int),
-    "every": Option(MEASUREMENT, "A line every so many steps. Default: 50.", int),
+    "every": Option(MEASUREMENT, "A line every N steps. Default: 50.", int),
     "steps:trace": Option(MEASUREMENT, "Steps that are recorded.", 3),
     "batch_growth": Option(LEARNING, "SHARE:FACTOR,...: from that share of the run on, FACTOR times the batch.",
         read=lambda text, _: parse_growths(text)),

@@ -41,7 +41,7 @@ _OF_BUCKETS = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_c
 
 
 class Settings(NamedTuple):
-    """Of `steps` (0: all), `record` are recorded, after `warmup` others. `every` so many steps their times are written,
+    """Of `steps` (0: all), `record` are recorded, after `warmup` others. every `every` steps their times are written,
     not only at the end. `race`: from step `first` on, `turns` of `length` steps, each the number of one of `plans`,
     which are caps in MiB; None stands for the program's own."""
 

@@ -22,7 +22,7 @@ from paceline.units import MIB
 # As many gradients as these bytes hold are enough.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 _BUDGET_S, _LEAST, _MOST = 0.05, 2, 10
-# Of few ranks and many: what grows with their number is told from what does not.
+# Of few ranks and many: what grows with their number is separated from what does not.
 _RANKS = (2, 8)
 
 Named = list[tuple[str, torch.Tensor]]

@@ -156,7 +156,7 @@ class Sending:
         return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
 
     def list_fragments(self, job: Job) -> list[tuple[Gradient, ...]]:
-        """What each exchange of a period sends: every so many-th parameter."""
+        """What each exchange of a period sends: every F-th parameter, of F fragments."""
         count = self.strategy.fragments
         return [group for number in range(count) if (group := job.gradients[number::count])]
 

@@ -66,7 +66,7 @@ def fit_sending(
     factor: float = 1.0, is_in_place: bool = False,
 ) -> Sending | None:  # fmt: skip
     """How ranks send by a strategy, with the costs of its codec by medians, times a factor; None where they send as
-    always, or nothing. What a bucket costs, and what its bytes do, is told apart by one bucket and many; what grows
+    always, or nothing. What a bucket costs, and what its bytes do, is separated by one bucket and many; what grows
     with the ranks, by few of them and many."""
     if world_size == 1 or strategy.is_dense:
         return None

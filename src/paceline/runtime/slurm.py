@@ -20,7 +20,7 @@ _WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQU
             "SIGNALING", "STAGE_OUT", "STOPPED")  # fmt: skip
 
 # Ranks become the command itself (exec): where Slurm tracks by cgroups, its signals reach only the tasks, and not their
-# children. So no shell can translate exit codes, and of those srun returns the highest: "saved" is told by a file. Who
+# children. So no shell can translate exit codes, and of those srun returns the highest: "saved" is said by a file. Who
 # has saved ends with 0, as any other code ends the ranks that still save. What they print names the rank (--label).
 # The script waits for them also when it gets the signal. A job that is cancelled is no longer RUNNING.
 _BODY = """\

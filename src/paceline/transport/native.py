@@ -159,7 +159,7 @@ class Mapping:
         self.populate(index * self.part_bytes, self.part_bytes)
 
     def part(self, index: int, num_bytes: int = 0) -> Any:
-        """The bytes of a rank, or so many from there, as an object that keeps the memory and can be watched."""
+        """The bytes of a rank, or this number from there, as an object that keeps the memory and can be watched."""
         return (ctypes.c_char * (num_bytes or self.part_bytes)).from_buffer(self._memory, index * self.part_bytes)
 
     def populate(self, begin: int, num_bytes: int) -> None:

@@ -54,7 +54,7 @@ def attach(
     """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
 
     `command` starts it: `["torchrun", "--nproc-per-node", "2", "train.py"]`. The first `steps` are observed (0: all);
-    then the program goes on, or with `stop` ends on all ranks after the same step. `every` so many steps a line says
+    then the program goes on, or with `stop` ends on all ranks after the same step. every `every` steps a line says
     how long they take. With `race` both this run and a second one are stopped: in the second its own buckets and the
     best ones, or those of `caps`, take turns, for at most `budget` seconds. With `out` the run is saved in a folder.
     """
@@ -100,7 +100,7 @@ class _Rank:
 
 
 class _Files:
-    """The files of a program that is being observed, read as they grow; for `every` so many steps a line on stderr."""
+    """The files of a program that is being observed, read as they grow; every `every` steps a line on stderr."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder, self._every, self._shown = folder, every, 0
