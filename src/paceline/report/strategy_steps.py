@@ -50,7 +50,7 @@ def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -
 
 
 STRATEGIES = (
-    Column("network", "step.network", key="network", priority=4),
+    Column("network", "step.network", key="network", is_key=True),
     Column("ranks", "step.world_size", "{:,}".format, "world_size", is_key=True),
     Column("strategy", "strategy.text", key="strategy", is_key=True),
     Column("update", "loss", key="loss", priority=5),
