@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--lr-warmup", type=int, default=0)
     given = vars(parser.parse_args())
     seeds = given.pop("seeds")
     for control in CONTROLS:

@@ -528,7 +528,7 @@ class StrategiesSettings(StudySettings):
             replace(self.job, strategy=text).check()
 
     def list_cells(self) -> list[TrainingCell]:
-        """All runs of the study."""
+        """All runs of the study, seed by seed: what an interrupted one has can be compared."""
         job, size = self.job, self.job.batches.global_batch_size
-        runs = [replace(job, strategy=text, seed=seed) for text in self.strategies for seed in self.seeds]
+        runs = [replace(job, strategy=text, seed=seed) for seed in self.seeds for text in self.strategies]
         return [TrainingCell(run, "epochs" if run.steps is None else "updates", run.strategy, size) for run in runs]
