@@ -799,6 +799,8 @@ def describe_answer(tuning: Tuning) -> str:
     if race.verdict == "use":
         less = f"{1 - race.gain.value:.1%} less than the default [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
         return f"use {what}: {less}, {rounds} in turns; {regret}"
+    if race.verdict == "flat" and not race.is_level:
+        return f"flat: {race.limit}, predicted; {rounds} in turns show no other; keep {what}"
     if race.verdict == "flat":
         return f"flat: all {count} plans of the race are within ±1 % of {what}, {rounds} in turns; keep it"
     if race.verdict == "default":
