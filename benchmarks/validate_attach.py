@@ -10,9 +10,10 @@ more run of `--seconds`, of the same training, a few steps each take turns with 
 them: thousands of pairs. And steps in which those calls are timed themselves: the smallest noise, without what they
 cost others.
 `link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs with a range of
-bucket sizes in turns, which the prediction has not seen: the error of the predicted steps, and how much longer than
-the best of them the chosen one takes, by all rounds. A case that mostly waits for its data should be flat. Needs root,
-`ip` and `tc`.
+bucket sizes in turns, which the prediction has not seen. The error of the predicted steps: from its own buckets in the
+same run, and from the step of the first run, which has what the machine changed in between. The regret, how much longer
+than the best of them the chosen one takes: each is compared with its own buckets, in the same round of the same run. A
+case that mostly waits for its data should be flat. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -208,9 +209,10 @@ def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
         raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
     chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # their buckets
-    measured: dict[str, dict[tuple[int, ...], list[float]]] = {name: {} for name in only}  # by buckets
+    # By buckets: their turns, and those of its own buckets in the same rounds.
+    turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
-    ratios: dict[str, list[float]] = {name: [] for name in only}  # errors of the ratio to its own buckets
+    late: dict[str, list[float]] = {name: [] for name in only}  # from the step of the first run
     with linked_hosts(rate) as names:
         for number, name in itertools.product(range(rounds), only):
             command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *CASES[name].split()]
@@ -225,30 +227,37 @@ def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
             truth = paceline.attach(command, race=True, steps=steps, caps=caps, progress=False)
             raced = {round((truth.config["plans"][label] or 0) * MIB): r for label, r in truth.raced.items()}
             chosen[name].append(raced[own].bucket_bytes)
+            own_s = raced[0].timing.median_s
             for cap, record in raced.items():
-                timing, gain = record.timing, 0.0
-                measured[name].setdefault(record.bucket_bytes, []).extend(timing.reduced_s)
+                measured_s, gain = record.timing.median_s, 0.0
+                mine, theirs = turns[name].setdefault(record.bucket_bytes, ([], []))
+                mine.extend(record.turns_s)
+                theirs.extend(raced[0].turns_s)
                 if cap and found.buckets is not None:
                     now = found.buckets.now.estimate.cuts
                     gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
-                error = found.step_s * (1 - gain) / timing.median_s - 1
+                error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
                 if cap:  # its own buckets were seen
                     errors[name].append(error)
-                    ratios[name].append((1 - gain) * raced[0].timing.median_s / timing.median_s - 1)
-                said = f"measured {format_ms(timing.median_s)} ms, predicted {format_ms(found.step_s * (1 - gain))} ms"
-                print(f"  {format_bytes(cap) if cap else 'as it is'}: {said} ({error:+.1%})", flush=True)
+                    late[name].append(with_change)
+                said = f"measured {format_ms(measured_s)} ms, predicted {format_ms((1 - gain) * own_s)} ms"
+                said += f" ({error:+.1%}; from the first run {with_change:+.1%})"
+                print(f"  {format_bytes(cap) if cap else 'as it is'}: {said}", flush=True)
     for name in only:
-        medians = {layout: statistics.median(times) for layout, times in measured[name].items()}
-        least, most = min(medians.values()), max(medians.values())
-        regrets = [medians[layout] / least - 1 for layout in chosen[name]]
+        ratios = {layout: estimate_ratio(*both, 0.025) for layout, both in turns[name].items()}
+        best = min(ratios, key=lambda layout: ratios[layout].value)
+        regrets = [ratios[layout].value / ratios[best].value - 1 for layout in chosen[name]]
         num_steps = max(steps + (4 + found.race.num_rounds * 10 if found.race else 0) for found in tuned[name])
         verdicts = ", ".join(found.verdict for found in tuned[name])
         spread = f"{min(errors[name]):+.1%} to {max(errors[name]):+.1%}"
         print(f"\n{name}: verdicts {verdicts}; at most {num_steps} steps")
         print(f"  error {statistics.fmean(map(abs, errors[name])):.1%} of {len(errors[name])} steps, {spread}")
-        print(f"  error {statistics.fmean(map(abs, ratios[name])):.1%} of the ratios to its own buckets, in turns")
+        print(f"  error {statistics.fmean(map(abs, late[name])):.1%} from the step of the first run")
         print(f"  regret {statistics.fmean(regrets):.1%}, at most {max(regrets):.1%}")
-        print(f"  measured from {format_ms(least)} to {format_ms(most)} ms a step")
+        for layout, ratio in ratios.items():
+            is_chosen = f", chosen {chosen[name].count(layout)} times" if layout in chosen[name] else ""
+            said = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of its own buckets{is_chosen}"
+            print(f"  {len(layout)} buckets: {said}, {len(turns[name][layout][0])} rounds")
 
 
 def main() -> None:

@@ -155,6 +155,19 @@ def test_a_race_has_the_last_word(one_bucket):
         assert (result.bottleneck.kind == "buckets") == (verdict == "use")
 
 
+def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket):
+    """The machine takes a quarter longer in the second run."""
+    given = {"note": RACED, "steps_per_turn": 3}
+    turns = [made_steps((0.0625,) * 21, label=NOW, bucket_bytes=(sum(SIZES),), **given)]
+    turns.append(made_steps((0.05,) * 21, label="small", bucket_bytes=SIZES, **given))
+    result = build((made_steps((0.05,) * 9), *one_bucket, *turns), plans={NOW: None, "small": 4.0})
+    now, other = result.table("race").rows_json()
+    assert result.buckets is not None and now["predicted_s"] == pytest.approx(0.0625)
+    ratio = result.buckets.build_row("", result.buckets.model.cut_like(SIZES)).estimate.step_s
+    assert other["predicted_s"] == pytest.approx(0.0625 * ratio / result.buckets.now.estimate.step_s)
+    assert other["low_s"] < other["predicted_s"] < other["high_s"]
+
+
 def test_a_race_of_few_rounds_decides_nothing_and_has_no_interval(one_bucket):
     given = {"note": RACED, "steps_per_turn": 3, "bucket_bytes": SIZES}
     turns = [made_steps((0.05 * factor,) * 6, label=name, **given) for name, factor in ((NOW, 1.0), ("4 MiB", 0.8))]
