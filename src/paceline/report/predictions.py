@@ -548,9 +548,10 @@ class RaceRow:
 
 class TuneResult(Result):
     """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans of the
-    race take the same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and
-    `regret` how much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates`
-    are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
+    race take the same time, or none can save 1 %) or "undecided". `gain` is the time of the plan over the default's
+    with its interval, and `regret` how much longer than the best plan it may take, with its upper bound; None where no
+    plan ran. `candidates` are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of
+    the race."""
 
     @cached_property
     def tuning(self) -> Tuning:
