@@ -2,18 +2,18 @@
 """What does attaching to a program cost, and how right is `paceline tune -- COMMAND` over a link of 1 Gb/s?
 
     benchmarks/validate_attach.py overhead [--rounds 6] [--seconds 300]
-    benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--only wide,flat]
+    benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--judges 2] [--only wide,flat]
 
 `overhead`: runs of tests/scripts/plain_loop.py in turns, plain and attached; the time of its steps is that between two
 lines that it prints itself. The steps that are recorded are not among them. Runs differ by more than the bar, so in one
 more run of `--seconds`, of the same training, a few steps each take turns with and without what attaching puts around
 them: thousands of pairs. And steps in which those calls are timed themselves: the smallest noise, without what they
 cost others.
-`link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs with a range of
-bucket sizes in turns, which the prediction has not seen. The error of the predicted steps: from its own buckets in the
-same run, and from the step of the first run, which has what the machine changed in between. The regret, how much longer
-than the best of them the chosen one takes: each is compared with its own buckets, in the same round of the same run. A
-case that mostly waits for its data should be flat. Needs root, `ip` and `tc`.
+`link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs twice with a range
+of bucket sizes in turns, which the prediction has not seen. The error of the predicted steps: from its own buckets in
+the same run, and from the step of the first run, which has what the machine changed in between. The regret, how much
+longer than the best of them the chosen one takes: each is compared with its own buckets, in the same round of the same
+run. A case that mostly waits for its data should be flat. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ CASES = {
     "flat": "--width 256 --depth 4 --batch-size 32 --decode-ms 15",
 }
 TURN = 4  # steps: noise lasts longer, so what matters is how soon the other follows
+JUDGED = 16  # steps of a run that judges, before its race
 HOOKS = hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
@@ -204,7 +205,7 @@ def run_on_hosts(names: list[str], arguments: list[str]) -> int:
     return max(abs(rank.wait()) for rank in ranks)
 
 
-def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
+def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str]) -> None:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
@@ -224,25 +225,26 @@ def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
             # The chosen cap races again, with those that the prediction has not seen.
             own = round((found.cap_mib or 0) * MIB)  # 0: the program's own buckets
             caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [own])]))
-            truth = paceline.attach(command, race=True, steps=steps, caps=caps, progress=False)
-            raced = {round((truth.config["plans"][label] or 0) * MIB): r for label, r in truth.raced.items()}
+            for _ in range(judges):
+                truth = paceline.attach(command, race=True, steps=JUDGED, caps=caps, progress=False)
+                raced = {round((truth.config["plans"][label] or 0) * MIB): r for label, r in truth.raced.items()}
+                own_s = raced[0].timing.median_s
+                for cap, record in raced.items():
+                    measured_s, gain = record.timing.median_s, 0.0
+                    mine, theirs = turns[name].setdefault(record.bucket_bytes, ([], []))
+                    mine.extend(record.turns_s)
+                    theirs.extend(raced[0].turns_s)
+                    if cap and found.buckets is not None:
+                        now = found.buckets.now.estimate.cuts
+                        gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
+                    error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
+                    if cap:  # its own buckets were seen
+                        errors[name].append(error)
+                        late[name].append(with_change)
+                    said = f"measured {format_ms(measured_s)} ms, predicted {format_ms((1 - gain) * own_s)} ms"
+                    said += f" ({error:+.1%}; from the first run {with_change:+.1%})"
+                    print(f"  {format_bytes(cap) if cap else 'as it is'}: {said}", flush=True)
             chosen[name].append(raced[own].bucket_bytes)
-            own_s = raced[0].timing.median_s
-            for cap, record in raced.items():
-                measured_s, gain = record.timing.median_s, 0.0
-                mine, theirs = turns[name].setdefault(record.bucket_bytes, ([], []))
-                mine.extend(record.turns_s)
-                theirs.extend(raced[0].turns_s)
-                if cap and found.buckets is not None:
-                    now = found.buckets.now.estimate.cuts
-                    gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
-                error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
-                if cap:  # its own buckets were seen
-                    errors[name].append(error)
-                    late[name].append(with_change)
-                said = f"measured {format_ms(measured_s)} ms, predicted {format_ms((1 - gain) * own_s)} ms"
-                said += f" ({error:+.1%}; from the first run {with_change:+.1%})"
-                print(f"  {format_bytes(cap) if cap else 'as it is'}: {said}", flush=True)
     for name in only:
         ratios = {layout: estimate_ratio(*both, 0.025) for layout, both in turns[name].items()}
         best = min(ratios, key=lambda layout: ratios[layout].value)
@@ -269,6 +271,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--judges", type=int, default=2, help="runs that judge each tuning")
     if "ranks" in sys.argv[1:2]:  # what `link` starts
         place = sys.argv.index("--")
         sys.exit(run_on_hosts(sys.argv[2:place], sys.argv[place + 1 :]))
@@ -278,7 +281,7 @@ def main() -> None:
     elif asked.part == "turns":  # what `overhead` starts
         take_turns(asked.seconds)
     else:
-        judge_link(asked.rate, asked.steps, asked.rounds or 3, asked.only.split(","))
+        judge_link(asked.rate, asked.steps, asked.rounds or 3, asked.judges, asked.only.split(","))
 
 
 if __name__ == "__main__":
