@@ -46,7 +46,9 @@ def test_strategies_in_one_document_and_in_words(predict):  # noqa: F811
         (("--network", "1gbe", "--strategy", "int9"), "'int9' is not known"),
         (("--network", "1gbe", "--strategy", "int8", "--gradients", "bf16"), "--gradients bf16 with --strategy"),
         (("--network", "1gbe", "--strategy", "int8", "--ranks", "1"), "one rank"),
-        (("--network", "1gbe", "--strategy", "int8+hosts"), "int8+hosts"),
+        (("--network", "1gbe", "--strategy", "diloco:8+hosts"), "each rank steps alone"),
+        (("--network", "a100-hdr", "--strategy", "int8+hosts", "--ranks", "16"), "--ranks-per-node"),
+        (("--network", "1gbe", "--strategy", "hosts", "--ranks-per-node", "4", "--ranks", "6"), "do not fill hosts"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(predict, words, found):  # noqa: F811
