@@ -127,8 +127,8 @@ class Sending:
     """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
     share the memory of the parameters, so that a sharded update needs no gathering. `large_factor`: how many times as
-    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host`:
-    above 1 there are two levels, with a codec for a part of each bucket."""
+    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host`
+    ranks share the link of their host."""
 
     strategy: Strategy
     world_size: int
@@ -137,19 +137,26 @@ class Sending:
     large_factor: float = 1.0
     ranks_per_host: int = 1
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are messages inside hosts, and between them others."""
+        return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
+
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes. A sharded update gathers later. What all ranks of a host send to others
-        at once passes one link."""
+        """The messages that a bucket becomes. A sharded update gathers later. An all-reduce and an all-gather go from
+        host to host once; of an all-to-all, and of what each rank sends between two levels, all passes the link."""
         found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host)
         found = found[:1] if self.strategy.is_sharded else found
-        return tuple(
-            Load((1 if m.is_inside else self.ranks_per_host) * m.as_all_reduce(self.world_size), m.is_inside)
-            for m in found
-        )
+        loads = []
+        for message in found:
+            shares = not message.is_inside and (self.has_levels or message.kind == "all-to-all")
+            times = self.ranks_per_host if shares and self.ranks_per_host < self.world_size else 1
+            loads.append(Load(times * message.as_all_reduce(self.world_size), message.is_inside))
+        return tuple(loads)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
         """Seconds of the codec before the first of `count` messages of a bucket, and after each."""
-        if self.ranks_per_host > 1:  # between the messages inside a host
+        if self.has_levels:  # between the messages inside a host, for a part of the bucket
             between = replace(self, ranks_per_host=1)
             return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]
         if not self.parts:

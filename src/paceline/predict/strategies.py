@@ -82,7 +82,7 @@ def fit_sending(
     else:  # one gradient that is large itself
         large = []
     if not mine:
-        return Sending(strategy, world_size, is_in_place=is_in_place)
+        return Sending(strategy, world_size, (), is_in_place, 1.0, ranks_per_host)
     count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
     one, each = mine[0], [record for record in mine if record.world_size == count][-1]
     more = max(1, each.num_buckets - one.num_buckets)
@@ -107,7 +107,7 @@ def fit_sending(
         here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = tuple((factor * bucket_s, factor * rate) for bucket_s, rate in zip(fixed, rates, strict=True))
-    return Sending(strategy, world_size, parts, is_in_place, large_factor)
+    return Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host)
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:

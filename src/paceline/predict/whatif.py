@@ -113,7 +113,7 @@ def _build_costs(
     job: Job, fabric: Fabric, world_size: int, rank: RankCosts, sending: Sending | None = None
 ) -> MachineCosts:
     inside, contention = None, rank.contention or Contention()
-    if sending is not None and sending.ranks_per_host > 1:
+    if sending is not None and sending.has_levels:
         inside, curve = fabric.build_levels(world_size)
     else:
         curve = fabric.build_curve(world_size)
