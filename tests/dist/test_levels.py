@@ -121,7 +121,6 @@ def resume() -> dict[str, Any]:
             train(model, world, range(3))
             values, states = copy.deepcopy(model.module.state_dict()), world.share(model.strategy_state())
             whole = {} if text.startswith("bf16") else join_errors(world, model)
-            model.rebuild()
             train(model, world, range(3, 5))
             twin = DDP(Mixed(), **options)
             twin.module.load_state_dict(values)
@@ -129,6 +128,11 @@ def resume() -> dict[str, Any]:
             train(twin, world, range(3, 5))
             pairs = zip(model.module.state_dict().items(), twin.module.state_dict().values(), strict=True)
             assert not [name for (name, mine), other in pairs if not torch.equal(mine, other)], text
+            kept = twin.strategy_state()
+            twin.rebuild()
+            after = twin.strategy_state()
+            assert all(torch.equal(after["rank"][name], error) for name, error in kept["rank"].items()), text
+            assert after["rank"].keys() == kept["rank"].keys() and after["place"] == divmod(world.rank, 2)
             found[text] = states, whole
             for each in (model, twin):
                 each.stop()
