@@ -85,6 +85,9 @@ class Levels:
             found = f"hosts have {' and '.join(map(str, counts))} ranks"
             text += f"{found}, and each rank sends one of equal parts: start as many on each, or leave out +hosts"
             raise ConfigError(text, code="strategy")
+        if len(hosts) == 1 and strategy.dgc:
+            text += "dgc is a momentum of the codec, which does not run on one host: leave out dgc, or +hosts"
+            raise ConfigError(text, code="strategy")
         if levels.are_two and channel.world_size < dist.get_world_size():
             text += f"a group of {channel.world_size} of {dist.get_world_size()} ranks cannot be divided by hosts"
             raise ConfigError(f"{text}: use all ranks, or leave out +hosts", code="strategy")
