@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 from paceline import machine
 from paceline.parallel import DDP
+from paceline.runtime.environment import read_place
 from paceline.strategy import Strategy
+from paceline.training.settings import TrainSettings
 from tests.dist.test_strategies import LOSSY, Mixed, average_alone, loss, train
+from tests.dist.test_training_resume import SMALL, assert_same_run, copy_until, pass_by, train_watched
 from tests.dist.wrapped import check_equal, error_of
 
 CODECS = ("bf16", *LOSSY, "topk:0.1,dgc")
@@ -28,17 +32,20 @@ def job(on_ranks):
 
 
 @contextlib.contextmanager
-def hosts_of(num_ranks: int, backend: str = "auto") -> Iterator[Any]:
-    """A world in which this many ranks after each other are on one host."""
-    from paceline.runtime.environment import read_place
-
+def on_hosts(num_ranks: int) -> Iterator[None]:
+    """This many ranks after each other are taken to be on one host."""
     name_host, host = machine.name_host, read_place().rank // num_ranks
     machine.name_host = lambda: f"host {host}"
     try:
-        with paceline.init(backend=backend, announce=None) as world:
-            yield world
+        yield
     finally:
         machine.name_host = name_host
+
+
+@contextlib.contextmanager
+def hosts_of(num_ranks: int, backend: str = "auto") -> Iterator[Any]:
+    with on_hosts(num_ranks), paceline.init(backend=backend, announce=None) as world:
+        yield world
 
 
 def join_errors(world: Any, model: DDP) -> dict[str, torch.Tensor]:
@@ -175,6 +182,20 @@ def test_resuming_is_exact_and_on_other_hosts_the_mean_is_cut_anew(job):
     job(4, load_elsewhere, 1, first)
     job(2, load_elsewhere, 1, first)
     job(2, load_elsewhere, 2, first)
+
+
+def train_on_two(settings: TrainSettings, folder: Path, resume: bool) -> Any:
+    with on_hosts(2):
+        return train_watched(settings, folder, resume, pass_by).error
+
+
+def test_a_run_that_was_killed_goes_on_to_the_bit(job, tmp_path):
+    settings = TrainSettings(**SMALL | {"ranks": 4, "strategy": "powersgd:2+hosts"})
+    (tmp_path / "whole").mkdir()
+    assert job(4, train_on_two, settings, tmp_path / "whole", False) == [None] * 4
+    folder = copy_until(6, tmp_path / "whole", tmp_path / "broken")
+    assert job(4, train_on_two, settings, folder, True) == [None] * 4
+    assert_same_run(tmp_path / "whole", folder)
 
 
 def meet_trouble() -> list[Any]:
