@@ -103,7 +103,8 @@ class Codec:
 
     def check(self, averages: torch.Tensor) -> None:
         """These belong to the averages of the step, too."""
-        self._finite.append(_are_finite(averages))
+        if self.strategy.codec not in ("dense", "bf16"):  # they keep nothing
+            self._finite.append(_are_finite(averages))
 
     def _load(self, names: Sequence[str], vectors: Vectors, kind: str = "") -> list[torch.Tensor]:
         """The errors of these parameters."""

@@ -118,7 +118,9 @@ class Exchanges:
         reached, last = self._reached[number], NUM_STAGES - 1
         if self._levels is None:
             return reached
-        return min(reached, last - 1) if not isinstance(self._waiting[number][0], Inside) else last if reached else 0
+        if isinstance(self._waiting[number][0], Inside):
+            return last if reached else 0
+        return min(reached, last - 1)
 
     def _is_turn(self, number: int) -> bool:
         stage, is_alone = self._find_stage(number), len(self._groups) == 1
