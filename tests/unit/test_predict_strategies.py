@@ -134,7 +134,7 @@ def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():
     codec_s = 0.003 + 0.002 + 20_000 * 1e-7 + 0.001
     assert step.over_s == pytest.approx(0.010 + 2 * inside_s + 2 * between_s + codec_s + WORDS_S)
     assert sending.count_sent(job, [1]) == 2 * 20_000 + 2 * 2600
-    # On one level an all-to-all crosses the link with what each rank of a host sends, and an all-gather goes round once.
+    # On one level, what each rank of a host sends in an all-to-all passes the link; an all-gather goes round once.
     flat = [replace(sending, strategy=parse("int8"), ranks_per_host=num) for num in (1, 2, 4)]
     alone, shared, on_host = ([load.num_bytes for load in one.list_messages(job.gradients)] for one in flat)
     assert shared == [2 * alone[0], alone[1]] and on_host == alone
