@@ -112,6 +112,9 @@ class TuneSettings:
              f"--strategy races in --wrapper paceline, not {self.wrapper}"),
             (self.strategies and self.network is not None,
              f"--strategy with --network {self.network}: codecs need ranks; use `paceline predict --strategy` for it"),
+            (any("hosts" in one.split("+") for one in self.strategies),
+             "--strategy with +hosts: messages inside a host and between hosts are not told apart here; use `paceline "
+             "predict --strategy` with --ranks-per-node"),
             code="strategy",
         )  # fmt: skip
         self.build_curve()
