@@ -16,8 +16,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import paceline
 from paceline.parallel import DDP, codecs
+from paceline.parallel.replicas import read_replica
 from paceline.strategy import Strategy
 from tests.dist.wrapped import check_equal, error_of
+from tests.unit.made_plans import plan_in_pieces
 
 LOSSY = ("int8", "int4", "topk:0.1", "powersgd:2")
 ALL = ("bf16", *LOSSY, "topk:0.1,dgc,warmup=4")
@@ -61,10 +63,14 @@ def average_alone(module: nn.Module, num_ranks: int, step: int) -> dict[str, tor
     return total
 
 
-def train(model: Any, world: Any, steps: range, rate: float = 0.05) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+def make_optimizer(model: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def train(model: Any, world: Any, steps: range, optimizer: Any = None) -> None:
+    optimizer = optimizer or make_optimizer(model)
     for step in steps:
-        optimizer.param_groups[0]["lr"] = rate * 0.9**step
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.9**step
         optimizer.zero_grad()
         loss(model, world.rank, step).backward()
         optimizer.step()
@@ -161,7 +167,22 @@ def keep_errors() -> None:
             kept = copy.deepcopy(before)
             train(model, world, range(3, 5))
             assert all(torch.equal(kept["rank"][name], error) for name, error in before["rank"].items())
+            # What was frozen or replaced has none any more, and all others keep theirs.
+            before = model.strategy_state()["rank"]
+            model.module.wide.requires_grad_(False)
+            model.module.conv = nn.Conv2d(3, 6, 1)
+            model.rebuild()
+            after = model.strategy_state()["rank"]
+            gone = {"wide.weight", "wide.bias", "conv.weight"}
+            assert after.keys() == before.keys() - gone and "deep.weight" in after
+            assert all(torch.equal(error, before[name]) for name, error in after.items())
+            train(model, world, range(5, 7))
+            check_equal(world, model.parameters(), text)
             model.stop()
+        # A wrapper that could not be built again averages nothing, and does not seem to.
+        model.module.deep.weight = model.module.tied.weight = nn.Parameter(torch.zeros(31, 31, dtype=torch.complex64))
+        for call in (model.rebuild, lambda: loss(model, world.rank, 0)):
+            assert error_of(call)[0] == "ConfigError strategy"
 
 
 def test_errors_survive_a_rebuild(job):
@@ -174,15 +195,17 @@ def resume() -> None:
         for text in ALL:
             options = {"strategy": text, "bucket_cap_mb": 0.001}
             model = DDP(Mixed(), **options)
-            train(model, world, range(3))
+            optimizer = make_optimizer(model)
+            train(model, world, range(3), optimizer)
             values, states = copy.deepcopy(model.module.state_dict()), world.share(model.strategy_state())
-            train(model, world, range(3, 6))
+            train(model, world, range(3, 6), optimizer)
             wanted = model.module.state_dict()
             model.stop()
             twin = DDP(Mixed(), **options)
             twin.module.load_state_dict(values)
-            twin.load_strategy_state(states)
-            train(twin, world, range(3, 6))
+            optimizer = make_optimizer(twin)
+            twin.load_strategy_state(states, optimizer)
+            train(twin, world, range(3, 6), optimizer)
             assert all(torch.equal(wanted[name], value) for name, value in twin.module.state_dict().items()), text
             many = [*states, copy.deepcopy(states[0])]
             twin.load_strategy_state(many)
@@ -286,6 +309,17 @@ def follow_rates() -> None:
             for name, factor in zip(("deep.weight", "wide.weight"), factors, strict=True):
                 assert torch.equal(found[name], before[name] * factor) and found[name].any()
             assert torch.equal(found["deep.bias"], before["deep.bias"])
+        # Optimizers that have stepped before, and still exist, have no say any more.
+        idle = []
+        for rate in (0.3, 0.4, 0.5, 0.01):
+            idle.append(optimizer)
+            optimizer = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=rate)
+            step_with((rate, rate))
+        assert [each.param_groups[0]["lr"] for each in idle] == [0.2, 0.3, 0.4, 0.5]
+        for _ in range(3):
+            before = errors()
+            found = step_with((0.01, 0.01))
+            assert all(torch.equal(found[name], error) for name, error in before.items())
         model.stop()
         assert len(_global_optimizer_pre_hooks) == num_hooks
         # Another optimizer's parameters are not ours.
@@ -304,6 +338,27 @@ def follow_rates() -> None:
 
 def test_errors_follow_the_learning_rate_and_momentum_counts_once(job):
     job(2, follow_rates)
+
+
+def refuse_pieces() -> None:
+    with paceline.init(announce=None) as world:
+        gradients = read_replica(Mixed()).gradients
+        plan = plan_in_pieces(gradients, range(len(gradients)), cap_bytes=700, tail_bytes=20)
+        assert plan.is_split
+        for text in ALL:
+            assert error_of(lambda text=text: DDP(Mixed(), plan=plan, strategy=text))[0] == "ConfigError plan"
+        model = DDP(Mixed(), strategy="int8")
+        state = {**model.strategy_state(), "plan": plan.to_json()}
+        assert error_of(lambda: model.load_strategy_state([state] * world.world_size))[0] == "ConfigError plan"
+        dense = DDP(Mixed(), plan=plan)
+        kind, _ = error_of(lambda: dense.register_comm_hook(None, default_hooks.fp16_compress_hook))
+        assert kind == "ConfigError plan"
+        loss(dense, world.rank, 0).backward()  # the refused hook is not there
+        check_equal(world, [param.grad for param in dense.module.parameters()])
+
+
+def test_a_plan_that_splits_gradients_is_refused(job):
+    job(2, refuse_pieces)
 
 
 def fail_inside(text: str, stage: int) -> tuple[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -180,8 +179,16 @@ def _sum_options() -> Any:
     return options
 
 
+def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> None:
+    """Refuse states of another strategy. Those of a dense model are empty."""
+    texts = [state.get("strategy", DENSE.text) for state in states]
+    if found := [text for text in texts if Strategy.parse(text) != strategy]:
+        text = f"the state is of strategy {found[0]!r}, and this is {strategy.text!r}"
+        raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+
+
 class StrategyState:
-    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It goes on where `before` was.
+    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It continues where `before` was.
 
     An error is in units of gradients: where an optimizer's learning rate changes from a to b, it is multiplied by a/b.
     """
@@ -208,11 +215,11 @@ class StrategyState:
             self.codec.sums_precisely = is_shared and channel.device.type == "cpu"
         self.exchanges, self.step, self._first_step = Exchanges(channel, levels), 0, 0
         self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
+        # Of each parameter: the optimizer that stepped it last, and its group there, which has the next rate.
+        self._steppers: dict[str, tuple[Callable[[], Optimizer | None], int]] = {}
         self._is_first = True  # the next bucket is the first of a step
         if before is not None and before._world_size == self._world_size:
-            self._take(before.state(), before.codec.errors)
-            self._optimizers = before._optimizers
+            self._follow(before)
         own = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -227,16 +234,17 @@ class StrategyState:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             if not (names := self._find_names(group)):
                 continue
             momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
             if self.strategy.dgc and momentum:
-                twice = f"{type(optimizer).__name__} has momentum {momentum:g}, and the strategy {self.strategy.dgc:g}"
-                text = f"strategy {self.strategy.text!r}: {twice}: use an optimizer without it, or leave out dgc"
+                twice = f"momentum would be applied twice: {type(optimizer).__name__} has {momentum:g}, and dgc"
+                text = f"strategy {self.strategy.text!r}: {twice} {self.strategy.dgc:g}"
+                text += "; use an optimizer without it, or leave out dgc"
                 raise ConfigError(text, code="strategy")
-            self._optimizers.add(optimizer)
             self._note_rate(names, group.get("lr", 0.0))
+            self._steppers |= dict.fromkeys(names, (weakref.ref(optimizer), number))
 
     def _find_names(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
@@ -250,19 +258,17 @@ class StrategyState:
 
     def _follow_rates(self) -> None:
         """Before the first exchange of a step: rescale errors that belong to another rate than that of the step."""
-        if self._rates and not self._optimizers:  # of a state that was loaded: no step has shown the optimizer yet
-            found = (item for item in gc.get_objects() if issubclass(type(item), Optimizer))
-            self._optimizers.update(item for item in found if any(map(self._find_names, item.param_groups)))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                names, new = self._find_names(group), group.get("lr", 0.0)
-                for name in names:
-                    old = self._rates.get(name, new)
-                    if isinstance(new, torch.Tensor) and new.is_cuda:
-                        self.codec.rescale([name], torch.where((new > 0) & (old > 0), old / new, 1.0))
-                    elif new > 0 and new != old > 0:
-                        self.codec.rescale([name], float(old) / float(new))
-                self._note_rate(names, new)
+        for name, (find, number) in self._steppers.items():
+            optimizer = find()
+            if optimizer is None or number >= len(optimizer.param_groups):
+                continue
+            new = optimizer.param_groups[number].get("lr", 0.0)
+            old = self._rates.get(name, new)
+            if isinstance(new, torch.Tensor) and new.is_cuda:
+                self.codec.rescale([name], torch.where((new > 0) & (old > 0), old / new, 1.0))
+            elif new > 0 and new != old > 0:
+                self.codec.rescale([name], float(old) / float(new))
+            self._note_rate([name], new)
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
@@ -286,12 +292,19 @@ class StrategyState:
             self.strategy.text, sent, sent, memory, exchanges.encode_s / steps, exchanges.decode_s / steps
         )
 
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
-        what is applied is the mean of gradients and errors, so nothing is lost or counted twice."""
-        if found := [state["strategy"] for state in states if state["strategy"] != self.strategy.text]:
-            text = f"the state is of strategy {found[0]!r}, and this is {self.strategy.text!r}"
-            raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+    def load(self, states: Sequence[dict[str, Any]], *optimizers: Optimizer) -> None:
+        """Continue from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
+        what is applied is the mean of gradients and errors, so nothing is lost or counted twice. `optimizers`: those
+        that step the parameters; without them, errors follow a learning rate only from the second step on."""
+        check_states(states, self.strategy)
+        if not states:
+            return
+        self._steppers = {
+            name: (weakref.ref(optimizer), number)
+            for optimizer in optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for name in self._find_names(group)
+        }
         if self.levels is not None:
             self._load_parts(states, self.levels)
             return
@@ -320,21 +333,37 @@ class StrategyState:
             raise ConfigError(f"{text}, which one host never sends: use several, or start without it", code="strategy")
         self._take(states[0], levels.cut(errors, self._shapes))
 
+    def _fits(self, name: str, error: torch.Tensor) -> bool:
+        """Whether this is an error of a parameter that the model has, or of this rank's part of it."""
+        shape = self._shapes.get(name.rpartition(" ")[2])
+        if shape is not None and self.levels is not None:
+            shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
+        return shape is not None and shape.numel() == error.numel()
+
+    def _follow(self, before: StrategyState) -> None:
+        """Continue where the state before the model was read again was, with what still fits the parameters."""
+        errors = {name: error for name, error in before.codec.errors.items() if self._fits(name, error)}
+        common = {name: value for name, value in before.codec.common.items() if name in self._shapes}
+        rates = {name: rate for name, rate in before._rates.items() if name in self._shapes}
+        self._keep(errors, common, rates, before.step)
+        self._steppers = {name: found for name, found in before._steppers.items() if name in self._shapes}
+
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         for name, error in errors.items():
-            shape = self._shapes.get(name.rpartition(" ")[2])
-            if shape is not None and self.levels is not None:
-                shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
-            if shape is None or shape.numel() != error.numel():
-                text = (
-                    f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements for {name}"
-                )
-                raise ConfigError(f"{text}, which this model does not have", code="strategy")
+            if not self._fits(name, error):
+                text = f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements"
+                raise ConfigError(f"{text} for {name}, which this model does not have", code="strategy")
+        self._keep(errors, common["common"], common["rates"], common["step"])
+
+    def _keep(
+        self, errors: Mapping[str, torch.Tensor], common: Mapping[str, torch.Tensor], rates: Mapping[str, Any],
+        step: int,
+    ) -> None:  # fmt: skip
         # Copies: a step changes neither what was given nor what `state` returned.
         self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
-        self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
-        self._rates = dict(common["rates"])
-        self.step = self._first_step = common["step"]
+        self.codec.common = {name: value.detach().clone() for name, value in common.items()}
+        self._rates = dict(rates)
+        self.step = self._first_step = step
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
@@ -382,3 +411,9 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
     channel = Channel(group if group is not None else _world(), params[0].device if params else torch.device("cpu"))
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return StrategyState(parsed, read_replica(model), channel), strategy_hook
+
+
+def find_hook_state(model: nn.Module) -> StrategyState | None:
+    """The state of `comm_hook` that torch's wrapper was given, if any."""
+    hooks = getattr(model, "_comm_hooks", ()) if isinstance(model, DistributedDataParallel) else ()
+    return next((state for _, state in hooks if isinstance(state, StrategyState)), None)
