@@ -19,6 +19,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
+from paceline.parallel.sharding import ShardedOptimizer
 from paceline.plan import Plan
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -245,6 +246,8 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
     """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
     step = taken.position.step
+    if isinstance(job.learner.optimizer, ShardedOptimizer):
+        job.learner.optimizer.wait()  # for what reads the parameters here
     exchange = journal.exchange(files.is_due_by_time)
     rows = list(exchange.rows)
     if exchange.bad is not None:

@@ -7,8 +7,9 @@ the same codecs exchange here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class Workers:
     """Learners that take their steps together, and what they have learned since they last were equal."""
 
     def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
-        self.learners, count = learners, len(learners)
+        self.learners, self.strategy, count = learners, strategy, len(learners)
         self._codecs = [build(strategy, rank, count) for rank in range(count)]
         named = learners[0].module.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
@@ -39,7 +40,7 @@ class Workers:
         ]
 
     def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
-        """One step of all workers, with equal parts of each micro-batch."""
+        """One step of all workers, with equal parts of each micro-batch. They have the rate of the step already."""
         count, total = len(self.learners), None
         is_local = any(outer.is_local for outer in self._outers)
         for outer in self._outers:
@@ -56,7 +57,7 @@ class Workers:
                 average_statistics([learner.module for learner in self.learners])
         phases.enter("optimizer")
         for learner in self.learners:
-            learner.update(rate)
+            learner.update()
         self._step, self._rate = self._step + 1, rate or self._rate
         if any([outer.count() for outer in self._outers]):
             self._run([outer.advance(self._lrs) for outer in self._outers])
@@ -79,6 +80,34 @@ class Workers:
         with torch.no_grad():
             run_together(exchanges)
             average_statistics([learner.module for learner in self.learners])
+
+    def set_rate(self, rate: float) -> None:
+        for learner in self.learners:
+            learner.set_rate(rate)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, without the model and the optimizer of the first worker."""
+        memory = [outer.state() for outer in self._outers]
+        memory = memory or [{"common": codec.common, "rank": codec.errors} for codec in self._codecs]
+        others = [
+            {"model": learner.module.state_dict(), "optimizer": learner.optimizer.state_dict()}
+            for learner in self.learners[1:]
+        ]
+        return {"step": self._step, "rate": self._rate, "memory": memory, "others": others}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from this state, of as many workers."""
+        self._step, self._rate = state["step"], state["rate"]
+        for learner, found in zip(self.learners[1:], state["others"], strict=True):
+            learner.module.load_state_dict(found["model"])
+            learner.optimizer.load_state_dict(found["optimizer"])
+        for number, found in enumerate(state["memory"]):
+            if self._outers:
+                self._outers[number].load(found, found["rank"])
+            else:
+                codec = self._codecs[number]
+                codec.errors = {name: error.clone() for name, error in found["rank"].items()}
+                codec.common = {name: value.clone() for name, value in found["common"].items()}
 
     def sync_parameters(self) -> None:
         """End the round, so that all workers hold the same parameters."""
