@@ -49,7 +49,9 @@ class Odd(nn.Module):
         return total + seen + self.none.sum()
 
 
-def build(kind: str, strategy: str | None, shared: bool = True, **options: Any) -> tuple[Any, Any]:
+def build(
+    kind: str, strategy: str | None, shared: bool = True, overlap: bool = False, **options: Any
+) -> tuple[Any, Any]:
     torch.manual_seed(3)
     net = Odd()
     if "pieces" in options:
@@ -60,7 +62,7 @@ def build(kind: str, strategy: str | None, shared: bool = True, **options: Any) 
     make, settings = KINDS[kind]
     optimizer = make(split_parameters(net, weight_decay=0.1), **settings)
     if strategy is not None and "zero1" in strategy:
-        optimizer = model.shard_optimizer(optimizer, shared=shared)
+        optimizer = model.shard_optimizer(optimizer, shared=shared, overlap=overlap)
     return model, optimizer
 
 
@@ -147,7 +149,7 @@ def compare_on_gloo() -> tuple[dict[str, bool], Any]:
         close: dict[str, float] = {} if n == 2 else {"rtol": 1e-5, "atol": 1e-6}
         for kind in ("sgd", "adamw"):
             plain = follow(rank, kind, None)
-            for options in ({}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 4e-3}):
+            for options in ({}, {"bucket_cap_mb": 1e-4, "overlap": True}, {"bucket_cap_mb": 4e-3}):
                 sharded = follow(rank, kind, "zero1", **options)
                 found[f"{kind} {options}"] = is_same(plain, sharded, **close)
             found[f"{kind} bf16"] = is_same(follow(rank, kind, "bf16"), follow(rank, kind, "zero1+bf16"))
@@ -168,6 +170,17 @@ def run_all(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: param.data.clone() for name, param in model.module.named_parameters()}
 
 
+def average_moving(model: Any) -> dict[str, torch.Tensor]:
+    averaged = torch.optim.swa_utils.AveragedModel(model.module)
+    averaged.update_parameters(model.module)
+    return copy_all(averaged.module.named_parameters())
+
+
+# Of these `overlap=True` leaves old values to be seen.
+BARE_LOOKS: dict[str, Any] = {
+    "parameters of the module": lambda model: copy_all(model.module.named_parameters()),
+    "moving average": average_moving,
+}
 LOOKS: dict[str, Any] = {
     "state_dict": lambda model: copy_all(model.state_dict().items()),
     "state_dict of the module": lambda model: copy_all(model.module.state_dict().items()),
@@ -181,14 +194,15 @@ def look_after_a_step(rank: int) -> dict[str, bool]:
     """Who reads parameters right after a step gets the new ones, while other ranks may still be sending them."""
     found = {}
     x = torch.arange(4)
-    for way in (*LOOKS, "blocks in another order"):
-        model, optimizer = build("sgd", "zero1", bucket_cap_mb=1e-4)
+    for way in (*BARE_LOOKS, *LOOKS, "blocks in another order"):
+        overlaps = way not in BARE_LOOKS
+        model, optimizer = build("sgd", "zero1", bucket_cap_mb=1e-4, overlap=overlaps)
         train(model, optimizer, rank, range(2))
         model(torch.randint(0, 37, (4,))).backward()
         optimizer.step()
-        found[f"{way}: something was pending"] = len(model._placement._gathers) > 1
-        if way in LOOKS:
-            seen = LOOKS[way](model)
+        found[f"{way}: pending"] = (len(model._placement._gathers) > 1) == overlaps
+        if way != "blocks in another order":
+            seen = (BARE_LOOKS | LOOKS)[way](model)
             optimizer.wait()
             want = dict(model.module.named_parameters())
             found[way] = all(torch.equal(seen[name], param) for name, param in want.items())

@@ -2,7 +2,8 @@
 
 A `Placement` says which elements are whose, and gives every rank the updated values. Where the ranks share memory, the
 parameters are one copy that all of them read: a rank writes its pieces there, between two messages that all ranks take
-part in. Elsewhere the pieces are gathered while the next forward runs, and each block of the model waits for its own.
+part in. Elsewhere the pieces are gathered at the end of a step; or, if the user allows it, while the next forward runs,
+and each block of the model waits for its own.
 
 The optimizer is the user's, with this rank's ranges of the parameters in its groups. It must work element by element,
 or take its norms from `compute_norms`, as LARS and LAMB do.
@@ -92,7 +93,7 @@ class Placement:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
-        self.share_parameters = True
+        self.share_parameters, self.overlaps = True, False
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False  # nothing is computed meanwhile, and another thread would only take time
         self._homes: dict[nn.Parameter, torch.Tensor] = {}  # of each parameter: its place in the shared copy
@@ -301,6 +302,8 @@ class Placement:
             # What forward needs first is in the last bucket.
             for number in reversed(range(len(cuts[0]))):
                 self._start_gather(number, [cut[number] for cut in cuts])
+            if not self.overlaps:
+                self.wait()
         if params:
             torch.autograd.graph.increment_version(params)
         self._versions = [param._version for param in params]
@@ -352,7 +355,7 @@ class Placement:
             self._hooks.append(part.register_state_dict_pre_hook(saving))  # type: ignore[no-untyped-call]
             loading = _Hook(self, lambda own, *_: own.release())
             self._hooks.append(part.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
-        if self.channel.world_size == 1 or self.is_shared:
+        if self.channel.world_size == 1 or self.is_shared or not self.overlaps:
             return
         self._needs.clear()
         self._hooks.append(module.register_forward_pre_hook(_Hook(self, Placement._wait_outside)))
@@ -530,7 +533,8 @@ class ShardedOptimizer(Optimizer):
         )
 
     def wait(self) -> None:
-        """Have the new values of all parameters. Forward, saving and copying of the wrapper do so themselves."""
+        """With `overlap=True`: have the new values of all parameters, before the program reads them. The wrapper does
+        so itself in forward and to save or copy."""
         self._placement.wait()
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
