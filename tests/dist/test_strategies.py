@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import paceline
 from paceline.parallel import DDP, codecs
 from paceline.strategy import Strategy
+from paceline.transport import why_not
 from tests.dist.wrapped import check_equal, error_of
 
 LOSSY = ("int8", "int4", "topk:0.1", "powersgd:2")
@@ -124,6 +125,35 @@ def test_every_codec_keeps_replicas_equal_and_loses_nothing(job):
 @pytest.mark.slow
 def test_every_codec_keeps_replicas_equal_and_loses_nothing_on_three_ranks(job):
     job(3, run_steps)
+
+
+def average_in_bf16(backend: str) -> list[Any]:
+    """The gradients and statistics of a few steps: what passes the sum in shared memory, and what a codec."""
+    found: list[Any] = []
+    with paceline.init(backend, announce=None) as world:
+        for average in ("ranks", "samples"):
+            torch.manual_seed(3)
+            module = nn.Sequential(nn.Linear(27, 40), nn.BatchNorm1d(40), nn.Linear(40, 7))
+            model = DDP(module, strategy="bf16", bucket_cap_mb=0.001, average=average, check_replicas_every=1)
+            for step in range(4):
+                model.zero_grad()
+                loss(lambda x: model(x.flatten(1)), world.rank, step, size=2 + 3 * world.rank).backward()
+                found += [param.grad.clone() for param in model.parameters()]
+            found += [buffer.clone() for buffer in model.buffers()]
+            assert model.count_sent().num_bytes and model.report().strategy.sent_bytes
+            # In shared memory no codec computes, and nothing is kept.
+            assert (model.report().strategy.memory_bytes == 0) == (backend == "shm")
+            model.stop()
+    return found
+
+
+def test_bf16_in_shared_memory_is_what_ranks_get_that_send_it(on_ranks):
+    if why_not():
+        pytest.skip(f"NOT TESTED: {why_not()}")
+    sent, shared = (on_ranks(3, average_in_bf16, backend, timeout_s=60) for backend in ("gloo", "shm"))
+    for one, other in zip(sent, shared, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert all(torch.equal(grad, grad.bfloat16().float()) for grad in one[:6])
 
 
 def compare_exact() -> None:

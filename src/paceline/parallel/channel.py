@@ -95,6 +95,18 @@ class Channel:
             return self.group.allreduce_coalesced(real, self._many[average])
         return self.group.allreduce(real, self._one[average])
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks reduce vectors on the CPU in memory that they share."""
+        is_cpu = self.device.type == "cpu"
+        return is_cpu and isinstance(self.group, PacelineGroup) and self.group.shares_memory
+
+    def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, extra_bytes: int = 0) -> dist.Work:
+        """Start the average in bfloat16 of float32, in place, and the sum of control words. Needs `shares_memory`."""
+        self._num_messages += 1
+        self._num_bytes += tensor.nbytes + words.nbytes - extra_bytes
+        return cast(PacelineGroup, self.group).average_rounded(tensor, words, self._one[False])
+
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for a message. An error of the backend becomes one with the code `peer-lost` that names `what`."""
         with naming_lost_peers(f"{what} cannot be reduced"):

@@ -28,8 +28,7 @@ from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import Replica, list_some
 from paceline.parallel.strategies import SCATTER, Exchanges, start_message
 from paceline.plan import Plan
-from paceline.strategy import Message, Strategy
-from paceline.transport.group import PacelineGroup
+from paceline.strategy import Strategy
 
 # No two ranks write in one line of the cache, and ranges begin where vectors of the processor do.
 _LINE_BYTES = 64
@@ -103,14 +102,14 @@ class Placement:
         self.is_reduced = False  # the gradients since `zero_grad` are averages, in this rank's pieces
         self.sync: Callable[[], Any] = lambda: None  # the step logic, to ask whether gradients wait to be averaged
 
-    def use(self, replica: Replica, channel: Channel) -> None:
-        """Begin again with this replica. Sends nothing."""
+    def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
+        """Begin again with this replica; `rounds`: the sum for all ranks rounds to bfloat16. Sends nothing."""
         self.release()
         self._homes.clear()
         self.replica, self.channel, self.is_planned = replica, channel, False
         self.exchanges = Exchanges(channel)
-        group = channel.group
-        self._one_host = isinstance(group, PacelineGroup) and group.shares_memory and channel.device.type == "cpu"
+        # Whether gradients are scattered. In shared memory a sum for all ranks is as fast.
+        self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
         if self.optimizer is not None:
             self.optimizer.check(replica)
 
@@ -123,14 +122,15 @@ class Placement:
         self._optimizer = weakref.ref(optimizer)  # which holds this
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all ranks read one copy of the parameters."""
-        return self._one_host and self.share_parameters and self.channel.world_size > 1
+    def held_bytes(self) -> int:
+        """The optimizer's state on this rank."""
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     @property
-    def needs_hook(self) -> bool:
-        """Whether gradients are scattered. In shared memory a sum for all ranks is as fast."""
-        return not (self._one_host and self.strategy.codec == "dense")
+    def is_shared(self) -> bool:
+        """Whether all ranks read one copy of the parameters."""
+        return self.channel.shares_memory and self.share_parameters and self.channel.world_size > 1
 
     def lay_out(self, flat: FlatGradients, plan: Plan, is_planned: bool) -> None:
         """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
@@ -178,7 +178,7 @@ class Placement:
         rounds = self.strategy.codec == "bf16" and flat.dtype == torch.float32
         parts = functional.pad(flat, (0, n * each - flat.numel())).mul_(1 / n).view(n, each)
         parts = parts.bfloat16() if rounds else parts
-        if self._one_host or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
+        if channel.shares_memory or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
             total = yield SCATTER, parts
         else:
             received = yield SWAP, parts
@@ -315,8 +315,7 @@ class Placement:
             together = torch.cat(mine)
             given[: together.numel()] = together
         self._gathers[number] = start_message(GATHER, given, self.channel.group, n)
-        self.exchanges.num_messages += 1
-        self.exchanges.sent_bytes += Message(GATHER, given.nbytes).sent_bytes(n)
+        self.exchanges.count(GATHER, given.nbytes)
 
     @torch.no_grad()
     def wait(self, numbers: Iterable[int] | None = None) -> None:

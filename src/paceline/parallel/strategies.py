@@ -21,7 +21,6 @@ from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, bui
 from paceline.parallel.replicas import Replica, read_replica
 from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import Message, Strategy
-from paceline.transport.group import PacelineGroup
 
 # Where the backend has it: the sum of the ranks' rows of this rank's number.
 SCATTER = "reduce-scatter"
@@ -99,6 +98,12 @@ class Exchanges:
                     if other in self._waiting and self._is_turn(other):
                         self._send(other)
 
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Of a message that is sent now."""
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+        self.sent_bytes += Message(kind, num_bytes).sent_bytes(self._channel.world_size)
+
     def _fail(self, error: Exception, number: int, future: Any) -> None:
         """Keep the error for what follows; what waits gets it, too."""
         with self._lock:
@@ -125,9 +130,7 @@ class Exchanges:
         except Exception as error:
             self._fail(error, number, future)
             return
-        self.num_messages += 1
-        self.num_bytes += tensor.nbytes
-        self.sent_bytes += Message(kind, tensor.nbytes).sent_bytes(self._channel.world_size)
+        self.count(kind, tensor.nbytes)
 
         def go_on(done: Any) -> None:
             try:
@@ -184,11 +187,13 @@ class StrategyState:
                 text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
                 raise ConfigError(f"{text}: use strategy='dense'", code="strategy")
         self.codec: Codec = build_codec(strategy, channel.rank, channel.world_size)
+        # In shared memory ranks can round while they add up float32, which is as fast as not to round.
+        is_float32 = all(dtype == torch.float32 for _, dtype, _ in replica.layouts)
+        self.rounds = strategy.codec == "bf16" and channel.shares_memory and channel.world_size > 1 and is_float32
         if isinstance(self.codec, BFloat16):
             # In shared memory ranks add in float32 and round once. gloo and NCCL round at every hop of a ring.
-            is_shared = isinstance(channel.group, PacelineGroup) and channel.group.shares_memory
-            self.codec.sums_precisely = is_shared and channel.device.type == "cpu"
-        self.exchanges, self.step, self._first_step = Exchanges(channel), 0, 0
+            self.codec.sums_precisely = channel.shares_memory
+        self.exchanges, self.step = Exchanges(channel), 0
         self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
         self._is_first = True  # the next bucket is the first of a step
@@ -259,10 +264,11 @@ class StrategyState:
         """The messages so far, and the bytes that were passed to them."""
         return Sent(self.exchanges.num_messages, self.exchanges.num_bytes)
 
-    @property
-    def costs(self) -> StrategyCosts:
-        exchanges, steps = self.exchanges, max(1, self.step - self._first_step)
-        sent, memory = exchanges.sent_bytes // steps, self.codec.memory_bytes
+    def compute_costs(self, channel: Channel, num_steps: int, held_bytes: int = 0) -> StrategyCosts:
+        """Of a step, in the mean over all since the model was wrapped; `channel` has sent what passed no codec."""
+        exchanges, steps = self.exchanges, max(1, num_steps)
+        plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
+        sent, memory = (exchanges.sent_bytes + plain) // steps, self.codec.memory_bytes + held_bytes
         return StrategyCosts(
             self.strategy.text, sent, sent, memory, exchanges.encode_s / steps, exchanges.decode_s / steps
         )
@@ -295,7 +301,7 @@ class StrategyState:
         self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
         self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
         self._rates = dict(common["rates"])
-        self.step = self._first_step = common["step"]
+        self.step = common["step"]
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()

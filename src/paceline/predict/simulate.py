@@ -119,7 +119,7 @@ LARGE_BYTES = 32 << 20
 class Sending:
     """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
-    share the memory of the parameters, so that a sharded update needs no gathering. `large_factor`: how many times as
+    share memory, so that a sharded update needs no gathering. `large_factor`: how many times as
     much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step."""
 
     strategy: Strategy
@@ -128,10 +128,15 @@ class Sending:
     is_in_place: bool = False
     large_factor: float = 1.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each bucket is one all-reduce as it is, with the control words in the last."""
+        return self.is_in_place and self.strategy.is_plain_in_memory
+
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[int, ...]:
         """The messages that a bucket becomes, each as the bytes of the all-reduce that moves as much. A sharded update
         gathers later."""
-        found = self.strategy.traffic(gradients, self.world_size)
+        found = self.strategy.traffic(gradients, self.world_size, self.is_in_place)
         found = found[:1] if self.strategy.is_sharded else found
         return tuple(message.as_all_reduce(self.world_size) for message in found)
 
@@ -150,8 +155,7 @@ class Sending:
         messages = (
             message
             for group in (self.list_fragments(job) if self.strategy.outer else groups)
-            for message in self.strategy.traffic(group, self.world_size)
-            if not (self.is_in_place and message.kind == "all-gather")
+            for message in self.strategy.traffic(group, self.world_size, self.is_in_place)
         )
         return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
 
@@ -259,7 +263,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     run.drain()
     over_s, after_s = max([backward_s, *(bucket.done_s for bucket in done)]) + costs.finish_s, job.after_s
     if sending is not None:
-        over_s += costs.curve.estimate_s(_WORDS_BYTES)
+        over_s += 0.0 if sending.is_plain else costs.curve.estimate_s(_WORDS_BYTES)
         if sending.strategy.is_sharded:
             after_s /= sending.world_size
             over_s += _estimate_gathering(job, layout, costs, sending)

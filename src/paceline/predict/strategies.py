@@ -68,8 +68,11 @@ def fit_sending(
     """How ranks send by a strategy, with the costs of its codec by medians, times a factor; None where they send as
     always, or nothing. What a bucket costs, and what its bytes do, is separated by one bucket and many; what grows
     with the ranks, by few of them and many."""
-    if world_size == 1 or strategy.is_dense:
+    plain = Sending(strategy, world_size, is_in_place=is_in_place)
+    if world_size == 1 or strategy.is_dense or (plain.is_plain and not strategy.is_sharded):
         return None
+    if plain.is_plain:
+        return plain
     resample, name = resample or Resample(), find_codec(records, strategy)
     mine = sorted((r for r in records if r.strategy == name), key=lambda r: (r.world_size, r.num_buckets))
     large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
@@ -78,7 +81,7 @@ def fit_sending(
     else:  # one gradient that is large itself
         large = []
     if not mine:
-        return Sending(strategy, world_size, is_in_place=is_in_place)
+        return plain
     count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
     one, each = mine[0], [record for record in mine if record.world_size == count][-1]
     more = max(1, each.num_buckets - one.num_buckets)
