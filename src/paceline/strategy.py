@@ -159,13 +159,23 @@ class Strategy:
         """Whether the update is the one of the plain all-reduce."""
         return self.codec == "dense" and not self.outer
 
-    def traffic(self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1) -> tuple[Message, ...]:
+    @property
+    def is_plain_in_memory(self) -> bool:
+        """Whether ranks that share memory send every bucket as it is: they round to bfloat16 while they add up, and the
+        parameters of a sharded update are one copy."""
+        return self.codec in ("dense", "bf16") and not (self.outer or self.between_hosts)
+
+    def traffic(
+        self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1, in_memory: bool = False
+    ) -> tuple[Message, ...]:
         """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it).
-        `ranks_per_host` counts for two levels only."""
+        `ranks_per_host` counts for two levels only. `in_memory`: between ranks that share memory."""
         if self.between_hosts:
             return self._traffic_by_level(gradients, world_size, min(world_size, ranks_per_host))
         num = sum(gradient.num_elements for gradient in gradients)
         exact = sum(gradient.num_bytes for gradient in gradients)
+        if in_memory and self.is_plain_in_memory:
+            return (Message("all-reduce", exact),)
         if self.is_sharded:
             item_bytes = max((gradient.item_bytes for gradient in gradients), default=1)
             each = -(-exact // (world_size * LINE_BYTES)) * LINE_BYTES

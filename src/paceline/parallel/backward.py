@@ -529,9 +529,10 @@ class BucketedReducer:
 
     def __init__(
         self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan,
-        hook: CommHook | None, placement: Placement | None = None,
+        hook: CommHook | None, placement: Placement | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
         self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
+        self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
@@ -566,8 +567,9 @@ class BucketedReducer:
         self._active, self._next, self._failure = True, 0, None
         self._factor = factor
         if self._hook_calls is not None:
-            self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
             self._hook_calls.begin()
+        if self._hook_calls is not None or self._rounds:
+            self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
         self._taken.clear()
         if self._placement is not None and (error := self._placement.find_misuse()) is not None:
             self._fail(error)
@@ -687,6 +689,9 @@ class BucketedReducer:
         if self._hook_calls is not None:
             bucket.work = self._hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self._hook_calls.failure
+        elif self._rounds:
+            words = flat.words if number == len(self._buckets) - 1 else flat.words[:0]
+            bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
         else:
             message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
             tensors = [message, *uncopied] if message.numel() else uncopied

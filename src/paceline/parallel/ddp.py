@@ -201,7 +201,7 @@ class DDP(DistributedDataParallel):
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
-        hook, schedule = self._comm_hook, None
+        hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
             self._strategy = schedule = OuterState(
                 options.strategy,
@@ -214,15 +214,19 @@ class DDP(DistributedDataParallel):
             )
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
-            hook = self._strategy, strategy_hook
-        placement = None
+            hook, rounds = (self._strategy, strategy_hook), self._strategy.rounds
+        hook, placement = None if rounds else hook, None
         if options.strategy.is_sharded:
             placement = self._placement = self._placement or Placement(options.strategy)
-            placement.use(replica, channel)
+            placement.use(replica, channel, rounds)
             hook = (placement, scatter_hook) if placement.needs_hook else None
+            assert self._strategy is not None
+            self._strategy.exchanges = placement.exchanges  # whose messages are those of the strategy
         self._needs_whole = hook is not None and placement is None
         planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
-        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook, placement)
+        reducer = BucketedReducer(
+            replica, channel, control.num_words, options.reducer, planner, hook, placement, rounds
+        )
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
@@ -443,7 +447,10 @@ class DDP(DistributedDataParallel):
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None
-        costs = None if self._strategy is None else self._strategy.costs
+        costs = None
+        if self._strategy is not None:
+            held_bytes = 0 if self._placement is None else self._placement.held_bytes
+            costs = self._strategy.compute_costs(channel, sync.num_steps, held_bytes)
         return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs)
 
     def strategy_state(self) -> dict[str, Any]:

@@ -27,11 +27,10 @@ from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, SWAP, Exchange
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.levels import SCATTER
-from paceline.parallel.replicas import Replica, list_some
+from paceline.parallel.replicas import Replica, list_some, name_ranks
 from paceline.parallel.strategies import Exchanges, start_message
 from paceline.plan import Plan
-from paceline.strategy import Message, Strategy
-from paceline.transport.group import PacelineGroup
+from paceline.strategy import Strategy
 
 # No two ranks write in one line of the cache, and ranges begin where vectors of the processor do.
 _LINE_BYTES = 64
@@ -39,6 +38,8 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 )
+# How long a rank waits for the others to put the state together: one that asks alone must not wait for ever.
+_MEET_S = 120.0
 # Parts of a state that are one number for a parameter, which may be a scalar itself.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
@@ -105,14 +106,14 @@ class Placement:
         self.is_reduced = False  # the gradients since `zero_grad` are averages, in this rank's pieces
         self.sync: Callable[[], Any] = lambda: None  # the step logic, to ask whether gradients wait to be averaged
 
-    def use(self, replica: Replica, channel: Channel) -> None:
-        """Begin again with this replica. Sends nothing."""
+    def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
+        """Begin again with this replica; `rounds`: the sum for all ranks rounds to bfloat16. Sends nothing."""
         self.release()
         self._homes.clear()
         self.replica, self.channel, self.is_planned = replica, channel, False
         self.exchanges = Exchanges(channel)
-        group = channel.group
-        self._one_host = isinstance(group, PacelineGroup) and group.shares_memory and channel.device.type == "cpu"
+        # Whether gradients are scattered. In shared memory a sum for all ranks is as fast.
+        self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
         if self.optimizer is not None:
             self.optimizer.check(replica)
 
@@ -125,14 +126,15 @@ class Placement:
         self._optimizer = weakref.ref(optimizer)  # which holds this
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all ranks read one copy of the parameters."""
-        return self._one_host and self.share_parameters and self.channel.world_size > 1
+    def held_bytes(self) -> int:
+        """The optimizer's state on this rank."""
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     @property
-    def needs_hook(self) -> bool:
-        """Whether gradients are scattered. In shared memory a sum for all ranks is as fast."""
-        return not (self._one_host and self.strategy.codec == "dense")
+    def is_shared(self) -> bool:
+        """Whether all ranks read one copy of the parameters."""
+        return self.channel.shares_memory and self.share_parameters and self.channel.world_size > 1
 
     def lay_out(self, flat: FlatGradients, plan: Plan, is_planned: bool) -> None:
         """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
@@ -180,7 +182,7 @@ class Placement:
         rounds = self.strategy.codec == "bf16" and flat.dtype == torch.float32
         parts = functional.pad(flat, (0, n * each - flat.numel())).mul_(1 / n).view(n, each)
         parts = parts.bfloat16() if rounds else parts
-        if self._one_host or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
+        if channel.shares_memory or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
             total = yield SCATTER, parts
         else:
             received = yield SWAP, parts
@@ -319,8 +321,7 @@ class Placement:
             together = torch.cat(mine)
             given[: together.numel()] = together
         self._gathers[number] = start_message(GATHER, given, self.channel.group, n)
-        self.exchanges.num_messages += 1
-        self.exchanges.sent_bytes += Message(GATHER, given.nbytes).sent_bytes(n)
+        self.exchanges.count(GATHER, given.nbytes, n)
 
     @torch.no_grad()
     def wait(self, numbers: Iterable[int] | None = None) -> None:
@@ -422,7 +423,8 @@ def scatter_hook(placement: Placement, bucket: Any) -> torch.futures.Future[torc
 class ShardedOptimizer(Optimizer):
     """What `DDP.shard_optimizer` makes of an optimizer: the same, on this rank's ranges of the parameters.
 
-    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank.
+    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank. For programs that
+    ask one rank alone for the state there is `consolidate_state_dict`, as in torch's ZeroRedundancyOptimizer.
     """
 
     _placement: Placement
@@ -435,6 +437,8 @@ class ShardedOptimizer(Optimizer):
     def begin(self, placement: Placement) -> None:
         self._placement, self._members = placement, [list(group["params"]) for group in self.param_groups]
         self._parts, self.cuts = {}, []
+        self._num_steps = self._num_asked = 0  # steps, and questions for the state since the last
+        self._whole: dict[int, dict[str, Any]] | None = None  # since `consolidate_state_dict`
         self.check(placement.replica)
         self.cut(placement.cut())
 
@@ -501,6 +505,7 @@ class ShardedOptimizer(Optimizer):
         if not placement.is_planned or getattr(placement.sync(), "is_pending", False):
             text = "the gradients are not averaged: step() must follow a backward that is synchronised"
             raise ConfigError(f"zero1: {text}", code="strategy")
+        self._num_steps, self._num_asked, self._whole = self._num_steps + 1, 0, None
         with torch.no_grad():
             placement.begin_step(self.members, list(self._parts.values()))
             self._follow()
@@ -548,13 +553,27 @@ class ShardedOptimizer(Optimizer):
         return self._placement.gather_words(squares).sum(0)[indices].sqrt().to(dtype)
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """The whole state, as of the optimizer without shards. Collective. With `to` only that rank gets it, and the
-        others what they would have before the first step."""
+        """The whole state, as of the optimizer without shards. Collective, unless `consolidate_state_dict` was called
+        since the last step. With `to` only that rank gets it, and the others what they would have before the first
+        step."""
         groups, count = [], 0
         for group, params in zip(self.param_groups, self._members, strict=True):
             groups.append({**group, "params": list(range(count, count + len(params)))})
             count += len(params)
+        if self._whole is not None:
+            return {"state": dict(self._whole), "param_groups": groups}
+        if absent := self._placement.channel.meet(f"state {self._num_steps}-{self._num_asked}", _MEET_S):
+            text = f"state_dict() needs all ranks, and {name_ranks(absent)} did not call it within {_MEET_S:g} s"
+            advice = "call it on all of them, or consolidate_state_dict() on all and then state_dict() on one"
+            raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
+        self._num_asked += 1
         return {"state": self._collect(to), "param_groups": groups}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Put the whole state together on one rank. Until the next step `state_dict()` there needs no other rank, and
+        on the others has what it would have before the first step. Collective: every rank must call this."""
+        self._whole = None
+        self._whole = self.state_dict(to)["state"]
 
     @torch.no_grad()
     def _collect(self, to: int | None = None) -> dict[int, dict[str, Any]]:
@@ -617,6 +636,7 @@ class ShardedOptimizer(Optimizer):
         if saved != [len(params) for params in self._members]:
             text = f"the state has groups of {saved} parameters, and the optimizer of {[*map(len, self._members)]}"
             raise ConfigError(f"zero1: {text}: it is of another model or other groups", code="strategy")
+        self._whole = None
         order = [place for group in state_dict["param_groups"] for place in group["params"]]
         state = {place: state_dict["state"][key] for place, key in enumerate(order) if key in state_dict["state"]}
         self._load(state, state_dict["param_groups"])

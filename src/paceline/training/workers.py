@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.errors import ConfigError
 from paceline.parallel.codecs import Codec, Exchange, build_codec, run_together
 from paceline.parallel.outer import Outer
 from paceline.strategy import Strategy
@@ -93,10 +94,19 @@ class Workers:
             {"model": learner.module.state_dict(), "optimizer": learner.optimizer.state_dict()}
             for learner in self.learners[1:]
         ]
-        return {"step": self._step, "rate": self._rate, "memory": memory, "others": others}
+        return {
+            "step": self._step, "rate": self._rate, "strides": self._strides, "memory": memory, "others": others,
+        }  # fmt: skip
+
+    @property
+    def _strides(self) -> list[list[int]]:
+        return [list(param.stride()) for param in self.learners[0].parameters]
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from this state, of as many workers."""
+        if state["strides"] != self._strides:
+            text = "parameters have another order in memory here, as on another device, and so has what is left to send"
+            raise ConfigError(f"{text}: resume on the device that the run began on", code="mismatch")
         self._step, self._rate = state["step"], state["rate"]
         for learner, found in zip(self.learners[1:], state["others"], strict=True):
             learner.module.load_state_dict(found["model"])
@@ -127,20 +137,27 @@ def build_workers(learner: Learner, count: int, strategy: Strategy, build: Build
 
 def average_statistics(modules: Sequence[nn.Module]) -> None:
     """Give all replicas the mean of their running statistics, as the wrapper does."""
-    for layers in zip(*(module.modules() for module in modules), strict=True):
-        if isinstance(layers[0], _BatchNorm):
-            for name in ("running_mean", "running_var"):
-                own = [getattr(layer, name) for layer in layers if getattr(layer, name) is not None]
-                if own:
-                    mean = torch.stack(own).mean(0)
-                    for buffer in own:
-                        buffer.copy_(mean)
+    names = ("running_mean", "running_var")
+    own = [
+        [getattr(layer, name) for layer in module.modules() if isinstance(layer, _BatchNorm) for name in names]
+        for module in modules
+    ]
+    own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]
+    if own[0]:
+        # Together: on a GPU each call is a launch.
+        mean = torch.stack([torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in own]).mean(0)
+        for buffers in own:
+            torch._foreach_copy_(buffers, list(mean.split([buffer.numel() for buffer in buffers])))
 
 
 def _gradient(param: nn.Parameter) -> torch.Tensor:
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad
+    """The gradient in the order of memory, as in a bucket of the wrapper, whatever the strides of the parameter."""
+    if param.grad is None or param.grad.stride() != param.stride():
+        grad, param.grad = param.grad, torch.zeros_like(param)
+        param.grad.copy_(grad if grad is not None else param.grad)
+    if param.grad.is_contiguous():
+        return param.grad
+    return param.grad.as_strided((param.numel(),), (1,)).view(param.size())
 
 
 def _cut(loaded: LoadedBatch, number: int, count: int) -> LoadedBatch:
