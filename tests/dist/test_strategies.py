@@ -315,7 +315,12 @@ def resume() -> None:
                 torch.testing.assert_close(error.double(), mean)
             assert found.keys() == states[0]["rank"].keys()
             twin.stop()
+        dense = DDP(Mixed())
+        assert error_of(lambda: dense.load_strategy_state(states))[0] == "ConfigError strategy"
+        dense.load_strategy_state([dense.strategy_state()] * world.world_size)
         other = DDP(Mixed(), strategy="int4")
+        empty = [dense.strategy_state()] * world.world_size
+        assert error_of(lambda: other.load_strategy_state(empty))[0] == "ConfigError strategy"
         state = {**other.strategy_state(), "strategy": "int8"}
         kind, message = error_of(lambda: other.load_strategy_state([state] * world.world_size))
         assert kind == "ConfigError strategy" and "'int8'" in message and "'int4'" in message
@@ -355,13 +360,15 @@ def do_special_steps() -> None:
             model.stop()
         # Weights by samples, and ranks without data.
         model = DDP(Mixed(), strategy="bf16", average="samples")
-        exact = DDP(Mixed(), average="samples")
-        for each in (model, exact):
+        exact, by_ranks = DDP(Mixed(), average="samples"), DDP(Mixed())
+        grads = []
+        for each in (model, exact, by_ranks):
             for step in range(3):
                 each.zero_grad()
                 loss(each, world.rank, step, size=2 + 3 * world.rank).backward()
-        for one, other in zip(model.parameters(), exact.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=0.02, atol=1e-2)
+            grads.append(torch.cat([param.grad.reshape(-1) for param in each.parameters()]))
+        gaps = [float((found - grads[1]).norm() / grads[1].norm()) for found in grads]
+        assert gaps[0] < 0.01 < gaps[2], gaps
         for text in LOSSY:
             model = DDP(Mixed(), strategy=text)
             with model.join():
@@ -438,6 +445,51 @@ def follow_rates() -> None:
 
 def test_errors_follow_the_learning_rate_and_momentum_counts_once(job):
     job(2, follow_rates)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        if not x.isfinite().all():
+            raise OSError("no such sample")
+        return self.a(x) + (self.b(x) if both else 0)
+
+
+def apply_or_keep() -> None:
+    """What no rank used, and a step that ended in an error: neither was applied, so it is still to be sent."""
+    with paceline.init(announce=None) as world:
+        for text in LOSSY:
+            model = DDP(Halves(), strategy=text, find_unused_parameters=True)
+            alone = copy.deepcopy(model.module)
+            given, applied = torch.zeros(20, 20), torch.zeros(20, 20)
+            for step, both in enumerate((True, True, False, False, True)):
+                inputs = [torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+                for x in inputs if both else ():
+                    alone.zero_grad()
+                    alone(x, both).square().mean().backward()
+                    given += alone.b.weight.grad / 2
+                model.zero_grad()
+                model(inputs[world.rank], both).square().mean().backward()
+                assert (model.module.b.weight.grad is not None) == both
+                applied += model.module.b.weight.grad if both else 0
+            left = sum_errors(world, model)["b.weight"].view(20, 20)
+            torch.testing.assert_close(applied + left.float(), given, rtol=0, atol=1e-5)
+            before = model.strategy_state()
+            bad = inputs[0] * (torch.nan if world.rank else 1)
+            kind, _ = error_of(lambda model=model, bad=bad: model(bad, True).square().mean().backward())
+            assert kind == "CollectiveError rank-failed", kind
+            after = model.strategy_state()
+            for part in ("rank", "common"):
+                assert all(torch.equal(after[part][name], value) for name, value in before[part].items()), text
+            model.stop()
+
+
+def test_what_was_not_applied_is_still_to_be_sent(job):
+    job(2, apply_or_keep)
 
 
 def refuse_pieces() -> None:

@@ -32,6 +32,7 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.sharding import Placement
+from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
 from paceline.transport.works import keep_from_compiler
@@ -343,7 +344,7 @@ class GradientSync:
                     reports = control.read_reports(slots.tolist())
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
-                    if not self._act_on(reports, missing, failure):
+                    if not self._act_or_discard(reports, missing, failure):
                         if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
                             raise failure.error
                         return
@@ -389,6 +390,16 @@ class GradientSync:
             (slots, event, missing), self._unread = self._unread, None
             event.synchronize()
             self._act_on(self.control.read_reports(slots.tolist()), missing, None)
+
+    def _act_or_discard(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
+        """`_act_on`. Where it finds an error the averages are not applied, and a codec must not count them as sent."""
+        is_applied = False
+        try:
+            is_applied = self._act_on(reports, missing, failure)
+        finally:
+            if not is_applied:
+                self.reducer.discard()
+        return is_applied
 
     def _act_on(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
         """Raise on every rank what any reported, and share changed buffers. False where every rank has failed."""
@@ -442,11 +453,12 @@ class GradientSync:
                 self.buffers.average(self.channel, writes[self.channel.rank])
             else:
                 self.buffers.read(self.control.statistics(words), is_valid=True)
-        if self.control.num_used and take_part and absent:
+        if self.control.num_used and absent:
             used = self.control.used(words).tolist()
-            for index in absent:
-                if not used[index]:
-                    self.replica.params[index].grad = None
+            unused = [index for index in absent if not used[index]]
+            self.reducer.discard(unused)
+            for index in unused if take_part else ():
+                self.replica.params[index].grad = None
         by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
         if not by_samples and (self.join is None or self.join.divide_by_world):
             total = self.channel.world_size
@@ -537,6 +549,7 @@ class BucketedReducer:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
+        self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
@@ -834,6 +847,11 @@ class BucketedReducer:
         for index in self._uncopied_strides:
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
+
+    def discard(self, indices: Sequence[int] | None = None) -> None:
+        """The averages are not applied, or not those of these parameters: a codec still has to send them."""
+        if self._strategy is not None:
+            self._strategy.discard(None if indices is None else [self.replica.params[index] for index in indices])
 
     def learn(self) -> None:
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""

@@ -30,10 +30,8 @@ from paceline.parallel.levels import SCATTER
 from paceline.parallel.replicas import Replica, list_some, name_ranks
 from paceline.parallel.strategies import Exchanges, start_message
 from paceline.plan import Plan
-from paceline.strategy import Strategy
+from paceline.strategy import LINE_BYTES, Strategy, count_each
 
-# No two ranks write in one line of the cache, and ranges begin where vectors of the processor do.
-_LINE_BYTES = 64
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
@@ -50,12 +48,6 @@ class Range(NamedTuple):
     param: int
     start: int
     end: int
-
-
-def count_each(num_elements: int, item_bytes: int, world_size: int) -> int:
-    """The elements of a bucket that each rank updates; the last ranks may have fewer."""
-    line = max(1, _LINE_BYTES // item_bytes)
-    return -(-num_elements // (world_size * line)) * line
 
 
 def cut_plan(flat: FlatGradients, plan: Plan, rank: int, world_size: int) -> list[list[Range]]:
@@ -155,8 +147,10 @@ class Placement:
             self.optimizer.attach()
 
     def find_misuse(self) -> ConfigError | None:
-        """Gradients that this rank has averages of in its pieces only cannot be added to."""
-        if not (self.is_reduced and self.needs_hook and any(p.grad is not None for p in self.replica.params)):
+        """Gradients of which a rank may have averages in its pieces alone cannot be added to, unless they are zeros. In
+        shared memory they could be, but a program must not depend on where its ranks are."""
+        grads = [param.grad for param in self.replica.params if param.grad is not None] if self.is_reduced else []
+        if not any(grad.any() for grad in grads):
             return None
         text = "these gradients are averages already, of this rank's pieces alone, and cannot be added to"
         return ConfigError(
@@ -239,7 +233,7 @@ class Placement:
 
     def _move_in(self, params: Sequence[nn.Parameter]) -> None:
         """Make the shared copy. Collective."""
-        line, starts, end = _LINE_BYTES, [], 0
+        line, starts, end = LINE_BYTES, [], 0
         for param in params:
             starts.append(end)
             end += -(-param.nbytes // line) * line
@@ -433,10 +427,11 @@ class ShardedOptimizer(Optimizer):
     cuts: list[list[list[Range]]]  # by rank and bucket, of these parameters:
     _params: tuple[nn.Parameter, ...]
     _has_norms: bool
+    _names: dict[int, str]  # of all parameters that were ever trained here
 
     def begin(self, placement: Placement) -> None:
         self._placement, self._members = placement, [list(group["params"]) for group in self.param_groups]
-        self._parts, self.cuts = {}, []
+        self._parts, self.cuts, self._names = {}, [], {}
         self._num_steps = self._num_asked = 0  # steps, and questions for the state since the last
         self._whole: dict[int, dict[str, Any]] | None = None  # since `consolidate_state_dict`
         self.check(placement.replica)
@@ -451,12 +446,14 @@ class ShardedOptimizer(Optimizer):
             text = f"the optimizer is cut for {len(self.cuts)} ranks: save its state, and load it in another"
             raise ConfigError(f"zero1: {text}", code="strategy")
         known = set(replica.params)
+        self._names |= {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         for number, params in enumerate(self._members):
             for param in params:
                 if param not in known:
-                    shape = tuple(param.shape)
-                    text = f"group {number} of the optimizer has a parameter of shape {shape} that is not trained here"
-                    raise ConfigError(f"zero1: {text}: give the optimizer the parameters of model", code="strategy")
+                    name = self._names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+                    text = f"group {number} of the optimizer has {name}, which is not trained here"
+                    advice = "give the optimizer the parameters of model; to freeze some, save state_dict() and shard"
+                    raise ConfigError(f"zero1: {text}: {advice} a new one", code="strategy")
 
     def cut(self, cuts: list[list[list[Range]]]) -> None:
         """Take the ranges of a plan. Collective if there is a state, which goes to the new owners."""
@@ -530,7 +527,7 @@ class ShardedOptimizer(Optimizer):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
-                param.grad.detach_().zero_()
+                param.grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(

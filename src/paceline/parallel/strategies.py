@@ -212,7 +212,7 @@ class StrategyState:
             if (strides := torch.empty_like(param, device="meta").stride()) != _usual_strides(param.size())
         }  # fmt: skip
         for param, names in zip(replica.params, replica.names, strict=True):
-            if param.is_complex():
+            if param.is_complex() and strategy.codec != "dense":
                 text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
                 raise ConfigError(f"{text}: use strategy='dense'", code="strategy")
         self.levels = levels = Levels.find(strategy, channel)
@@ -422,6 +422,10 @@ class StrategyState:
         value = error.reshape(-1).as_strided(shape, old or _usual_strides(shape))
         twin = torch.empty_strided(shape, new or _usual_strides(shape), dtype=error.dtype, device=error.device)
         return twin.copy_(value).as_strided(error.shape, error.stride())
+
+    def discard(self, params: Sequence[torch.Tensor] | None) -> None:
+        """The averages of the step are not applied, or not those of these parameters."""
+        self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
