@@ -62,7 +62,7 @@ setup(
         Extension(
             "paceline.transport._native",
             sources=[f"{SOURCES}/{name}.c" for name in ("codecs", "group", "kernels", "worker")],
-            depends=[f"{SOURCES}/{name}" for name in ("group.h", "paceline_native.h", "kernels.inc", "codecs.inc")],
+            depends=[str(path) for path in Path(SOURCES).glob("*.[hi]*")],
             optional=True,
         )
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.errors import ConfigError, refuse
@@ -19,7 +19,7 @@ from paceline.plan import Gradient
 BLOCK = 256
 # Bytes of a sent element of top-k: the value, and its place in its bucket.
 ENTRY_BYTES = 8
-# Of a cache: the pieces of a sharded bucket begin at one.
+# Of a cache: no two ranks write in one, and the pieces of a sharded bucket begin where vectors of the processor do.
 LINE_BYTES = 64
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 
@@ -68,7 +68,6 @@ class Strategy:
     mixing: float = 0.5
     is_sharded: bool = False
     between_hosts: bool = False
-    text: str = "dense"
 
     @classmethod
     def parse(cls, text: str | Strategy | None) -> Strategy:
@@ -89,9 +88,33 @@ class Strategy:
                 raise ConfigError(f"strategy {text!r}: {twice}, choose one", code="strategy")
             seen[known_part.slot] = name
             found |= known_part.read(text, name, number, options)
-        strategy = cls(**found, text=text.replace(" ", ""))
+        strategy = cls(**found)
+        refuse(
+            (
+                "mixing" in found and not strategy.delay,
+                f"strategy {text!r}: mixing is of parameters that went on meanwhile; give delay=STEPS, too, or leave "
+                "it out",
+            ),
+            code="strategy",
+        )
         strategy.check()
         return strategy
+
+    @property
+    def text(self) -> str:
+        """How it is written: equal strategies have one text."""
+        words: list[str] = []
+        codec = "" if self.codec == "dense" else self.codec
+        for name in (self.outer, "zero1" * self.is_sharded, codec, "hosts" * self.between_hosts):
+            if name:
+                part = _PARTS[name]
+                word = name + (f":{_show(getattr(self, part.number))}" if part.number else "")
+                for key, implied in part.options.items():
+                    value = getattr(self, key)
+                    if value != part.fixed.get(key, _DEFAULTS[key]):
+                        word += f",{key}" if value == implied else f",{key}={_show(value)}"
+                words.append(word)
+        return "+".join(words) or "dense"
 
     def check(self) -> None:
         """Refuse what is not defined."""
@@ -118,9 +141,10 @@ class Strategy:
             ),
             (self.delay >= self.period, f"{text}delay={self.delay} is not below the period of {self.period} steps"),
             (
-                "mixing=" in self.text and not self.delay,
-                f"{text}mixing is of parameters that went on meanwhile; give delay=STEPS, too, or leave it out",
+                self.dgc > 0 and not self.feedback,
+                f"{text}dgc is a momentum of what was not sent yet, and feedback=0 loses that; leave out one of them",
             ),
+            (max(self.dgc, self.momentum) >= 1, f"{text}a momentum of 1 grows without end; it must be below 1"),
             (
                 bool(self.between_hosts and self.outer),
                 f"{text}between two syncs of {self.outer} each rank steps alone, and gradients are averaged nowhere, "
@@ -138,7 +162,7 @@ class Strategy:
     @property
     def is_dense(self) -> bool:
         """Whether it is the plain all-reduce of every gradient in every step."""
-        return replace(self, text="dense") == Strategy()
+        return self == DENSE
 
     def count_sent_bytes(self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1) -> float:
         """What a rank sends in a step, as a mean over a period, if each dtype is one bucket."""
@@ -159,16 +183,26 @@ class Strategy:
         """Whether the update is the one of the plain all-reduce."""
         return self.codec == "dense" and not self.outer
 
-    def traffic(self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1) -> tuple[Message, ...]:
+    @property
+    def is_plain_in_memory(self) -> bool:
+        """Whether ranks that share memory send every bucket as it is: they round to bfloat16 while they add up, and the
+        parameters of a sharded update are one copy."""
+        return self.codec in ("dense", "bf16") and not (self.outer or self.between_hosts)
+
+    def traffic(
+        self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1, in_memory: bool = False
+    ) -> tuple[Message, ...]:
         """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it).
-        `ranks_per_host` counts for two levels only."""
+        `ranks_per_host` counts for two levels only. `in_memory`: between ranks that share memory."""
         if self.between_hosts:
             return self._traffic_by_level(gradients, world_size, min(world_size, ranks_per_host))
         num = sum(gradient.num_elements for gradient in gradients)
         exact = sum(gradient.num_bytes for gradient in gradients)
+        if in_memory and self.is_plain_in_memory:
+            return (Message("all-reduce", exact),)
         if self.is_sharded:
             item_bytes = max((gradient.item_bytes for gradient in gradients), default=1)
-            each = -(-exact // (world_size * LINE_BYTES)) * LINE_BYTES
+            each = count_each(exact, 1, world_size)
             num_bytes = each if self.codec == "dense" else 2 * each // item_bytes
             return Message("reduce-scatter", world_size * num_bytes), Message("all-gather", min(each, exact))
         if self.codec == "dense":
@@ -240,6 +274,12 @@ def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
     return tuple(dict.fromkeys(map(Strategy.parse, parts)))
 
 
+def count_each(num_elements: int, item_bytes: int, world_size: int) -> int:
+    """The elements of a bucket that each rank updates, of a sharded optimizer; the last ranks may have fewer."""
+    line = max(1, LINE_BYTES // item_bytes)
+    return -(-num_elements // (world_size * line)) * line
+
+
 def count_shard_bytes(num_elements: int, world_size: int, bits: int) -> int:
     """The bytes of the part of a vector that one rank sums, in blocks with a scale each."""
     blocks = -(-num_elements // (world_size * BLOCK))
@@ -270,7 +310,7 @@ class _Part:
     slot: str
     fixed: Mapping[str, Any]
     number: str = ""  # the field that `:NUMBER` sets, where there is one
-    options: Mapping[str, Any] = ()  # type: ignore[assignment]  # names to the values that they have without `=VALUE`
+    options: Mapping[str, Any] = field(default_factory=dict)  # names to the values that they have without `=VALUE`
 
     def read(self, text: str, name: str, number: str, options: Sequence[str]) -> dict[str, Any]:
         found = dict(self.fixed)
@@ -278,13 +318,13 @@ class _Part:
             needs = f"{name}:NUMBER" if self.number else name
             raise ConfigError(f"strategy {text!r}: write {needs}", code="strategy")
         if number:
-            found[self.number] = _read(text, self.number, number)
+            found[self.number] = _read(text, self.number, number, name)
         for option in options:
             key, _, value = option.partition("=")
-            if key not in dict(self.options):
-                known = ", ".join(dict(self.options)) or "none"
+            if key not in self.options:
+                known = ", ".join(self.options) or "none"
                 raise ConfigError(f"strategy {text!r}: {name} has no option {key!r}; it has {known}", code="strategy")
-            default = dict(self.options)[key]
+            default = self.options[key]
             if not value and default is None:
                 raise ConfigError(f"strategy {text!r}: write {key}=NUMBER", code="strategy")
             found[key] = _read(text, key, value) if value else default
@@ -293,15 +333,22 @@ class _Part:
 
 # The smallest and the largest value of each number.
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "amount": (0, 1 << 20), "period": (1, 10**9), "after": (0, 10**12), "warmup": (0, 10**9), "dgc": (0, 1),
-    "lr": (0, 100), "momentum": (0, 1), "fragments": (1, 10**4), "delay": (0, 10**6), "mixing": (0, 1),
+    "topk": (0, 1), "powersgd": (1, 1 << 20), "period": (1, 10**9), "after": (0, 10**12), "warmup": (0, 10**9),
+    "dgc": (0, 1), "lr": (0, 100), "momentum": (0, 1), "fragments": (1, 10**4), "delay": (0, 10**6), "mixing": (0, 1),
     "feedback": (0, 1),
 }  # fmt: skip
-_TYPES = {field.name: {"int": int, "float": float, "bool": bool}.get(str(field.type)) for field in fields(Strategy)}
+_TYPES = {one.name: {"int": int, "float": float, "bool": bool}.get(str(one.type)) for one in fields(Strategy)}
 
 
-def _read(text: str, name: str, value: str) -> Any:
-    kind, (least, most) = _TYPES[name], _RANGES[name]
+_DEFAULTS = {one.name: one.default for one in fields(Strategy)}
+
+
+def _show(value: float) -> str:
+    return f"{value:.12g}" if isinstance(value, float) else str(int(value))
+
+
+def _read(text: str, name: str, value: str, part: str = "") -> Any:
+    kind, (least, most) = _TYPES[name], _RANGES.get(part) or _RANGES[name]
     try:
         number = float(value)
     except ValueError:
@@ -309,6 +356,7 @@ def _read(text: str, name: str, value: str) -> Any:
     is_whole = number == int(number) if math.isfinite(number) else False
     if not least <= number <= most or (kind is not float and not is_whole):
         what = "a whole number" if kind is int else "0 or 1" if kind is bool else "a number"
+        what = {"topk": "a share, such as 0.01,", "powersgd": "a whole number"}.get(part, what)
         span = "" if kind is bool else f" from {least:g} to {most:g}"
         raise ConfigError(f"strategy {text!r}: {value!r} must be {what}{span}", code="strategy")
     return kind(number) if kind is not None else number

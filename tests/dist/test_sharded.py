@@ -12,6 +12,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.parallel import sharding
 from paceline.parallel.replicas import read_replica
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.transport import why_not
@@ -49,7 +50,9 @@ class Odd(nn.Module):
         return total + seen + self.none.sum()
 
 
-def build(kind: str, strategy: str | None, shared: bool = True, **options: Any) -> tuple[Any, Any]:
+def build(
+    kind: str, strategy: str | None, shared: bool = True, overlap: bool = False, **options: Any
+) -> tuple[Any, Any]:
     torch.manual_seed(3)
     net = Odd()
     if "pieces" in options:
@@ -60,7 +63,7 @@ def build(kind: str, strategy: str | None, shared: bool = True, **options: Any) 
     make, settings = KINDS[kind]
     optimizer = make(split_parameters(net, weight_decay=0.1), **settings)
     if strategy is not None and "zero1" in strategy:
-        optimizer = model.shard_optimizer(optimizer, shared=shared)
+        optimizer = model.shard_optimizer(optimizer, shared=shared, overlap=overlap)
     return model, optimizer
 
 
@@ -147,7 +150,7 @@ def compare_on_gloo() -> tuple[dict[str, bool], Any]:
         close: dict[str, float] = {} if n == 2 else {"rtol": 1e-5, "atol": 1e-6}
         for kind in ("sgd", "adamw"):
             plain = follow(rank, kind, None)
-            for options in ({}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 4e-3}):
+            for options in ({}, {"bucket_cap_mb": 1e-4, "overlap": True}, {"bucket_cap_mb": 4e-3}):
                 sharded = follow(rank, kind, "zero1", **options)
                 found[f"{kind} {options}"] = is_same(plain, sharded, **close)
             found[f"{kind} bf16"] = is_same(follow(rank, kind, "bf16"), follow(rank, kind, "zero1+bf16"))
@@ -168,6 +171,17 @@ def run_all(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: param.data.clone() for name, param in model.module.named_parameters()}
 
 
+def average_moving(model: Any) -> dict[str, torch.Tensor]:
+    averaged = torch.optim.swa_utils.AveragedModel(model.module)
+    averaged.update_parameters(model.module)
+    return copy_all(averaged.module.named_parameters())
+
+
+# Of these `overlap=True` leaves old values to be seen.
+BARE_LOOKS: dict[str, Any] = {
+    "parameters of the module": lambda model: copy_all(model.module.named_parameters()),
+    "moving average": average_moving,
+}
 LOOKS: dict[str, Any] = {
     "state_dict": lambda model: copy_all(model.state_dict().items()),
     "state_dict of the module": lambda model: copy_all(model.module.state_dict().items()),
@@ -181,14 +195,15 @@ def look_after_a_step(rank: int) -> dict[str, bool]:
     """Who reads parameters right after a step gets the new ones, while other ranks may still be sending them."""
     found = {}
     x = torch.arange(4)
-    for way in (*LOOKS, "blocks in another order"):
-        model, optimizer = build("sgd", "zero1", bucket_cap_mb=1e-4)
+    for way in (*BARE_LOOKS, *LOOKS, "blocks in another order"):
+        overlaps = way not in BARE_LOOKS
+        model, optimizer = build("sgd", "zero1", bucket_cap_mb=1e-4, overlap=overlaps)
         train(model, optimizer, rank, range(2))
         model(torch.randint(0, 37, (4,))).backward()
         optimizer.step()
-        found[f"{way}: something was pending"] = len(model._placement._gathers) > 1
-        if way in LOOKS:
-            seen = LOOKS[way](model)
+        found[f"{way}: pending"] = (len(model._placement._gathers) > 1) == overlaps
+        if way != "blocks in another order":
+            seen = (BARE_LOOKS | LOOKS)[way](model)
             optimizer.wait()
             want = dict(model.module.named_parameters())
             found[way] = all(torch.equal(seen[name], param) for name, param in want.items())
@@ -232,7 +247,12 @@ def save_and_use() -> Any:
         # Two backwards that are both synchronised cannot be added up here.
         model(torch.arange(4)).backward()
         facts["twice"] = error_of(lambda: model(torch.arange(4)).backward())
-        model.zero_grad()
+        # Zeros may be: many loops keep the memory of their gradients.
+        for zero in (model.zero_grad, optimizer.zero_grad):
+            zero(set_to_none=False)
+            assert model.module.scale.grad is not None
+            model(torch.arange(4)).backward()
+            optimizer.step()
         optimizer.zero_grad()
         with model.no_sync():
             model(torch.arange(4)).backward()
@@ -252,6 +272,55 @@ def test_overflow_and_refusals(on_ranks):
     for name in ("unsynchronised", "group"):
         assert first[name][0] == "ConfigError strategy", name
     assert "no_sync()" in first["twice"][1]
+
+
+def ask_alone(backend: str) -> dict[str, Any]:
+    """One rank asks for the state while the others train on: an error there, and nothing is lost."""
+    found: dict[str, Any] = {}
+    sharding._MEET_S, before = 0.3, sharding._MEET_S
+    try:
+        with paceline.init(backend, "cpu", announce=None, threads=1, timeout_s=20) as world:
+            model, optimizer = build("adamw", "zero1")
+            train(model, optimizer, world.rank, range(2))
+            if world.rank == 0:
+                found["alone"] = error_of(optimizer.state_dict)
+            world.barrier()
+            found["late"] = error_of(optimizer.state_dict)  # in the same step there is no second chance
+            train(model, optimizer, world.rank, range(2, 3))
+            whole = optimizer.state_dict()
+            optimizer.consolidate_state_dict()
+            optimizer.param_groups[0]["lr"] = 0.5
+            if world.rank == 0:
+                once = optimizer.state_dict()
+                found["same"] = is_same(([], {**once, "param_groups": whole["param_groups"]}), ([], whole))
+                found["rate"] = once["param_groups"][0]["lr"]
+            world.barrier()
+            found["states"] = world.share(len(optimizer.state_dict()["state"])), len(whole["state"])
+            train(model, optimizer, world.rank, range(3, 4))
+            found["after"] = len(optimizer.state_dict()["state"])
+            costs = model.report().strategy
+            found["costs"] = (
+                costs.sent_bytes,
+                costs.memory_bytes,
+                sum(value.nbytes for state in optimizer.state.values() for value in state.values()),
+            )
+            model.stop()
+    finally:
+        sharding._MEET_S = before
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=needs_shm)])
+def test_who_asks_alone_for_the_state_gets_an_error_or_what_was_put_together(on_ranks, backend):
+    first, second = on_ranks(2, ask_alone, backend, timeout_s=60)
+    kind, text = first["alone"]
+    assert kind == "ConfigError strategy" and "rank 1 did not call it within 0.3 s" in text
+    assert "consolidate_state_dict()" in text and first["late"] == second["late"] == first["alone"]
+    assert first["same"] and first["rate"] == 0.5
+    by_rank, count = first["states"]
+    assert by_rank == [count, 0] and first["after"] == second["after"] == count
+    for sent, memory, held in (first["costs"], second["costs"]):
+        assert sent > 0 and memory == held > 0
 
 
 def write_in_place() -> dict[str, Any]:
@@ -280,6 +349,7 @@ def write_in_place() -> dict[str, Any]:
             weight.mul_(0.5)
         model(x).backward()
         found["in place"] = error_of(optimizer.step)
+        found["twice"] = error_of(lambda: model(x).backward())
         model.stop()
     return found
 
@@ -292,6 +362,7 @@ def test_one_copy_is_not_changed_by_each_rank(on_ranks):
     assert first["loaded on one rank"] == second["loaded on one rank"]
     assert first["loaded on one rank"][0] == "ConfigError mismatch"
     assert first["in place"] == second["in place"]
+    assert "no_sync()" in first["twice"][1]  # as elsewhere, though the sums would be right
     assert first["in place"][0] == "ConfigError strategy" and "shared=False" in first["in place"][1]
 
 

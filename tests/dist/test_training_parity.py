@@ -376,3 +376,31 @@ def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
     assert first == second
     assert first.startswith("step 1: zero is not finite") and "no checkpoint was saved yet" in first
     assert not list((tmp_path / "checkpoints").glob("step*")) and not (tmp_path / "weights.safetensors").exists()
+
+
+def train_with_a_bad_replica(settings: TrainSettings, folder: Path) -> str:
+    """The error of this rank, where rank 1 alone finds a number in its model that is not finite."""
+    import paceline.runtime.world as worlds
+    from paceline.training import loop
+
+    find = loop.find_bad_parameter
+
+    def find_on_rank_1(module: torch.nn.Module) -> str:
+        world = worlds.current_world()
+        return "0.weight" if world is not None and world.rank == 1 else find(module)
+
+    loop.find_bad_parameter = find_on_rank_1
+    try:
+        loop.train(settings, folder, False)
+    except TrainingError as error:
+        return str(error)
+    finally:
+        loop.find_bad_parameter = find
+    return ""
+
+
+def test_between_two_syncs_all_ranks_learn_that_one_model_is_no_number(on_ranks, tmp_path):
+    settings = replace(CNN, samples=60, global_batch_size=12, save_every="2steps", strategy="localsgd:100")
+    first, second = on_ranks(2, train_with_a_bad_replica, settings, tmp_path)
+    assert first == second
+    assert first.startswith("step 2: 0.weight is not finite on rank 1 after the update")

@@ -200,11 +200,20 @@ CASES = {
     "diloco": {"strategy": "diloco:4,fragments=2,delay=3+int8", "optimizer": "adamw", "lr": 0.003},
     "localsgd": {"strategy": "localsgd:4,after=3", "model": "normed", "precision": "fp16"},
     "slowmo": {"strategy": "slowmo:4", "backend": "gloo", "schedule": "cosine"},
+    "int8": {"strategy": "int8", "schedule": "cosine"},
+    "dgc": {"strategy": "topk:0.05,dgc,warmup=9", "schedule": "linear"},
+    "powersgd": {"strategy": "powersgd:1", "backend": "gloo", "schedule": "cosine"},
+    "zero1": {"strategy": "zero1", "optimizer": "adamw", "lr": 0.003},
+    "zero1-gloo": {"strategy": "zero1+bf16", "backend": "gloo", "schedule": "cosine", "clip": 0.5},
+    "hooked": {"strategy": "topk:0.1,warmup=9", "wrapper": "torch", "schedule": "cosine"},
+    "workers": {"strategy": "topk:0.1", "model": "normed", "ranks": 1, "workers": 2, "schedule": "cosine"},
+    "workers-diloco": {"strategy": "diloco:4,fragments=2,delay=3+int8", "ranks": 1, "workers": 3, "lr": 0.003},
 }
 
 
 # One of each kind; the others are slow.
 QUICK = ("adamw", "accumulate", "torch", "gloo", "normed", "synced", "lars", "diloco")
+QUICK += ("dgc", "zero1", "hooked", "workers")
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
@@ -283,6 +292,8 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference
         ({"hidden": 9}, "another model"),
         ({"batch_size": 5}, "and now it is 100 in batches of 10"),
         ({"samples": 99}, "and now it is 99 in batches of 12"),
+        ({"strategy": "int8"}, "the state is of strategy 'dense', and this is 'int8'"),
+        ({"ranks": 1, "workers": 2, "batch_size": 12}, "of 1 worker, and now there are 2"),
         ({"epochs": 1}, "--epochs 1 ends after step 9, and the run is already at step 15"),
     ],
 )

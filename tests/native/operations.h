@@ -54,6 +54,8 @@ static operation draw_operation(const round_plan *plan, uint64_t *state)
         o.kind = PLN_ALL_REDUCE;
     const int is_sum = o.kind == PLN_ALL_REDUCE || o.kind == PLN_REDUCE_SCATTER;
     o.dtype = (int)below(state, is_sum ? PLN_U8 : PLN_NUM_DTYPES);
+    if (is_sum && o.op == PLN_ROUNDED)
+        o.dtype = PLN_F32;
     o.root = (int)below(state, (uint64_t)plan->size);
     o.salt = next(state);
     const uint64_t in_slot = plan->slot_bytes / pln_element_bytes(o.dtype);

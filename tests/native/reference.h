@@ -120,17 +120,28 @@ static inline double pick(int op, double a, double b)
     return (op == PLN_MIN ? a < b : a > b) ? a : b;
 }
 
+static inline double round_real(double value) { return from_half(to_16(PLN_BF16, (float)value), 7, -126); }
+
+static inline number share_of_number(int dtype, int op, uint64_t salt, int rank, int size, uint64_t i)
+{
+    number n = number_of(dtype, salt, rank, i);
+    if (op == PLN_ROUNDED)
+        n.real = round_real((float)n.real * (1 / (float)size));
+    return n;
+}
+
 /* Element `i` of all ranks' vectors, in the order of the ranks; two-byte types and float32 in float32. */
 static inline void reduce_numbers(int dtype, int op, uint64_t salt, int size, uint64_t i, char *at)
 {
-    number sum = number_of(dtype, salt, 0, i);
+    const int picks = op == PLN_MIN || op == PLN_MAX;
+    number sum = share_of_number(dtype, op, salt, 0, size, i);
     for (int r = 1; r < size; r++) {
-        const number other = number_of(dtype, salt, r, i);
+        const number other = share_of_number(dtype, op, salt, r, size, i);
         if (is_real(dtype)) {
-            sum.real = op >= PLN_MIN ? pick(op, sum.real, other.real) : sum.real + other.real;
+            sum.real = picks ? pick(op, sum.real, other.real) : sum.real + other.real;
             if (dtype != PLN_F64)
                 sum.real = (double)(float)sum.real; /* twice rounded is once rounded: 53 places are more than 2 x 24 + 1 */
-        } else if (op >= PLN_MIN) {
+        } else if (picks) {
             const int64_t a = dtype == PLN_I32 ? (int32_t)sum.whole : (int64_t)sum.whole;
             const int64_t b = dtype == PLN_I32 ? (int32_t)other.whole : (int64_t)other.whole;
             sum.whole = (uint64_t)((op == PLN_MIN ? a < b : a > b) ? a : b);
@@ -143,6 +154,8 @@ static inline void reduce_numbers(int dtype, int op, uint64_t salt, int size, ui
         sum.whole = dtype == PLN_I32 ? (uint64_t)(int64_t)((int32_t)sum.whole / size)
                                      : (uint64_t)((int64_t)sum.whole / size);
     }
+    if (op == PLN_ROUNDED)
+        sum.real = round_real(sum.real);
     put_number(dtype, at, sum);
 }
 

@@ -42,14 +42,22 @@ def mean(grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.stack(parts).double().mean(0) for parts in zip(*grads, strict=True)]
 
 
-@pytest.fixture(params=["core", "torch"])
+@pytest.fixture(params=["core", "torch", "gpu"])
 def either(request, monkeypatch):
-    """With the compiled core, and without."""
+    """With the compiled core, without, and as on a GPU: each bucket is one vector, and nobody waits for a number."""
     if request.param == "torch":
         monkeypatch.setattr(codecs, "_library", lambda: None)
+    elif request.param == "gpu":
+        pretend_gpu(monkeypatch)
     elif native.why_not():
         pytest.skip(f"NOT TESTED: {native.why_not()}")
     return request.param
+
+
+def pretend_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(codecs, "_library", lambda: None)
+    monkeypatch.setattr(codecs, "_is_on_cpu", lambda vectors: False)
+    monkeypatch.setattr(codecs, "_are_finite", lambda *many: torch.stack([t.isfinite().all() for t in many]).all())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -292,8 +300,10 @@ def test_the_core_and_torch_agree_bit_by_bit(text, cpu, monkeypatch):
     names = tuple(map(str, range(len(shapes))))
     results = []
     try:
-        for library_of in (codecs._library, lambda: None):
+        for library_of in (codecs._library, lambda: None, None):
             monkeypatch.setattr(codecs, "_library", library_of)
+            if library_of is None:
+                pretend_gpu(monkeypatch)
             ranks = build(text, 3)
             for step in range(3):
                 grads = draw(3, step, shapes)
@@ -301,12 +311,13 @@ def test_the_core_and_torch_agree_bit_by_bit(text, cpu, monkeypatch):
                     mine[0][0, :5] = torch.tensor([1e-42, -0.0, 1e30, 1e-30, 2.5])
                     mine[-2].mul_(1e-38)
                 average(ranks, grads, step, names)
-                results.append([*grads[0], *(ranks[1].errors[name] for name in names if name in ranks[1].errors)])
+                left = ranks[1].errors
+                results.append([*grads[0], *(left[name].clone() for name in names if name in left)])
     finally:
         library.pln_use_cpu(best)
-    for by_core, by_torch in zip(results[:3], results[3:], strict=True):
-        for one, other in zip(by_core, by_torch, strict=True):
-            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    for by_core, by_torch, on_gpu in zip(results[:3], results[3:6], results[6:], strict=True):
+        for one, *others in zip(by_core, by_torch, on_gpu, strict=True):
+            assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for other in others)
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=f"NOT TESTED: {native.why_not()}")
@@ -340,3 +351,64 @@ def test_errors_are_rescaled_by_name():
     codec.rescale(["a", "unknown"], 4.0)
     assert codec.errors["a"].tolist() == [4, 0] and codec.errors["b"].tolist() == [3, 0]
     assert codec.errors["momentum a"].tolist() == [1, 0]  # as the momentum of an optimizer
+
+
+@pytest.mark.parametrize("text", [*LOSSY, "topk:0.05,dgc"])
+def test_what_is_not_applied_is_not_sent(text, either):
+    """Of some parameters, or of a whole step; and two averages of one name in a step are not mistaken for one."""
+    ranks, names, shapes = build(text, 2), ("m", "b"), ((24, 17), (31,))
+    average(ranks, draw(2, 0, shapes), 0, names)
+    before = [copy.deepcopy((codec.errors, codec.common)) for codec in ranks]
+    for dropped in (["m"], None):
+        average(ranks, draw(2, 1, shapes), 1, names)
+        for codec in ranks:
+            codec.discard(dropped)
+        for codec, (errors, common) in zip(ranks, before, strict=True):
+            kept = {name: error for name, error in errors.items() if dropped is None or name.endswith("m")}
+            assert kept and all(torch.equal(codec.errors[name], error) for name, error in kept.items())
+            assert all(torch.equal(codec.common[name], value) for name, value in common.items())
+            if dropped and "b" in errors:
+                assert not torch.equal(codec.errors["b"], errors["b"])
+        for codec, (errors, common) in zip(ranks, before, strict=True):
+            codec.errors, codec.common = copy.deepcopy((errors, common))
+    if "dgc" in text:
+        return
+    given, applied = 0, 0
+    for _ in range(3):
+        grads = draw(2, 2, shapes)
+        given = given + mean(grads)[0]
+        average(ranks, grads, 7, names)
+        applied = applied + grads[0][0].double()
+    left = [
+        sum(errors["m"].double() for errors in found) / 2
+        for found in ([b[0] for b in before], [c.errors for c in ranks])
+    ]
+    torch.testing.assert_close(applied + left[1].view(24, 17), given + left[0].view(24, 17), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_bases_of_many_matrices_are_orthonormal_or_empty(rank):
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(3, 40, rank, generator=generator), torch.randn(2, 7, rank, generator=generator) * 1e-18]
+    thin = torch.randn(1, 9, min(rank, 2), generator=generator)
+    for matrix, base in zip([*matrices, thin], codecs.orthonormalize_all([*matrices, thin]), strict=True):
+        one = torch.eye(base.size(-1)).expand(len(base), -1, -1)
+        torch.testing.assert_close(base.mT @ base, one, rtol=0, atol=1e-6)
+        scale = float(matrix.abs().max())
+        torch.testing.assert_close(base @ (base.mT @ matrix), matrix, rtol=0, atol=1e-5 * scale)
+    # Columns that depend on each other: the base still holds what there is, and nothing grows.
+    flat = matrices[0][:, :, :1].repeat(1, 1, 3) + 1e-7 * torch.randn(3, 40, 3, generator=generator)
+    for matrix in (flat, torch.zeros(1, 5, 3)):
+        (base,) = codecs.orthonormalize_all([matrix])
+        assert torch.linalg.matrix_norm(base, 2).max() <= 1 + 1e-5
+        torch.testing.assert_close(base @ (base.mT @ matrix), matrix, rtol=0, atol=1e-5)
+    assert not torch.isfinite(codecs.orthonormalize_all([torch.full((1, 4, 2), math.nan)])[0]).any()
+
+
+def test_memory_of_messages_follows_the_buckets():
+    codec, grads = build("bf16", 1)[0], [torch.ones(1000), torch.ones(24)]
+    average([codec], [grads], 0, ("a", "b"))
+    for step in (1, 2):
+        average([codec], [grads[1:]], step, ("b",))
+        average([codec], [grads[:1]], step, ("a",))
+    assert codec.memory_bytes == (2 * 1024 if not native.why_not() else 0)

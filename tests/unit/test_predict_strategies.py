@@ -89,7 +89,10 @@ def test_bytes_of_a_period_and_of_shards():
     job = make_job([4096, 4096], [0.0, 0.0], 0.0)
     assert Sending(parse("diloco:100"), 2).count_sent(job, [1, 2]) == 8192 / 100
     assert Sending(parse("zero1"), 4).count_sent(job, [2]) == 2 * 3 / 4 * 8192 == Sending(DENSE, 4).count_sent(job, [2])
-    assert Sending(parse("zero1"), 4, is_in_place=True).count_sent(job, [2]) == 3 / 4 * 8192
+    # Ranks that share memory send buckets as they are, and have one copy of the parameters.
+    for text in ("bf16", "zero1", "zero1+bf16"):
+        assert Sending(parse(text), 4, is_in_place=True).count_sent(job, [2]) == 2 * 3 / 4 * 8192
+    assert Sending(parse("int8"), 4, is_in_place=True).count_sent(job, [2]) < 8192 / 2
     assert Sending(parse("zero1+bf16"), 4).count_sent(job, [2]) == 3 / 4 * (4096 + 8192)
     # Pieces begin at a line of the cache: 100 bytes on 2 ranks are 64 and 36, and both send 64.
     assert Sending(parse("zero1"), 2).count_sent(make_job([100], [0.0], 0.0), [1]) == 64 + 64
@@ -173,15 +176,15 @@ def test_a_period_has_one_exchange():
 
 def test_shards_halve_the_message_and_divide_the_optimizer():
     job = make_job([4096, 4096], [0.0, 0.010], 0.010, before_s=0.006, after_s=0.004)
-    half_s = ALPHA + 2048 / RATE
+    half_s, full_s = ALPHA + 2048 / RATE, ALPHA + 4096 / RATE
     in_place = simulate(job, [1, 2], costs("zero1", is_in_place=True))
-    assert in_place.over_s == pytest.approx(0.010 + half_s + 3 * WORDS_S) and in_place.after_s == pytest.approx(0.002)
+    assert in_place.over_s == pytest.approx(0.010 + full_s + 2 * WORDS_S) and in_place.after_s == pytest.approx(0.002)
     # Forward waits for the bucket that it needs first, and computes half while the other one arrives.
     step = simulate(job, [1, 2], costs("zero1"))
-    assert step.step_s == pytest.approx(in_place.step_s - 2 * WORDS_S + 2 * half_s - 0.003)
+    assert step.step_s == pytest.approx(in_place.step_s - full_s - WORDS_S + 3 * half_s - 0.003)
     slow, quick = (replace(costs("zero1", is_in_place=is_in), curve=line(0.010, 1e12)) for is_in in (False, True))
     waited_s = simulate(job, [1, 2], slow).over_s - simulate(job, [1, 2], quick).over_s
-    assert waited_s == pytest.approx(0.020 + 0.003 - 0.006 - 2 * 0.010, abs=1e-7)
+    assert waited_s == pytest.approx(0.010 + 0.020 + 0.003 - 0.006 - 2 * 0.010, abs=1e-7)
 
 
 def times(*seconds: float) -> tuple[Samples, ...]:
@@ -212,6 +215,10 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
     assert wide is not None and [round(rate, 9) for _, rate in wide.parts] == [3e-6, 4e-6, 5e-6]
     unknown = fit_sending(parse("int8"), 2, CODECS)
     assert unknown is not None and unknown.parts == () and unknown.list_works(100, 2) == [0.0, 0.0, 0.0]
+    # In shared memory the sum rounds, and no codec computes.
+    assert fit_sending(parse("bf16"), 2, CODECS, is_in_place=True) is None
+    shared = fit_sending(parse("zero1+bf16"), 2, CODECS, is_in_place=True)
+    assert shared is not None and shared.parts == () and fit_sending(parse("bf16"), 2, CODECS) is not None
     assert fit_sending(DENSE, 8, CODECS) is None and fit_sending(parse("int8"), 1, CODECS) is None
     assert find_codec(CODECS, parse("diloco:10+bf16")) == "bf16" and find_codec(CODECS, parse("zero1")) == ""
     # A bucket above 32 MiB costs twice as much for each byte.

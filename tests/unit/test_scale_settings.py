@@ -284,3 +284,23 @@ def test_the_default_global_batch_can_be_shared_by_all_ranks(monkeypatch, ranks,
     with pytest.raises(KeyboardInterrupt):
         scale.ranks(ranks=ranks, accumulate=accumulate, batch_size=(8, 32))
     assert configs[0]["global_batch_sizes"] == (size,)
+
+
+def test_a_default_does_not_collide_with_what_was_given():
+    def build_study(name, **given):
+        return scale._build(name, **scale._get_defaults(name) | given)
+
+    study = build_study("strategies", steps=7)
+    assert (study.job.steps, study.job.epochs) == (7, 1)
+    assert build_study("strategies").job.epochs == 6 and build_study("strategies", epochs=2).job.epochs == 2
+    assert build_study("strategies").job.data == "synthetic:noisy"
+    with pytest.raises(ConfigError, match="--steps 7 with --epochs 6: a run has one length"):
+        build_study("strategies", steps=7, epochs=6)
+    for name in ("strategies", "large-batch"):
+        assert build_study(name).job.schedule == "cosine"
+        assert build_study(name, lr_drops=(0.5, 0.75)).job.schedule == "piecewise"
+        with pytest.raises(ConfigError, match="drops belong to piecewise"):
+            build_study(name, lr_drops=(0.5,), schedule="cosine")
+    for name in ("batch", "large-batch"):
+        with pytest.raises(ConfigError, match=r"--steps: .*epochs"):
+            build_study(name, steps=7)

@@ -12,8 +12,9 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import read_replica
-from paceline.parallel.sharding import count_each, cut_plan, find_blocks, shard
+from paceline.parallel.sharding import cut_plan, find_blocks, shard
 from paceline.plan import Plan, plan_like_torch, plan_torch_start
+from paceline.strategy import count_each
 from paceline.workloads.registry import build_model, default_form
 from tests.unit.made_plans import plan_in_pieces
 

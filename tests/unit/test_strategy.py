@@ -26,6 +26,19 @@ def test_a_text_says_what_is_sent_when_and_where():
     assert not Strategy.parse("zero1+bf16").is_exact and Strategy.parse("powersgd:4").is_hook
 
 
+def test_equal_strategies_have_one_text():
+    for one, other in (("bf16+zero1", "zero1+bf16"), ("topk:0.010", "topk:0.01"), ("int8+diloco:8", "diloco:8+int8")):
+        assert Strategy.parse(one) == Strategy.parse(other) and Strategy.parse(one).text == other
+    assert Strategy(codec="int8").text == "int8" and Strategy().text == "dense"
+    assert Strategy.parse("diloco:8,lr=0.7,momentum=0.90").text == "diloco:8"
+    for text in (
+        "topk:0.001,dgc,warmup=400", "topk:0.1,feedback=0", "topk:0.1,dgc=0.5", "int8,feedback=0+hosts", "hosts",
+        "diloco:8,after=3,lr=1,fragments=2,delay=3,mixing=0.25+int4", "slowmo:8,momentum=0", "localsgd:8,after=500",
+    ):  # fmt: skip
+        assert Strategy.parse(text).text == text
+        assert Strategy.parse(Strategy.parse(text).text) == Strategy.parse(text)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -33,7 +46,13 @@ def test_a_text_says_what_is_sent_when_and_where():
         ("int8+bf16", "int8 and bf16 cannot be combined"),
         ("topk", "write topk:NUMBER"),
         ("bf16:3", "write bf16"),
-        ("topk:2", "a share above 0"),
+        ("topk:2", "'2' must be a share, such as 0.01, from 0 to 1"),
+        ("topk:1%", "'1%' must be a share, such as 0.01, from 0 to 1"),
+        ("powersgd:0", "must be a whole number from 1"),
+        ("topk:0.1,dgc=1", "a momentum of 1"),
+        ("slowmo:8,momentum=1", "a momentum of 1"),
+        ("topk:0.1,dgc,feedback=0", "leave out one of them"),
+        ("diloco:8,mixing=0.5", "give delay=STEPS"),
         ("topk:0", "a share above 0"),
         ("powersgd:1.5", "a rank is a whole number"),
         ("topk:0.1,warmup", "write warmup=NUMBER"),

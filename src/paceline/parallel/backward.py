@@ -32,6 +32,7 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.sharding import Placement
+from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
 from paceline.transport.works import keep_from_compiler
@@ -343,7 +344,7 @@ class GradientSync:
                     reports = control.read_reports(slots.tolist())
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
-                    if not self._act_on(reports, missing, failure):
+                    if not self._act_or_discard(reports, missing, failure):
                         if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
                             raise failure.error
                         return
@@ -389,6 +390,16 @@ class GradientSync:
             (slots, event, missing), self._unread = self._unread, None
             event.synchronize()
             self._act_on(self.control.read_reports(slots.tolist()), missing, None)
+
+    def _act_or_discard(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
+        """`_act_on`. Where it finds an error the averages are not applied, and a codec must not count them as sent."""
+        is_applied = False
+        try:
+            is_applied = self._act_on(reports, missing, failure)
+        finally:
+            if not is_applied:
+                self.reducer.discard()
+        return is_applied
 
     def _act_on(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
         """Raise on every rank what any reported, and share changed buffers. False where every rank has failed."""
@@ -442,11 +453,12 @@ class GradientSync:
                 self.buffers.average(self.channel, writes[self.channel.rank])
             else:
                 self.buffers.read(self.control.statistics(words), is_valid=True)
-        if self.control.num_used and take_part and absent:
+        if self.control.num_used and absent:
             used = self.control.used(words).tolist()
-            for index in absent:
-                if not used[index]:
-                    self.replica.params[index].grad = None
+            unused = [index for index in absent if not used[index]]
+            self.reducer.discard(unused)
+            for index in unused if take_part else ():
+                self.replica.params[index].grad = None
         by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
         if not by_samples and (self.join is None or self.join.divide_by_world):
             total = self.channel.world_size
@@ -529,13 +541,15 @@ class BucketedReducer:
 
     def __init__(
         self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan,
-        hook: CommHook | None, placement: Placement | None = None,
+        hook: CommHook | None, placement: Placement | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
         self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
+        self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
+        self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
@@ -566,8 +580,9 @@ class BucketedReducer:
         self._active, self._next, self._failure = True, 0, None
         self._factor = factor
         if self._hook_calls is not None:
-            self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
             self._hook_calls.begin()
+        if self._hook_calls is not None or self._rounds:
+            self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
         self._taken.clear()
         if self._placement is not None and (error := self._placement.find_misuse()) is not None:
             self._fail(error)
@@ -687,6 +702,9 @@ class BucketedReducer:
         if self._hook_calls is not None:
             bucket.work = self._hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self._hook_calls.failure
+        elif self._rounds:
+            words = flat.words if number == len(self._buckets) - 1 else flat.words[:0]
+            bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
         else:
             message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
             tensors = [message, *uncopied] if message.numel() else uncopied
@@ -829,6 +847,11 @@ class BucketedReducer:
         for index in self._uncopied_strides:
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
+
+    def discard(self, indices: Sequence[int] | None = None) -> None:
+        """The averages are not applied, or not those of these parameters: a codec still has to send them."""
+        if self._strategy is not None:
+            self._strategy.discard(None if indices is None else [self.replica.params[index] for index in indices])
 
     def learn(self) -> None:
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""

@@ -2,7 +2,8 @@
 
 A codec averages one bucket in a generator. It yields a message, a pair of the kind of a collective and a tensor, and
 gets the result of that collective back. So the same code runs between ranks, with futures (`Exchanges`), and for
-replicas in one process (`run_together`). On a GPU nothing here makes the host wait.
+replicas in one process (`run_together`). On a GPU nothing here makes the host wait, and a bucket is handled as one
+vector: there each call is a launch, which takes longer than most gradients do.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_
 from paceline.transport import native
 
 SUM, GATHER, SWAP = "all-reduce", "all-gather", "all-to-all"
+MOMENTUM = "momentum "  # of DGC, before the name of a parameter among the errors
 Exchange = Generator[tuple[str, torch.Tensor], torch.Tensor, None]
 Vectors = Sequence[torch.Tensor]
+Sizes = Sequence[int]
 # Below this many elements, top-k looks at all of them; above, at those beyond a threshold that a sample gives.
 _SAMPLED = 1 << 16
 _SAMPLES = 1 << 14
@@ -45,6 +49,7 @@ class Codec:
         self._finite: list[Any] = []
         self._spare: dict[str, torch.Tensor] = {}
         self._payloads: dict[str, torch.Tensor] = {}
+        self._used: set[str] = set()  # of them, in this step
         self._step = -1
 
     @property
@@ -75,9 +80,20 @@ class Codec:
 
     def rescale(self, names: Sequence[str], factor: Any) -> None:
         """Multiply the errors of these parameters: the learning rate of the step before is `factor` times the next."""
+        errors = self.errors
+        if found := [errors[name] for name in names if name in errors]:
+            torch._foreach_mul_(found, factor)
+
+    def discard(self, names: Sequence[str] | None = None) -> None:
+        """The averages of the last step are not applied, or not those of these parameters: what they had not sent
+        before, they still have not."""
+        if names is None:
+            names, self._finite = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)], []
+        for kind in ("", MOMENTUM):
+            found = {kind + name: self._new_errors.pop(kind + name, None) for name in names}
+            self._spare |= {name: value for name, value in found.items() if value is not None}
         for name in names:
-            if name in self.errors:
-                self._errors[name].mul_(factor)
+            self._new_common.pop(name, None)
 
     def average(self, names: Sequence[str], grads: Vectors, step: int) -> Exchange:
         """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
@@ -87,6 +103,9 @@ class Codec:
                 total = yield SUM, torch.cat([grad.reshape(-1) for grad in same]).mul_(1 / self.world_size)
                 _spread(total, same)
             return
+        if step != self._step:
+            self._payloads = {name: self._payloads[name] for name in self._used}
+            self._used.clear()
         if step != self._step or not self._new_errors.keys().isdisjoint(names):
             self._settle()
             self._step = step
@@ -94,11 +113,11 @@ class Codec:
         vectors = [grad.detach().reshape(-1).float() for grad in grads]
         if any(vector.numel() for vector in vectors):
             yield from self._average(names, vectors, [grad.shape for grad in grads])
-        for grad, vector in zip(grads, vectors, strict=True):
-            if vector.data_ptr() != grad.data_ptr():
-                grad.copy_(vector.view(grad.shape))
+        moved = [(g, v.view(g.shape)) for g, v in zip(grads, vectors, strict=True) if v.data_ptr() != g.data_ptr()]
+        _copy_all(moved)
 
-    def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
+    def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
+        """Leave the averages in the vectors, or put others into the list that have them."""
         raise NotImplementedError
 
     def check(self, averages: torch.Tensor) -> None:
@@ -124,9 +143,16 @@ class Codec:
             self._new_errors[kind + name] = spare if fits and spare is not None else torch.empty_like(vector)
         return [self._new_errors[kind + name] for name in names]
 
+    def _keep(self, names: Sequence[str], flat: torch.Tensor, sizes: Sizes, kind: str = "") -> None:
+        """The errors that this step leaves, one after another in a vector."""
+        for name, part in zip(names, flat.split(list(sizes)), strict=True):
+            self._spare.pop(kind + name, None)
+            self._new_errors[kind + name] = part
+
     def _payload(self, name: str, size: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the message of a bucket, by its first parameter: new memory would cost as much as a copy."""
         known = self._payloads.get(name)
+        self._used.add(name)
         if known is None or known.numel() != size or known.device != like.device:
             known = self._payloads[name] = torch.zeros(size, dtype=dtype, device=like.device)
         return known
@@ -138,9 +164,8 @@ class Codec:
         on_gpu = [mark for mark in finite if isinstance(mark, torch.Tensor)]
         if on_gpu:  # chosen there, without waiting for it
             is_finite = torch.stack([mark.view(()) for mark in on_gpu]).all()
-            for kept, new in ((self._errors, errors), (self._common, common)):
-                for name, value in new.items():
-                    kept[name] = torch.where(is_finite, value, kept[name]) if name in kept else value
+            self._errors |= _choose(is_finite, errors, self._errors)
+            self._common |= _choose(is_finite, common, self._common)
             return
         if all(finite):
             self._spare |= {name: self._errors[name] for name in errors if name in self._errors}
@@ -155,16 +180,16 @@ class BFloat16(Codec):
 
     sums_precisely = False  # whether the all-reduce itself adds in float32 and rounds once
 
-    def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
-        n, core = self.world_size, _core(vectors)
-        size = sum(vector.numel() for vector in vectors)
+    def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
+        n, core, sizes = self.world_size, _core(vectors), [vector.numel() for vector in vectors]
+        size = sum(sizes)
         in_parts = n > 2 and not self.sums_precisely  # a ring would round at every hop
         room = size + (-size % n if in_parts else 0)
-        sent = self._payload(names[0], room, vectors[0], torch.bfloat16)
-        for vector, part in zip(vectors, sent[:size].split([v.numel() for v in vectors]), strict=True):
-            if core is None:
-                part.copy_(vector * (1 / n))
-            else:
+        if core is None:
+            sent = functional.pad((_join(vectors) * (1 / n)).bfloat16(), (0, room - size))
+        else:
+            sent = self._payload(names[0], room, vectors[0], torch.bfloat16)
+            for vector, part in zip(vectors, sent[:size].split(sizes), strict=True):
                 core.pln_to_bf16(vector.data_ptr(), 1 / n, vector.numel(), part.data_ptr())
         if in_parts:
             received = yield SWAP, sent.view(n, -1)
@@ -172,23 +197,25 @@ class BFloat16(Codec):
             total = gathered.view(-1)[:size]
         else:
             total = yield SUM, sent
-        _spread(total, vectors)
+        if _is_on_cpu(vectors):
+            _spread(total, vectors)
+        else:
+            vectors[:] = total.float().split(sizes)
 
 
 class Quantized(Codec):
     """int8 or int4 with one scale for a block. Each rank sums one part of the vector in float32, and sends the result
     quantised, too. The owner of a part adds the error of the result to its own, once for each rank."""
 
-    def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
+    def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, bits, core = self.world_size, QUANTIZED_BITS[self.strategy.codec], _core(vectors)
-        has_errors = self.strategy.feedback
-        errors = self._load(names, vectors) if has_errors else []
-        lost = self._renew(names, vectors) if has_errors else []
-        size = sum(vector.numel() for vector in vectors)
+        has_errors, sizes = self.strategy.feedback, [vector.numel() for vector in vectors]
+        errors, size = self._load(names, vectors) if has_errors else [], sum(sizes)
         row_bytes = count_shard_bytes(size, n, bits)
         num_blocks = row_bytes // (4 + BLOCK * bits // 8)
         if core is not None:
             counts, num = _counts(vectors), len(vectors)
+            lost = self._renew(names, vectors) if has_errors else []
             sent = self._payload(names[0], n * row_bytes, vectors[0], torch.uint8).view(n, row_bytes)
             result = torch.empty(row_bytes, dtype=torch.uint8)
             where = _addresses(vectors), _addresses(errors), _addresses(lost), counts, num
@@ -200,9 +227,7 @@ class Quantized(Codec):
             whole = gathered.data_ptr(), bits, n * num_blocks, _addresses(vectors), counts, num
             self._finite.append(bool(core.pln_dequantize(*whole)))
             return
-        flat = torch.cat(list(vectors))
-        if has_errors:
-            flat += torch.cat(errors)
+        flat = _join(vectors) + _join(errors) if has_errors else _join(vectors)
         parts = functional.pad(flat, (0, n * num_blocks * BLOCK - size)).view(n, -1)
         sent = quantize(parts, bits)
         parts -= dequantize(sent, bits)
@@ -214,45 +239,75 @@ class Quantized(Codec):
         result = quantize(total[None], bits)
         parts[self.rank] += (total - dequantize(result, bits)[0]) * n
         if has_errors:
-            _spread(parts.view(-1)[:size], lost)
+            self._keep(names, parts.view(-1)[:size], sizes)
         gathered = yield GATHER, result[0]
-        _spread(dequantize(gathered, bits).view(-1)[:size], vectors)
-        self._finite.append(_are_finite(_scales(gathered, bits)))
+        average, mark = _once(
+            gathered, lambda: (dequantize(gathered, bits).view(-1)[:size], _are_finite(_scales(gathered, bits)))
+        )
+        vectors[:] = average.split(sizes)
+        self._finite.append(mark)
 
 
 class TopK(Codec):
     """The largest elements of each gradient, with their places. The rest waits in the error. With `dgc`, momentum is
     applied before (Deep Gradient Compression): then the optimizer must have none."""
 
-    def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
-        n, strategy, density = self.world_size, self.strategy, self._density(self._step)
-        speeds: list[torch.Tensor] = []
-        if strategy.dgc:
-            speeds = self._renew(names, vectors, "momentum ")
-            for vector, old, speed in zip(vectors, self._load(names, vectors, "momentum "), speeds, strict=True):
-                vector.copy_(torch.mul(old, strategy.dgc, out=speed).add_(vector))
-        errors = self._load(names, vectors) if strategy.feedback else [torch.zeros(0)] * len(vectors)
-        rests = self._renew(names, vectors) if strategy.feedback else list(vectors)
-        places, values = [], []
-        for vector, error, rest in zip(vectors, errors, rests, strict=True):
-            place = add_and_find(vector, error, rest, count_kept(vector.numel(), density))
-            places.append(place.int())
-            values.append(rest[place])
-        payload = torch.cat([torch.cat(values).mul_(1 / n).view(torch.int32), torch.cat(places)])
-        for place, rest in zip(places, rests, strict=True):
-            rest[place] = 0
-        for place, speed in zip(places, speeds, strict=False):
-            speed[place] = 0
-        gathered = yield GATHER, payload
-        rows = [row.view(2, -1) for row in gathered]
-        sizes = [place.numel() for place in places]
-        for index, row in enumerate(rows):
-            for vector, value, place in zip(vectors, row[0].split(sizes), row[1].split(sizes), strict=True):
-                if index == 0:  # not added to zeros: that would change the sign of a zero
-                    vector.zero_().index_copy_(0, place.long(), value.view(torch.float32))
-                else:
-                    vector.index_add_(0, place, value.view(torch.float32))
-        self._finite.append(_are_finite(*(row[0].view(torch.float32) for row in rows)))
+    def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
+        n, density, sizes = self.world_size, self._density(self._step), [vector.numel() for vector in vectors]
+        counts, on_cpu = [count_kept(size, density) for size in sizes], _is_on_cpu(vectors)
+        places, values = (self._choose_each if on_cpu else self._choose_together)(names, vectors, counts)
+        gathered = yield GATHER, torch.cat([values.mul_(1 / n).view(torch.int32), places.int()])
+        rows = gathered[:, : places.numel()].view(torch.float32), gathered[:, places.numel() :]
+        if on_cpu:
+            start = 0
+            for run in _list_runs(vectors):
+                num, end = len(run), start + sum(counts[: len(run)])
+                where = rows[1][:, start:end]
+                where = where if num == 1 else where + _list_starts(sizes[:num], counts[:num], gathered.device)
+                _add_up(_join(run).zero_(), rows[0][:, start:end], where)
+                sizes, counts, start = sizes[num:], counts[num:], end
+        else:
+            where = _list_starts(sizes, counts, gathered.device)
+            average = _once(gathered, lambda: _add_up(rows[0].new_zeros(sum(sizes)), rows[0], rows[1] + where))
+            vectors[:] = average.split(sizes)
+        self._finite.append(_are_finite(rows[0]))
+
+    def _choose_each(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which elements of each gradient are sent, and their values. The rest is kept."""
+        dgc, speeds = self.strategy.dgc, list[torch.Tensor]()
+        if dgc:
+            speeds = self._renew(names, vectors, MOMENTUM)
+            for vector, old, speed in zip(vectors, self._load(names, vectors, MOMENTUM), speeds, strict=True):
+                vector.copy_(torch.mul(old, dgc, out=speed).add_(vector))
+        feedback = self.strategy.feedback
+        errors = self._load(names, vectors) if feedback else [torch.zeros(0)] * len(vectors)
+        rests = self._renew(names, vectors) if feedback else list(vectors)
+        pairs = zip(vectors, errors, rests, counts, strict=True)
+        places = [add_and_find(vector, error, rest, count) for vector, error, rest, count in pairs]
+        values = torch.cat([rest[place] for place, rest in zip(places, rests, strict=True)])
+        for kept in (rests, speeds) if dgc else (rests,):
+            for place, rest in zip(places, kept, strict=True):
+                rest[place] = 0
+        return torch.cat(places), values
+
+    def _choose_together(
+        self, names: Sequence[str], vectors: Vectors, counts: Sizes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in few calls."""
+        flat, sizes, speed = _join(vectors), [vector.numel() for vector in vectors], None
+        if self.strategy.dgc:
+            flat = speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
+            self._keep(names, speed, sizes, MOMENTUM)
+        if self.strategy.feedback:
+            flat = flat + _join(self._load(names, vectors))
+            self._keep(names, flat, sizes)
+        places = find_largest(flat, sizes, counts)
+        where = places + _list_starts(sizes, counts, flat.device)
+        values = flat[where]
+        for rest in (flat if self.strategy.feedback else None, speed):
+            if rest is not None:
+                rest.index_fill_(0, where, 0)
+        return places, values
 
     def _density(self, step: int) -> float:
         """DGC's warm-up: from a quarter of the elements down to the share, in equal factors."""
@@ -264,9 +319,12 @@ class PowerSGD(Codec):
     """Matrices as a product of two thin ones, by one step of power iteration from the factor of the step before. All
     else is sent as it is."""
 
-    def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
+    def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, rank, has_errors = self.world_size, int(self.strategy.amount), self.strategy.feedback
         found = [as_matrix(shape, rank) for shape in shapes]
+        if not _is_on_cpu(vectors):
+            yield from self._average_together(names, vectors, found)
+            return
         thin = [(name, vector, shape) for name, vector, shape in zip(names, vectors, found, strict=True) if shape]
         rest = [vector for vector, shape in zip(vectors, found, strict=True) if not shape]
         sent_names, sent = [name for name, _, _ in thin], [vector for _, vector, _ in thin]
@@ -291,6 +349,54 @@ class PowerSGD(Codec):
             lost = self._renew(sent_names, sent) if has_errors else [None] * len(sent)
             for pair in zip(matrices, lost, bases, rights, strict=True):
                 _subtract_product(*pair)
+        self._finite.append(_are_finite(*checked))
+
+    def _average_together(
+        self, names: Sequence[str], vectors: list[torch.Tensor], found: Sequence[tuple[int, int, int] | None]
+    ) -> Exchange:
+        """The same in few calls: matrices of one shape are one tensor, in the order of `turn`."""
+        n = self.world_size
+        turn = sorted((shape[0], shape[2], shape[1], index) for index, shape in enumerate(found) if shape)
+        order, rest = [item[-1] for item in turn], [index for index, shape in enumerate(found) if not shape]
+        sent_names, sizes = [names[index] for index in order], [vectors[index].numel() for index in order]
+        flat, groups, at = vectors[0].new_zeros(0), list[tuple[torch.Tensor, torch.Tensor]](), 0
+        if order:
+            flat = _join([vectors[index] for index in order])
+            flat = flat + _join(self._load(sent_names, flat.split(sizes))) if self.strategy.feedback else flat
+        for (rows, rank, columns), members in itertools.groupby(turn, key=lambda item: item[:3]):
+            alike = list(members)
+            end = at + len(alike) * rows * columns
+            matrices = flat[at:end].view(-1, rows, columns)
+            rights = torch.stack([self._first(names[item[-1]], matrices[0], rank) for item in alike])
+            groups.append((matrices, rights))
+            at = end
+        lefts = [torch.bmm(matrices, rights.mT) for matrices, rights in groups]
+        exact = [vectors[index] for index in rest]
+        total = yield SUM, torch.cat([*(left.view(-1) for left in lefts), *exact]).mul_(1 / n)
+        pieces = total.split([*(left.numel() for left in lefts), *(vector.numel() for vector in exact)])
+        for index, piece in zip(rest, pieces[len(lefts) :], strict=True):
+            vectors[index] = piece
+        checked = [total]
+        if order:
+            bases = _once(
+                total,
+                lambda: orthonormalize_all([p.view_as(left) for p, left in zip(pieces, lefts, strict=False)]),
+            )
+            rights_now = [torch.bmm(base.mT, matrices) for base, (matrices, _) in zip(bases, groups, strict=True)]
+            total = yield SUM, torch.cat([right.view(-1) for right in rights_now]).mul_(1 / n)
+            checked.append(total)
+            parts = total.split([right.numel() for right in rights_now])
+            rights_now = [part.view_as(right) for part, right in zip(parts, rights_now, strict=True)]
+            factors = [right for rights in rights_now for right in rights.unbind()]
+            self._new_common |= dict(zip(sent_names, factors, strict=True))
+            products = _once(
+                total,
+                lambda: torch.cat([torch.bmm(b, r).view(-1) for b, r in zip(bases, rights_now, strict=True)]),
+            )
+            if self.strategy.feedback:
+                self._keep(sent_names, flat - products, sizes)
+            for index, product in zip(order, products.split(sizes), strict=True):
+                vectors[index] = product
         self._finite.append(_are_finite(*checked))
 
     def _first(self, name: str, matrix: torch.Tensor, rank: int) -> torch.Tensor:
@@ -328,9 +434,9 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
             total = tensors[0].clone()
             for tensor in tensors[1:]:
                 total += tensor
-            values = [total.clone() for _ in tensors]
+            values = [total] * len(tensors)  # which no codec changes
         elif kind == GATHER:
-            values = [torch.stack(tensors) for _ in tensors]
+            values = [torch.stack(tensors)] * len(tensors)
         else:
             values = [torch.stack([tensor[index] for tensor in tensors]) for index in range(len(tensors))]
 
@@ -394,6 +500,60 @@ def _add(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor) -> None
         into.copy_(values)
 
 
+def find_largest(flat: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
+    """Of each part of the vector as many elements as counted that are largest in magnitude, as places in it. Parts of
+    one size are searched together."""
+    parts, alike = flat.abs().split(list(sizes)), dict[tuple[int, int], list[int]]()
+    for index, key in enumerate(zip(sizes, counts, strict=True)):
+        alike.setdefault(key, []).append(index)
+    found: dict[int, torch.Tensor] = {}
+    for (size, count), members in alike.items():
+        if count >= size:
+            places = torch.arange(size, device=flat.device).expand(len(members), -1)
+        else:
+            places = torch.stack([parts[index] for index in members]).topk(count, sorted=False).indices
+        found |= zip(members, places.unbind(), strict=True)
+    return torch.cat([found[index] for index in range(len(parts))])
+
+
+def _list_starts(sizes: Sizes, counts: Sizes, device: torch.device) -> torch.Tensor:
+    """Of each entry that is sent: where its gradient begins in the vector of all."""
+    starts = torch.tensor([0, *itertools.accumulate(sizes)][:-1])
+    return starts.repeat_interleave(torch.tensor(counts), output_size=sum(counts)).to(device, non_blocking=True)
+
+
+def _add_up(into: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Add the values of each rank at their places to a vector of zeros."""
+    into.index_copy_(0, places[0].long(), values[0])  # not added to zeros: that would change the sign of a zero
+    for value, place in zip(values[1:], places[1:], strict=True):
+        into.index_add_(0, place, value)
+    return into
+
+
+def orthonormalize_all(matrices: Vectors) -> list[torch.Tensor]:
+    """Orthonormal bases of the columns, for each of several batches of matrices. By Cholesky's factors of the products
+    of columns, in float64 and twice, so that nearly dependent columns are apart, too. What depends on others exactly
+    gets a column near zero."""
+    bases = [matrix.double() for matrix in matrices]
+    for _ in range(2):
+        inverses: dict[int, torch.Tensor] = {}
+        for index, products in _group_by_rank([base.mT @ base for base in bases]):
+            diagonal = products.diagonal(dim1=-2, dim2=-1)
+            diagonal += diagonal.sum(-1, keepdim=True) * 1e-14 + 1e-300
+            factor = torch.linalg.cholesky_ex(products).L
+            one = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
+            inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
+            inverses |= zip(index, inverse.split([len(bases[i]) for i in index]), strict=True)
+        bases = [base @ inverses[index].mT for index, base in enumerate(bases)]
+    return [base.float() for base in bases]
+
+
+def _group_by_rank(products: Vectors) -> list[tuple[list[int], torch.Tensor]]:
+    ranks = dict.fromkeys(product.size(-1) for product in products)
+    groups = [[index for index, product in enumerate(products) if product.size(-1) == rank] for rank in ranks]
+    return [(group, torch.cat([products[index] for index in group])) for group in groups]
+
+
 def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
     """An orthonormal base of the columns; NaN where the matrix is not finite, which the factorisation refuses."""
     if matrix.device.type == "cpu" and not _are_finite(matrix):
@@ -422,8 +582,70 @@ def _are_finite(*tensors: torch.Tensor) -> Any:
 
 
 def _spread(flat: torch.Tensor, vectors: Vectors) -> None:
-    for vector, part in zip(vectors, flat.split([vector.numel() for vector in vectors]), strict=True):
-        vector.copy_(part.view(vector.shape))
+    parts = flat.split([vector.numel() for vector in vectors])
+    _copy_all([(vector, part.view(vector.shape)) for vector, part in zip(vectors, parts, strict=True)])
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy to the first of each pair, those that lie alike in memory together."""
+    alike = [(to, given) for to, given in pairs if to.dtype == given.dtype and to.stride() == given.stride()]
+    if alike:
+        torch._foreach_copy_([to for to, _ in alike], [given for _, given in alike])
+    for to, given in pairs if len(alike) < len(pairs) else ():
+        if to.dtype != given.dtype or to.stride() != given.stride():
+            to.copy_(given)
+
+
+def _list_runs(vectors: Vectors) -> list[list[torch.Tensor]]:
+    """The vectors, together where one begins in memory where the one before ends."""
+    runs: list[list[torch.Tensor]] = []
+    for vector in vectors:
+        if runs and _follows(vector, runs[-1][-1]):
+            runs[-1].append(vector)
+        else:
+            runs.append([vector])
+    return runs
+
+
+def _follows(vector: torch.Tensor, before: torch.Tensor) -> bool:
+    is_next = vector.storage_offset() == before.storage_offset() + before.numel()
+    return is_next and vector.untyped_storage()._cdata == before.untyped_storage()._cdata
+
+
+def _join(vectors: Vectors) -> torch.Tensor:
+    """All of them as one vector: their own memory where it is one, else a copy."""
+    parts = [vector.view(-1) for vector in vectors]
+    if len(_list_runs(parts)) == 1:
+        return parts[0].as_strided((sum(part.numel() for part in parts),), (1,), parts[0].storage_offset())
+    return torch.cat(parts)
+
+
+def _choose(
+    is_new: torch.Tensor, new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All of the new values or all of the old ones, as a number on the GPU says; in few calls."""
+    chosen, together = dict(new), dict[int, list[str]]()
+    for name, value in new.items():
+        if name in old:
+            together.setdefault(value.untyped_storage()._cdata, []).append(name)
+    for names in together.values():
+        values = torch.where(is_new, _join([new[name] for name in names]), _join([old[name] for name in names]))
+        parts = values.split([new[name].numel() for name in names])
+        chosen |= {name: part.view_as(new[name]) for name, part in zip(names, parts, strict=True)}
+    return chosen
+
+
+def _once(message: torch.Tensor, compute: Callable[[], Any]) -> Any:
+    """What follows from a message that all ranks have got alike, and is not changed. Replicas in one process get the
+    same one, and the first computes for all."""
+    found = vars(message)
+    if "followed" not in found:
+        found["followed"] = compute()
+    return found["followed"]
+
+
+def _is_on_cpu(vectors: Vectors) -> bool:
+    return vectors[0].device.type == "cpu"
 
 
 @functools.cache

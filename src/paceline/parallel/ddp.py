@@ -43,7 +43,7 @@ from paceline.parallel.replicas import (
     verify_values,
 )
 from paceline.parallel.sharding import Placement, ShardedOptimizer, scatter_hook, shard
-from paceline.parallel.strategies import StrategyState, strategy_hook
+from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.strategy import Strategy
@@ -194,13 +194,14 @@ class DDP(DistributedDataParallel):
         """Build everything that this rank needs for its steps. Sends nothing: one rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
         self.stop()
+        self._sync = None  # so that a failure below leaves nothing that seems to average gradients
         channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
         replica = read_replica(self.module, ignored)
         is_precise = all(param.dtype in _PRECISE for param in replica.params)
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
-        hook, schedule = self._comm_hook, None
+        hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
             self._strategy = schedule = OuterState(
                 options.strategy,
@@ -213,14 +214,19 @@ class DDP(DistributedDataParallel):
             )
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
-            hook = self._strategy, strategy_hook
-        placement = None
+            hook, rounds = (self._strategy, strategy_hook), self._strategy.rounds
+        hook, placement = None if rounds else hook, None
         if options.strategy.is_sharded:
             placement = self._placement = self._placement or Placement(options.strategy)
-            placement.use(replica, channel)
+            placement.use(replica, channel, rounds)
             hook = (placement, scatter_hook) if placement.needs_hook else None
-        planner = options.make_planner(channel, replica.gradients, with_hook=hook is not None)
-        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, hook, placement)
+            assert self._strategy is not None
+            self._strategy.exchanges = placement.exchanges  # whose messages are those of the strategy
+        self._needs_whole = hook is not None and placement is None
+        planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
+        reducer = BucketedReducer(
+            replica, channel, control.num_words, options.reducer, planner, hook, placement, rounds
+        )
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
@@ -369,13 +375,16 @@ class DDP(DistributedDataParallel):
 
     def shard_optimizer(
         self, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer], params: Any = None, *,
-        shared: bool = True, **options: Any,
+        shared: bool = True, overlap: bool = False, **options: Any,
     ) -> ShardedOptimizer:  # fmt: skip
         """The optimizer for `strategy="zero1"`: a class with its options (and groups in `params`, else all trained
         parameters), or one that has taken no step, which is changed. Each rank has the state of its ranges alone.
 
         Its `step` and `state_dict` are collective. Where the ranks share memory, all of a host read one copy of the
-        parameters; `shared=False` gives each its own, for programs that change parameters in place. Collective.
+        parameters; `shared=False` gives each its own, for programs that change parameters in place. Elsewhere `step`
+        gathers the parameters. With `overlap=True` they arrive during the next forward: a program that reads them in
+        between by other ways than the wrapper's, for a moving average say, must call `wait()` of the optimizer before.
+        Collective.
         """
         self._ready  # noqa: B018
         placement = self._placement
@@ -387,7 +396,7 @@ class DDP(DistributedDataParallel):
         elif options or params is not None:
             raise ConfigError("shard_optimizer(): params and options belong to a class, not an optimizer that exists")
         placement.wait()
-        placement.share_parameters = shared
+        placement.share_parameters, placement.overlaps = shared, overlap
         placement.optimizer = sharded = shard(placement, optimizer)
         placement.watch(self.module)
         return sharded
@@ -438,25 +447,31 @@ class DDP(DistributedDataParallel):
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None
-        costs = None if self._strategy is None else self._strategy.costs
+        costs = None
+        if self._strategy is not None:
+            held_bytes = 0 if self._placement is None else self._placement.held_bytes
+            costs = self._strategy.compute_costs(channel, sync.num_steps, held_bytes)
         return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs)
 
     def strategy_state(self) -> dict[str, Any]:
-        """What the strategy must keep to go on exactly: `rank` is this rank's part, the rest is common to all ranks."""
+        """What the strategy must keep to continue exactly: `rank` is this rank's part, the rest is common to all."""
         plan = self.plan
         if self._strategy is None:
             return {}
         return {**self._strategy.state(), "plan": None if plan is None else plan.to_json()}
 
-    def load_strategy_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the `strategy_state` of all ranks, in rank order, before the first step. From another number of
-        ranks, every rank gets the mean of their errors. Collective: every rank must call this."""
+    def load_strategy_state(self, states: Sequence[dict[str, Any]], *optimizers: torch.optim.Optimizer) -> None:
+        """Continue from the `strategy_state` of all ranks, in rank order, before the first step. From another number of
+        ranks, every rank gets the mean of their errors. `optimizers` are those that step the model: errors follow their
+        learning rates. Collective: every rank must call this."""
         reducer = self._ready.reducer
+        check_states(states, self._options.strategy)
         if self._strategy is None or not states:
             return
-        self._strategy.load(states)
+        self._strategy.load(states, *optimizers)
         if states[0]["plan"] is not None:  # the buckets decide which numbers are rounded together
-            reducer.adopt(check_plan(Plan.from_json(states[0]["plan"]), reducer.replica.gradients))
+            plan = Plan.from_json(states[0]["plan"])
+            reducer.adopt(check_plan(plan, reducer.replica.gradients, self._needs_whole))
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket, as in torch. All ranks call it, before the first step."""
@@ -469,8 +484,8 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
         if self.plan is not None:  # another rank may already be sending buckets by it
             raise ConfigError("a communication hook cannot be registered after a step: call rebuild() first")
-        if self._options.plan is not None and self._options.plan.is_split:
-            raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
+        if self._options.plan is not None:
+            check_plan(self._options.plan, self._ready.replica.gradients, needs_whole=True)
         self._comm_hook = (state, hook)
         self._set_up()
 

@@ -131,6 +131,40 @@ class Outer:
         self.step, self.has_drifted, self.to_apply, self.to_begin = self.base, True, [], []
         self.begun = dict.fromkeys(self.begun, self.base + self.strategy.delay)
 
+    def state(self) -> dict[str, Any]:
+        """`common` is what the last sync left on all replicas, `rank` what this one has of its own. Not copies."""
+        if self.is_fresh:
+            self.read_start()
+        common = {_START + name: start for name, start in zip(self.names, self.start, strict=True)}
+        common |= {_MOMENTUM + name: value for name, value in self.momentum.items()}
+        for number, mean in self.means.items():
+            common |= {_MEAN + self.names[i]: value for i, value in zip(self.fragment(number), mean, strict=True)}
+        own = self.errors
+        if self.has_drifted:
+            own |= {_PARAM + name: value for name, value in zip(self.names, self.values, strict=True)}
+        counts = {name: copy.copy(getattr(self, name)) for name in _COUNTS}
+        return {"step": self.step, "outer": counts, "common": common, "rank": own}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state` returned; `own` is this replica's part."""
+        kept, shapes = state["common"], {name: start.shape for name, start in zip(self.names, self.start, strict=True)}
+        found = {name.removeprefix(_START): tensor.shape for name, tensor in kept.items() if name.startswith(_START)}
+        if shapes != found:
+            odd = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
+            text = f"the state of strategy {self.strategy.text!r} is of another model: {list_some(odd, ', ')} differ"
+            raise ConfigError(text, code="strategy")
+        vars(self).update(copy.deepcopy({name: state["outer"][name] for name in _COUNTS}))
+        self.step, self.momentum, self.means = state["step"], {}, {}
+        self.errors = {name: own[name].clone() for name in self.names if name in own}
+        for index, (name, start, value) in enumerate(zip(self.names, self.start, self.values, strict=True)):
+            start.copy_(kept[_START + name])
+            value.copy_(own.get(_PARAM + name, start))
+            if (moving := kept.get(_MOMENTUM + name)) is not None:
+                self.momentum[name] = moving.to(start, copy=True)
+            if (mean := kept.get(_MEAN + name)) is not None:
+                self.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
+
     def average(self, number: int) -> Exchange:
         """The average over the replicas of how far each has gone, in `means`."""
         is_dense, values, gone = self.strategy.codec == "dense", self.values, []
@@ -234,7 +268,7 @@ class OuterState(StrategyState):
         self.unusable = ""  # the failure after which the ranks cannot match their messages any more
         self.outer = Outer(strategy, list(self._names.values()), replica.params, self.codec)
         if isinstance(before, OuterState):
-            self._follow(before)
+            self._follow_outer(before)
         self._index = {id(param): index for index, param in enumerate(replica.params)}
         own = weakref.ref(self)
 
@@ -244,8 +278,8 @@ class OuterState(StrategyState):
 
         self._handle = register_optimizer_step_post_hook(stepped)
 
-    def _follow(self, before: OuterState) -> None:
-        """Go on where the state before the model was read again was."""
+    def _follow_outer(self, before: OuterState) -> None:
+        """Continue where the state before the model was read again was."""
         old, new = before.outer, self.outer
         self.is_due, self.defers, self._lrs = before.is_due, before.defers, dict(before._lrs)
         if [(name, start.shape) for name, start in zip(old.names, old.start, strict=True)] == [
@@ -418,53 +452,25 @@ class OuterState(StrategyState):
     def state(self) -> dict[str, Any]:
         """The common part has what the last sync left; this rank's part its own model, between two syncs."""
         self.wait()
-        outer, names = self.outer, self.outer.names
-        if outer.is_fresh:
-            outer.read_start()
-        common = {_START + name: start for name, start in zip(names, outer.start, strict=True)}
-        common |= {_MOMENTUM + name: value for name, value in outer.momentum.items()}
-        for number, mean in outer.means.items():
-            common |= {_MEAN + names[i]: value for i, value in zip(outer.fragment(number), mean, strict=True)}
-        rank: dict[str, torch.Tensor] = outer.errors
-        if outer.has_drifted:
-            rank |= {_PARAM + name: value for name, value in zip(names, outer.values, strict=True)}
+        found = self.outer.state()
+        rank = found["rank"]
+        if self.outer.has_drifted:
             rank |= {_BUFFER + name: buffer for name, buffer in self._buffers}
         if self._lrs:
-            known = [[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(names))]
+            known = [[self._lrs.get(i, 0.0), i in self._lrs] for i in range(len(self.outer.names))]
             rank[_LRS] = torch.tensor(known, dtype=torch.float64)
-        counts = {name: copy.copy(getattr(outer, name)) for name in _COUNTS} | {"due": (self.is_due, self.defers)}
-        return {
-            "strategy": self.strategy.text, "step": outer.step, "outer": counts, "rates": {},
-            "common": {name: value.clone() for name, value in common.items()},
-            "rank": {name: value.clone() for name, value in rank.items()},
-        }  # fmt: skip
+        copies = {part: {name: value.clone() for name, value in found[part].items()} for part in ("common", "rank")}
+        counts = found["outer"] | {"due": (self.is_due, self.defers)}
+        return {**found, **copies, "strategy": self.strategy.text, "rates": {}, "outer": counts}
 
     @torch.no_grad()
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
-        if not hasattr(self, "outer"):  # `before`, while this is being built: `_follow` does the rest
-            super()._take({**common, "common": {}}, errors)
-            return
-        outer, kept = self.outer, common["common"]
-        shapes = {name: start.shape for name, start in zip(outer.names, outer.start, strict=True)}
-        found = {name.removeprefix(_START): tensor.shape for name, tensor in kept.items() if name.startswith(_START)}
-        if shapes != found:
-            odd = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
-            text = f"the state of strategy {self.strategy.text!r} is of another model: {list_some(odd, ', ')} differ"
-            raise ConfigError(text, code="strategy")
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
-        outer.errors = self.codec.errors
-        vars(outer).update(copy.deepcopy({name: common["outer"][name] for name in _COUNTS}))
+        self.outer.load(common, errors)
         self.is_due, self.defers = common["outer"]["due"]
-        outer.step, outer.momentum, outer.means, self._futures = common["step"], {}, {}, {}
-        for index, (name, start, value) in enumerate(zip(outer.names, outer.start, outer.values, strict=True)):
-            start.copy_(kept[_START + name])
-            value.copy_(errors.get(_PARAM + name, start))
-            if (moving := kept.get(_MOMENTUM + name)) is not None:
-                outer.momentum[name] = moving.to(start, copy=True)
-            if (mean := kept.get(_MEAN + name)) is not None:
-                outer.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
+        self._futures = {}
         for name, buffer in self._buffers:
             buffer.copy_(errors.get(_BUFFER + name, buffer))
         lrs = errors.get(_LRS)

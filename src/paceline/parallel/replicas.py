@@ -101,10 +101,12 @@ class Options:
             return (self.bucket_cap_mb,)
         return self.bucket_cap_mb_list or ()
 
-    def make_planner(self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool) -> MakePlan:
+    def make_planner(
+        self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool, needs_whole: bool = False
+    ) -> MakePlan:
         """The function that makes a plan from the ready order of these gradients."""
         if self.plan is not None:
-            plan = check_plan(self.plan, gradients)
+            plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order: plan
         if fixed := REDUCERS[self.reducer]:
             cap, rule = fixed
@@ -124,8 +126,11 @@ class Options:
         return lambda order: plan_like_torch(gradients, order, caps)
 
 
-def check_plan(plan: Plan, gradients: Sequence[Gradient]) -> Plan:
-    """The given plan, if it is one for this model."""
+def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> Plan:
+    """The given plan, if it is one for this model, and gives each gradient to one bucket where that is needed."""
+    if needs_whole and plan.is_split:
+        text = "the plan splits a gradient over buckets, and a codec or a communication hook needs whole ones"
+        raise ConfigError(f"{text}: use another plan", code="plan")
     if len(plan.gradients) != len(gradients):
         text = f"the plan is for {len(plan.gradients)} gradients, and the model has {len(gradients)}"
         raise ConfigError(text, code="plan")

@@ -2,7 +2,8 @@
 
 A `Placement` says which elements are whose, and gives every rank the updated values. Where the ranks share memory, the
 parameters are one copy that all of them read: a rank writes its pieces there, between two messages that all ranks take
-part in. Elsewhere the pieces are gathered while the next forward runs, and each block of the model waits for its own.
+part in. Elsewhere the pieces are gathered at the end of a step; or, if the user allows it, while the next forward runs,
+and each block of the model waits for its own.
 
 The optimizer is the user's, with this rank's ranges of the parameters in its groups. It must work element by element,
 or take its norms from `compute_norms`, as LARS and LAMB do.
@@ -26,18 +27,17 @@ from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, SWAP, Exchange
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.levels import SCATTER
-from paceline.parallel.replicas import Replica, list_some
+from paceline.parallel.replicas import Replica, list_some, name_ranks
 from paceline.parallel.strategies import Exchanges, start_message
 from paceline.plan import Plan
-from paceline.strategy import Message, Strategy
-from paceline.transport.group import PacelineGroup
+from paceline.strategy import LINE_BYTES, Strategy, count_each
 
-# No two ranks write in one line of the cache, and ranges begin where vectors of the processor do.
-_LINE_BYTES = 64
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 )
+# How long a rank waits for the others to put the state together: one that asks alone must not wait for ever.
+_MEET_S = 120.0
 # Parts of a state that are one number for a parameter, which may be a scalar itself.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
@@ -48,12 +48,6 @@ class Range(NamedTuple):
     param: int
     start: int
     end: int
-
-
-def count_each(num_elements: int, item_bytes: int, world_size: int) -> int:
-    """The elements of a bucket that each rank updates; the last ranks may have fewer."""
-    line = max(1, _LINE_BYTES // item_bytes)
-    return -(-num_elements // (world_size * line)) * line
 
 
 def cut_plan(flat: FlatGradients, plan: Plan, rank: int, world_size: int) -> list[list[Range]]:
@@ -92,7 +86,7 @@ class Placement:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
-        self.share_parameters = True
+        self.share_parameters, self.overlaps = True, False
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False  # nothing is computed meanwhile, and another thread would only take time
         self._homes: dict[nn.Parameter, torch.Tensor] = {}  # of each parameter: its place in the shared copy
@@ -104,14 +98,14 @@ class Placement:
         self.is_reduced = False  # the gradients since `zero_grad` are averages, in this rank's pieces
         self.sync: Callable[[], Any] = lambda: None  # the step logic, to ask whether gradients wait to be averaged
 
-    def use(self, replica: Replica, channel: Channel) -> None:
-        """Begin again with this replica. Sends nothing."""
+    def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
+        """Begin again with this replica; `rounds`: the sum for all ranks rounds to bfloat16. Sends nothing."""
         self.release()
         self._homes.clear()
         self.replica, self.channel, self.is_planned = replica, channel, False
         self.exchanges = Exchanges(channel)
-        group = channel.group
-        self._one_host = isinstance(group, PacelineGroup) and group.shares_memory and channel.device.type == "cpu"
+        # Whether gradients are scattered. In shared memory a sum for all ranks is as fast.
+        self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
         if self.optimizer is not None:
             self.optimizer.check(replica)
 
@@ -124,14 +118,15 @@ class Placement:
         self._optimizer = weakref.ref(optimizer)  # which holds this
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all ranks read one copy of the parameters."""
-        return self._one_host and self.share_parameters and self.channel.world_size > 1
+    def held_bytes(self) -> int:
+        """The optimizer's state on this rank."""
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     @property
-    def needs_hook(self) -> bool:
-        """Whether gradients are scattered. In shared memory a sum for all ranks is as fast."""
-        return not (self._one_host and self.strategy.codec == "dense")
+    def is_shared(self) -> bool:
+        """Whether all ranks read one copy of the parameters."""
+        return self.channel.shares_memory and self.share_parameters and self.channel.world_size > 1
 
     def lay_out(self, flat: FlatGradients, plan: Plan, is_planned: bool) -> None:
         """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
@@ -152,8 +147,10 @@ class Placement:
             self.optimizer.attach()
 
     def find_misuse(self) -> ConfigError | None:
-        """Gradients that this rank has averages of in its pieces only cannot be added to."""
-        if not (self.is_reduced and self.needs_hook and any(p.grad is not None for p in self.replica.params)):
+        """Gradients of which a rank may have averages in its pieces alone cannot be added to, unless they are zeros. In
+        shared memory they could be, but a program must not depend on where its ranks are."""
+        grads = [param.grad for param in self.replica.params if param.grad is not None] if self.is_reduced else []
+        if not any(grad.any() for grad in grads):
             return None
         text = "these gradients are averages already, of this rank's pieces alone, and cannot be added to"
         return ConfigError(
@@ -179,7 +176,7 @@ class Placement:
         rounds = self.strategy.codec == "bf16" and flat.dtype == torch.float32
         parts = functional.pad(flat, (0, n * each - flat.numel())).mul_(1 / n).view(n, each)
         parts = parts.bfloat16() if rounds else parts
-        if self._one_host or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
+        if channel.shares_memory or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
             total = yield SCATTER, parts
         else:
             received = yield SWAP, parts
@@ -236,7 +233,7 @@ class Placement:
 
     def _move_in(self, params: Sequence[nn.Parameter]) -> None:
         """Make the shared copy. Collective."""
-        line, starts, end = _LINE_BYTES, [], 0
+        line, starts, end = LINE_BYTES, [], 0
         for param in params:
             starts.append(end)
             end += -(-param.nbytes // line) * line
@@ -301,6 +298,8 @@ class Placement:
             # What forward needs first is in the last bucket.
             for number in reversed(range(len(cuts[0]))):
                 self._start_gather(number, [cut[number] for cut in cuts])
+            if not self.overlaps:
+                self.wait()
         if params:
             torch.autograd.graph.increment_version(params)
         self._versions = [param._version for param in params]
@@ -316,8 +315,7 @@ class Placement:
             together = torch.cat(mine)
             given[: together.numel()] = together
         self._gathers[number] = start_message(GATHER, given, self.channel.group, n)
-        self.exchanges.num_messages += 1
-        self.exchanges.sent_bytes += Message(GATHER, given.nbytes).sent_bytes(n)
+        self.exchanges.count(GATHER, given.nbytes, n)
 
     @torch.no_grad()
     def wait(self, numbers: Iterable[int] | None = None) -> None:
@@ -352,7 +350,7 @@ class Placement:
             self._hooks.append(part.register_state_dict_pre_hook(saving))  # type: ignore[no-untyped-call]
             loading = _Hook(self, lambda own, *_: own.release())
             self._hooks.append(part.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
-        if self.channel.world_size == 1 or self.is_shared:
+        if self.channel.world_size == 1 or self.is_shared or not self.overlaps:
             return
         self._needs.clear()
         self._hooks.append(module.register_forward_pre_hook(_Hook(self, Placement._wait_outside)))
@@ -419,7 +417,8 @@ def scatter_hook(placement: Placement, bucket: Any) -> torch.futures.Future[torc
 class ShardedOptimizer(Optimizer):
     """What `DDP.shard_optimizer` makes of an optimizer: the same, on this rank's ranges of the parameters.
 
-    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank.
+    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank. For programs that
+    ask one rank alone for the state there is `consolidate_state_dict`, as in torch's ZeroRedundancyOptimizer.
     """
 
     _placement: Placement
@@ -428,10 +427,13 @@ class ShardedOptimizer(Optimizer):
     cuts: list[list[list[Range]]]  # by rank and bucket, of these parameters:
     _params: tuple[nn.Parameter, ...]
     _has_norms: bool
+    _names: dict[int, str]  # of all parameters that were ever trained here
 
     def begin(self, placement: Placement) -> None:
         self._placement, self._members = placement, [list(group["params"]) for group in self.param_groups]
-        self._parts, self.cuts = {}, []
+        self._parts, self.cuts, self._names = {}, [], {}
+        self._num_steps = self._num_asked = 0  # steps, and questions for the state since the last
+        self._whole: dict[int, dict[str, Any]] | None = None  # since `consolidate_state_dict`
         self.check(placement.replica)
         self.cut(placement.cut())
 
@@ -444,12 +446,14 @@ class ShardedOptimizer(Optimizer):
             text = f"the optimizer is cut for {len(self.cuts)} ranks: save its state, and load it in another"
             raise ConfigError(f"zero1: {text}", code="strategy")
         known = set(replica.params)
+        self._names |= {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         for number, params in enumerate(self._members):
             for param in params:
                 if param not in known:
-                    shape = tuple(param.shape)
-                    text = f"group {number} of the optimizer has a parameter of shape {shape} that is not trained here"
-                    raise ConfigError(f"zero1: {text}: give the optimizer the parameters of model", code="strategy")
+                    name = self._names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+                    text = f"group {number} of the optimizer has {name}, which is not trained here"
+                    advice = "give the optimizer the parameters of model; to freeze some, save state_dict() and shard"
+                    raise ConfigError(f"zero1: {text}: {advice} a new one", code="strategy")
 
     def cut(self, cuts: list[list[list[Range]]]) -> None:
         """Take the ranges of a plan. Collective if there is a state, which goes to the new owners."""
@@ -498,6 +502,7 @@ class ShardedOptimizer(Optimizer):
         if not placement.is_planned or getattr(placement.sync(), "is_pending", False):
             text = "the gradients are not averaged: step() must follow a backward that is synchronised"
             raise ConfigError(f"zero1: {text}", code="strategy")
+        self._num_steps, self._num_asked, self._whole = self._num_steps + 1, 0, None
         with torch.no_grad():
             placement.begin_step(self.members, list(self._parts.values()))
             self._follow()
@@ -522,7 +527,7 @@ class ShardedOptimizer(Optimizer):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
-                param.grad.detach_().zero_()
+                param.grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
@@ -530,7 +535,8 @@ class ShardedOptimizer(Optimizer):
         )
 
     def wait(self) -> None:
-        """Have the new values of all parameters. Forward, saving and copying of the wrapper do so themselves."""
+        """With `overlap=True`: have the new values of all parameters, before the program reads them. The wrapper does
+        so itself in forward and to save or copy."""
         self._placement.wait()
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -544,13 +550,27 @@ class ShardedOptimizer(Optimizer):
         return self._placement.gather_words(squares).sum(0)[indices].sqrt().to(dtype)
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """The whole state, as of the optimizer without shards. Collective. With `to` only that rank gets it, and the
-        others what they would have before the first step."""
+        """The whole state, as of the optimizer without shards. Collective, unless `consolidate_state_dict` was called
+        since the last step. With `to` only that rank gets it, and the others what they would have before the first
+        step."""
         groups, count = [], 0
         for group, params in zip(self.param_groups, self._members, strict=True):
             groups.append({**group, "params": list(range(count, count + len(params)))})
             count += len(params)
+        if self._whole is not None:
+            return {"state": dict(self._whole), "param_groups": groups}
+        if absent := self._placement.channel.meet(f"state {self._num_steps}-{self._num_asked}", _MEET_S):
+            text = f"state_dict() needs all ranks, and {name_ranks(absent)} did not call it within {_MEET_S:g} s"
+            advice = "call it on all of them, or consolidate_state_dict() on all and then state_dict() on one"
+            raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
+        self._num_asked += 1
         return {"state": self._collect(to), "param_groups": groups}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Put the whole state together on one rank. Until the next step `state_dict()` there needs no other rank, and
+        on the others has what it would have before the first step. Collective: every rank must call this."""
+        self._whole = None
+        self._whole = self.state_dict(to)["state"]
 
     @torch.no_grad()
     def _collect(self, to: int | None = None) -> dict[int, dict[str, Any]]:
@@ -613,6 +633,7 @@ class ShardedOptimizer(Optimizer):
         if saved != [len(params) for params in self._members]:
             text = f"the state has groups of {saved} parameters, and the optimizer of {[*map(len, self._members)]}"
             raise ConfigError(f"zero1: {text}: it is of another model or other groups", code="strategy")
+        self._whole = None
         order = [place for group in state_dict["param_groups"] for place in group["params"]]
         state = {place: state_dict["state"][key] for place, key in enumerate(order) if key in state_dict["state"]}
         self._load(state, state_dict["param_groups"])

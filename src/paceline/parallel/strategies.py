@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from paceline.parallel.levels import NUM_STAGES, SCATTER, Inside, Levels
 from paceline.parallel.replicas import Replica, read_replica
 from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import DENSE, Message, Strategy
-from paceline.transport.group import PacelineGroup
 
 
 class Exchanges:
@@ -102,6 +102,12 @@ class Exchanges:
                     if other in self._waiting and self._is_turn(other):
                         self._send(other)
 
+    def count(self, kind: str, num_bytes: int, num_ranks: int) -> None:
+        """Of a message that is sent now."""
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+        self.sent_bytes += Message(kind, num_bytes).sent_bytes(num_ranks)
+
     def _fail(self, error: Exception, number: int, future: Any) -> None:
         """Keep the error for what follows; what waits gets it, too."""
         with self._lock:
@@ -138,9 +144,7 @@ class Exchanges:
         except Exception as error:
             self._fail(error, number, future)
             return
-        self.num_messages += 1
-        self.num_bytes += tensor.nbytes
-        self.sent_bytes += Message(kind, tensor.nbytes).sent_bytes(size)
+        self.count(kind, tensor.nbytes, size)
 
         def go_on(done: Any) -> None:
             try:
@@ -180,10 +184,19 @@ def _sum_options() -> Any:
     return options
 
 
+def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> None:
+    """Refuse states of another strategy. Those of a dense model are empty."""
+    texts = [state.get("strategy", DENSE.text) for state in states]
+    if found := [text for text in texts if Strategy.parse(text) != strategy]:
+        text = f"the state is of strategy {found[0]!r}, and this is {strategy.text!r}"
+        raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+
+
 class StrategyState:
-    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It goes on where `before` was.
+    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It continues where `before` was.
 
     An error is in units of gradients: where an optimizer's learning rate changes from a to b, it is multiplied by a/b.
+    Of a scaled loss it is in units of scaled gradients, and follows the scale of torch's GradScaler.
     """
 
     def __init__(
@@ -192,8 +205,14 @@ class StrategyState:
         self.strategy, self._world_size, self._rank = strategy, channel.world_size, channel.rank
         self._names = {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         self._shapes = {names[0]: layout[0] for names, layout in zip(replica.names, replica.layouts, strict=True)}
+        # Errors are in the order of memory, as gradients are in a bucket: of channels_last, say, in another than usual.
+        self._strides = {} if strategy.outer else {
+            names[0]: list(strides)
+            for param, names in zip(replica.params, replica.names, strict=True)
+            if (strides := torch.empty_like(param, device="meta").stride()) != _usual_strides(param.size())
+        }  # fmt: skip
         for param, names in zip(replica.params, replica.names, strict=True):
-            if param.is_complex():
+            if param.is_complex() and strategy.codec != "dense":
                 text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
                 raise ConfigError(f"{text}: use strategy='dense'", code="strategy")
         self.levels = levels = Levels.find(strategy, channel)
@@ -202,17 +221,27 @@ class StrategyState:
         else:
             runs = DENSE if levels is not None and len(levels.hosts) == 1 else strategy
             self.codec = build_codec(runs, channel.rank, channel.world_size)
+        # In shared memory ranks can round while they add up float32, which is as fast as not to round.
+        is_float32 = all(dtype == torch.float32 for _, dtype, _ in replica.layouts)
+        is_shared = channel.shares_memory and channel.world_size > 1
+        self.rounds = strategy.codec == "bf16" and levels is None and is_shared and is_float32
         if isinstance(self.codec, BFloat16) and self.codec.world_size == channel.world_size:
             # In shared memory ranks add in float32 and round once. gloo and NCCL round at every hop of a ring.
-            is_shared = isinstance(channel.group, PacelineGroup) and channel.group.shares_memory
-            self.codec.sums_precisely = is_shared and channel.device.type == "cpu"
-        self.exchanges, self.step, self._first_step = Exchanges(channel, levels), 0, 0
+            self.codec.sums_precisely = channel.shares_memory
+        self.exchanges, self.step = Exchanges(channel, levels), 0
         self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
+        # Of each parameter: the optimizer that stepped it last, and its group there, which has the next rate.
+        self._steppers: dict[str, tuple[Callable[[], Optimizer | None], int]] = {}
+        self._scale: Any = None  # of the loss, that errors belong to; None: it was not scaled
+        self._scaler: Callable[[], Any] = lambda: None
         self._is_first = True  # the next bucket is the first of a step
         if before is not None and before._world_size == self._world_size:
-            self._take(before.state(), before.codec.errors)
-            self._optimizers = before._optimizers
+            self._follow(before)
+        self._end: Callable[[], object] = lambda: None
+        if strategy.outer or strategy.codec in ("dense", "bf16"):
+            return  # there are no errors of gradients
+        _watch_scalers()
+        _states.add(self)
         own = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -224,19 +253,21 @@ class StrategyState:
     def stop(self) -> None:
         """Remove the hooks on optimizers."""
         self._end()
+        _states.discard(self)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             if not (names := self._find_names(group)):
                 continue
             momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
             if self.strategy.dgc and momentum:
-                twice = f"{type(optimizer).__name__} has momentum {momentum:g}, and the strategy {self.strategy.dgc:g}"
-                text = f"strategy {self.strategy.text!r}: {twice}: use an optimizer without it, or leave out dgc"
+                twice = f"momentum would be applied twice: {type(optimizer).__name__} has {momentum:g}, and dgc"
+                text = f"strategy {self.strategy.text!r}: {twice} {self.strategy.dgc:g}"
+                text += "; use an optimizer without it, or leave out dgc"
                 raise ConfigError(text, code="strategy")
-            self._optimizers.add(optimizer)
             self._note_rate(names, group.get("lr", 0.0))
+            self._steppers |= dict.fromkeys(names, (weakref.ref(optimizer), number))
 
     def _find_names(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
@@ -250,19 +281,39 @@ class StrategyState:
 
     def _follow_rates(self) -> None:
         """Before the first exchange of a step: rescale errors that belong to another rate than that of the step."""
-        if self._rates and not self._optimizers:  # of a state that was loaded: no step has shown the optimizer yet
-            found = (item for item in gc.get_objects() if issubclass(type(item), Optimizer))
-            self._optimizers.update(item for item in found if any(map(self._find_names, item.param_groups)))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                names, new = self._find_names(group), group.get("lr", 0.0)
-                for name in names:
-                    old = self._rates.get(name, new)
-                    if isinstance(new, torch.Tensor) and new.is_cuda:
-                        self.codec.rescale([name], torch.where((new > 0) & (old > 0), old / new, 1.0))
-                    elif new > 0 and new != old > 0:
-                        self.codec.rescale([name], float(old) / float(new))
-                self._note_rate(names, new)
+        for name, (find, number) in self._steppers.items():
+            optimizer = find()
+            if optimizer is None or number >= len(optimizer.param_groups):
+                continue
+            new = optimizer.param_groups[number].get("lr", 0.0)
+            old = self._rates.get(name, new)
+            if isinstance(new, torch.Tensor) and new.is_cuda:
+                self.codec.rescale([name], torch.where((new > 0) & (old > 0), old / new, 1.0))
+            elif new > 0 and new != old > 0:
+                self.codec.rescale([name], float(old) / float(new))
+            self._note_rate([name], new)
+
+    def note_scaler(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A scaler has looked at gradients; if they are of these parameters, it is their scale."""
+        if any(map(self._find_names, optimizer.param_groups)):
+            self._scaler = weakref.ref(scaler)
+            self._scale = _read_scale(scaler) if self._scale is None else self._scale
+
+    def _follow_scale(self) -> None:
+        """Before the first exchange of a step: rescale what belongs to another scale of the loss."""
+        if self._scale is None:
+            return
+        if (scaler := self._scaler()) is None:  # of a state that was loaded, or the program has another one now
+            found = [s for s in gc.get_objects() if issubclass(type(s), torch.amp.GradScaler) and s.is_enabled()]
+            if len(found) > 1:
+                return  # the next step shows which
+            scaler = found[0] if found else None
+            self._scaler = (lambda: None) if scaler is None else weakref.ref(scaler)
+        new = 1.0 if scaler is None else _read_scale(scaler)
+        if new is not None and (isinstance(new, torch.Tensor) or new != self._scale):
+            # All that is kept, a momentum, too.
+            self.codec.rescale(list(self.codec.errors), new / self._scale)
+        self._scale = None if scaler is None else self._scale if new is None else new
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
@@ -270,28 +321,39 @@ class StrategyState:
         memory = self.codec.common, self.codec.errors
         common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
         rates = {name: float(rate) for name, rate in self._rates.items()}
-        state = {"strategy": self.strategy.text, "step": self.step, "rates": rates, "common": common, "rank": errors}
-        return state if self.levels is None else {**state, "place": self.levels.places[self._rank]}
+        scale = None if self._scale is None else float(self._scale)
+        counts = {"strategy": self.strategy.text, "step": self.step, "rates": rates, "scale": scale}
+        counts |= {"strides": dict(self._strides)} if self._strides else {}
+        counts |= {} if self.levels is None else {"place": self.levels.places[self._rank]}
+        return {**counts, "common": common, "rank": errors}
 
     @property
     def sent(self) -> Sent:
         """The messages so far, and the bytes that were passed to them."""
         return Sent(self.exchanges.num_messages, self.exchanges.num_bytes)
 
-    @property
-    def costs(self) -> StrategyCosts:
-        exchanges, steps = self.exchanges, max(1, self.step - self._first_step)
-        sent, memory = exchanges.sent_bytes // steps, self.codec.memory_bytes
+    def compute_costs(self, channel: Channel, num_steps: int, held_bytes: int = 0) -> StrategyCosts:
+        """Of a step, in the mean over all since the model was wrapped; `channel` has sent what passed no codec."""
+        exchanges, steps = self.exchanges, max(1, num_steps)
+        plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
+        sent, memory = (exchanges.sent_bytes + plain) // steps, self.codec.memory_bytes + held_bytes
         return StrategyCosts(
             self.strategy.text, sent, sent, memory, exchanges.encode_s / steps, exchanges.decode_s / steps
         )
 
-    def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
-        what is applied is the mean of gradients and errors, so nothing is lost or counted twice."""
-        if found := [state["strategy"] for state in states if state["strategy"] != self.strategy.text]:
-            text = f"the state is of strategy {found[0]!r}, and this is {self.strategy.text!r}"
-            raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+    def load(self, states: Sequence[dict[str, Any]], *optimizers: Optimizer) -> None:
+        """Continue from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
+        what is applied is the mean of gradients and errors, so nothing is lost or counted twice. `optimizers`: those
+        that step the parameters; without them, errors follow a learning rate only from the second step on."""
+        check_states(states, self.strategy)
+        if not states:
+            return
+        self._steppers = {
+            name: (weakref.ref(optimizer), number)
+            for optimizer in optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for name in self._find_names(group)
+        }
         if self.levels is not None:
             self._load_parts(states, self.levels)
             return
@@ -320,27 +382,57 @@ class StrategyState:
             raise ConfigError(f"{text}, which one host never sends: use several, or start without it", code="strategy")
         self._take(states[0], levels.cut(errors, self._shapes))
 
+    def _fits(self, name: str, error: torch.Tensor) -> bool:
+        """Whether this is an error of a parameter that the model has, or of this rank's part of it."""
+        shape = self._shapes.get(name.rpartition(" ")[2])
+        if shape is not None and self.levels is not None:
+            shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
+        return shape is not None and shape.numel() == error.numel()
+
+    def _follow(self, before: StrategyState) -> None:
+        """Continue where the state before the model was read again was, with what still fits the parameters."""
+        found = StrategyState.state(before)
+        kept = {part: {n: v for n, v in found[part].items() if n in self._shapes} for part in ("common", "rates")}
+        errors = {name: error for name, error in found["rank"].items() if self._fits(name, error)}
+        self._keep({**found, **kept}, errors)
+        self._scaler = before._scaler
+        self._steppers = {name: stepper for name, stepper in before._steppers.items() if name in self._shapes}
+
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         for name, error in errors.items():
-            shape = self._shapes.get(name.rpartition(" ")[2])
-            if shape is not None and self.levels is not None:
-                shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
-            if shape is None or shape.numel() != error.numel():
-                text = (
-                    f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements for {name}"
-                )
-                raise ConfigError(f"{text}, which this model does not have", code="strategy")
+            if not self._fits(name, error):
+                text = f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements"
+                raise ConfigError(f"{text} for {name}, which this model does not have", code="strategy")
+        self._keep(common, errors)
+
+    def _keep(self, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         # Copies: a step changes neither what was given nor what `state` returned.
-        self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
-        self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
-        self._rates = dict(common["rates"])
-        self.step = self._first_step = common["step"]
+        saved = found.get("strides", {})
+        self.codec.errors = {name: self._reorder(name, error.detach(), saved) for name, error in errors.items()}
+        self.codec.common = {name: value.detach().clone() for name, value in found["common"].items()}
+        self._rates, self._scale = dict(found["rates"]), found.get("scale")
+        self.step = found["step"]
+
+    def _reorder(self, name: str, error: torch.Tensor, saved: Mapping[str, Sequence[int]]) -> torch.Tensor:
+        """A copy in the order of this model's memory; a part of a parameter, as it is."""
+        name = name.rpartition(" ")[2]
+        shape, old, new = self._shapes[name], saved.get(name), self._strides.get(name)
+        if old == new or self.levels is not None:
+            return error.clone()
+        value = error.reshape(-1).as_strided(shape, old or _usual_strides(shape))
+        twin = torch.empty_strided(shape, new or _usual_strides(shape), dtype=error.dtype, device=error.device)
+        return twin.copy_(value).as_strided(error.shape, error.stride())
+
+    def discard(self, params: Sequence[torch.Tensor] | None) -> None:
+        """The averages of the step are not applied, or not those of these parameters."""
+        self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
         names = [self._names[id(param)] for param in bucket.parameters()]
         if self._is_first:
             self._follow_rates()
+            self._follow_scale()
         if self.levels is not None and self.levels.are_two:
             exchange = self.levels.average(self.codec, names, grads, self.step)
         else:
@@ -351,6 +443,34 @@ class StrategyState:
             lambda done: _result(done, buffer)
         )
         return future
+
+
+_states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # whose errors depend on the scale of a loss
+
+
+def _usual_strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _read_scale(scaler: Any) -> Any:
+    """On a GPU a copy there, so that nothing waits for it; None before its first loss."""
+    scale = scaler._scale
+    return scale if scale is None else scale.clone() if scale.is_cuda else float(scale)
+
+
+@functools.cache
+def _watch_scalers() -> None:
+    """Let torch's GradScaler show which optimizer's gradients it unscales, also inside fused optimizers."""
+    kind: Any = torch.amp.GradScaler
+    original = kind._unscale_grads_
+
+    @functools.wraps(original)
+    def unscale(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for state in list(_states):
+            state.note_scaler(self, optimizer)
+        return original(self, optimizer, *args, **kwargs)
+
+    kind._unscale_grads_ = unscale
 
 
 def _result(done: torch.futures.Future[None], buffer: torch.Tensor) -> torch.Tensor:
@@ -382,3 +502,9 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
     channel = Channel(group if group is not None else _world(), params[0].device if params else torch.device("cpu"))
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return StrategyState(parsed, read_replica(model), channel), strategy_hook
+
+
+def find_hook_state(model: nn.Module) -> StrategyState | None:
+    """The state of `comm_hook` that torch's wrapper was given, if any."""
+    hooks = getattr(model, "_comm_hooks", ()) if isinstance(model, DistributedDataParallel) else ()
+    return next((state for _, state in hooks if isinstance(state, StrategyState)), None)

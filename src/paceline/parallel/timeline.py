@@ -138,7 +138,7 @@ _COLUMNS = (
 @dataclass(frozen=True)
 class StrategyCosts:
     """What a strategy costs a rank: bytes and seconds of one step, on the average of all; the seconds are the host's.
-    `memory_bytes` is all that it holds."""
+    `memory_bytes` is all that it holds, with a sharded optimizer its state on this rank."""
 
     text: str
     sent_bytes: int

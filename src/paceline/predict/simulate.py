@@ -126,9 +126,9 @@ class Load(NamedTuple):
 class Sending:
     """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
-    share the memory of the parameters, so that a sharded update needs no gathering. `large_factor`: how many times as
-    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host`
-    ranks share the link of their host."""
+    share memory, so that a sharded update needs no gathering. `large_factor`: how many times as much a codec costs for
+    a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host` ranks share the link of
+    their host."""
 
     strategy: Strategy
     world_size: int
@@ -138,6 +138,11 @@ class Sending:
     ranks_per_host: int = 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each bucket is one all-reduce as it is, with the control words in the last."""
+        return self.is_in_place and self.strategy.is_plain_in_memory
+
+    @property
     def has_levels(self) -> bool:
         """Whether there are messages inside hosts, and between them others."""
         return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
@@ -145,7 +150,7 @@ class Sending:
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
         """The messages that a bucket becomes. A sharded update gathers later. An all-reduce and an all-gather go from
         host to host once; of an all-to-all, and of what each rank sends between two levels, all passes the link."""
-        found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host)
+        found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host, self.is_in_place)
         found = found[:1] if self.strategy.is_sharded else found
         loads = []
         for message in found:
@@ -172,8 +177,7 @@ class Sending:
         messages = (
             message
             for group in (self.list_fragments(job) if self.strategy.outer else groups)
-            for message in self.strategy.traffic(group, self.world_size, self.ranks_per_host)
-            if not (self.is_in_place and message.kind == "all-gather")
+            for message in self.strategy.traffic(group, self.world_size, self.ranks_per_host, self.is_in_place)
         )
         return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
 
@@ -282,7 +286,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     run.drain()
     over_s, after_s = max([backward_s, *(bucket.done_s for bucket in done)]) + costs.finish_s, job.after_s
     if sending is not None:
-        over_s += costs.curve.estimate_s(_WORDS_BYTES)
+        over_s += 0.0 if sending.is_plain else costs.curve.estimate_s(_WORDS_BYTES)
         if sending.strategy.is_sharded:
             after_s /= sending.world_size
             over_s += _estimate_gathering(job, layout, costs, sending)

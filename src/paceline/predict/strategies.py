@@ -74,6 +74,11 @@ def fit_sending(
         return replace(found, strategy=strategy, world_size=world_size, ranks_per_host=ranks_per_host)
     if world_size == 1 or strategy.is_dense or (strategy.between_hosts and ranks_per_host > 1):
         return None
+    plain = Sending(strategy, world_size, is_in_place=is_in_place, ranks_per_host=ranks_per_host)
+    if plain.is_plain and not strategy.is_sharded:
+        return None
+    if plain.is_plain:
+        return plain
     resample, name = resample or Resample(), find_codec(records, strategy)
     mine = sorted((r for r in records if r.strategy == name), key=lambda r: (r.world_size, r.num_buckets))
     large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
@@ -82,7 +87,7 @@ def fit_sending(
     else:  # one gradient that is large itself
         large = []
     if not mine:
-        return Sending(strategy, world_size, (), is_in_place, 1.0, ranks_per_host)
+        return plain
     count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
     one, each = mine[0], [record for record in mine if record.world_size == count][-1]
     more = max(1, each.num_buckets - one.num_buckets)

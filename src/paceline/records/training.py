@@ -21,6 +21,7 @@ CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
 KNEE = 0.9  # the knee is the smallest batch size with this share of the best throughput
+_LEAST_LEARNED = 0.05  # of the way from chance to no mistakes
 _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
 
 
@@ -98,6 +99,7 @@ class LargeBatchRecord(Record):
     `batch_size` is the samples that one rank computes at once, `largest_batch_size` the global batch size at the end if
     it grew. A run whose loss became NaN or infinite has a `failure`, and its curve ends there. In a study of strategies
     the recipe is one, of `num_workers` ranks or replicas in a process, each of which sends `sent_bytes` in a step.
+    `num_classes` is 0 where numbers are predicted, and None in older records.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -122,6 +124,7 @@ class LargeBatchRecord(Record):
     failure: str = ""
     num_workers: int = 1
     sent_bytes: float | None = None
+    num_classes: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,6 +136,17 @@ class LargeBatchRecord(Record):
             (not all(map(math.isfinite, values)), f"{place}: a loss or accuracy is NaN or infinite"),
             error=RecordError,
         )
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the run ended with more than a guess: above chance, with a loss that is not far beyond a guess's."""
+        if self.failure:
+            return False
+        last, classes = self.curve[-1], self.num_classes or 0
+        if classes < 2 or last.test_accuracy is None:
+            return True
+        above = (last.test_accuracy - 1 / classes) / (1 - 1 / classes)
+        return above >= _LEAST_LEARNED and last.test_loss <= 2 * math.log(classes)
 
     @property
     def cell(self) -> tuple[str, int, str]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BASELINE, _FULL = "bf16", "dense"
+# From this test accuracy on there is no room for a difference.
+_SATURATED = 0.995
 
 
 def _say_kind(summary: RecipeSummary) -> str:
@@ -96,11 +98,14 @@ class StrategiesResult(StudyResult):
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
-        """First the strategy that sends least without a loss beyond the spread over seeds, which is the answer."""
+        """First the strategy that sends least without a loss beyond the spread over seeds, which is the answer; or why
+        the runs do not tell."""
         tried = [s for s in self.summaries if s.gap is not None and s.first.recipe not in (_BASELINE, _FULL)]
         lines = [self._describe(summary) for summary in tried]
         good = [s for s in tried if s.gap is not None and s.gap <= _spread(s)]
-        if good:
+        if doubt := self._find_doubt(tried):
+            first = doubt
+        elif good:
             best = min(good, key=lambda s: s.first.sent_bytes or 0)
             ratio = self.find_ratio(best)
             fewer = "" if ratio is None else f" with {ratio:.3g} times fewer bytes than float32"
@@ -119,6 +124,26 @@ class StrategiesResult(StudyResult):
         ]
         return [first, *lines, *failed]
 
+    def _find_doubt(self, tried: Sequence[RecipeSummary]) -> str:
+        """Why these runs do not tell strategies apart; empty where they do."""
+        baseline = next((s for s in self.summaries if s.first.recipe == _BASELINE), None)
+        if not tried or baseline is None or baseline.score is None:
+            return ""
+        compared = (baseline, *tried)
+        if failed := [run for run in baseline.runs if not run.has_learned]:
+            end = failed[0].failure or _say_end(failed[0])
+            count = f"{len(failed)} of {len(baseline.runs)} seeds" if len(baseline.runs) > 1 else "its run"
+            why = f"{_BASELINE} itself has not learned ({count}: {end})"
+            return f"Nothing can be compared: {why}; try another --lr, or more --epochs."
+        if all(s.accuracy is not None and s.accuracy.mean >= _SATURATED for s in compared):
+            easy = f"all reach {_SATURATED:.1%} or more, with and without a strategy"
+            return f"The job is too easy to tell strategies apart: {easy}; use harder data, or fewer --samples."
+        if any(len(s.finished) < 2 for s in compared):
+            best = min(tried, key=lambda s: s.gap or 0.0)
+            found = f"the best is {best.first.recipe}, {say_gap(best, _BASELINE)}"
+            return f"One seed does not tell strategies apart: {found}; give --seeds 3 or more to see the spread."
+        return ""
+
     def _describe(self, summary: RecipeSummary) -> str:
         score, first = summary.score, summary.first
         assert score is not None
@@ -126,6 +151,12 @@ class StrategiesResult(StudyResult):
         mean = f"{say_score(summary, score.mean)}{' %' if summary.accuracy else ''}"
         sent = "" if first.sent_bytes is None else f", {format_bytes(first.sent_bytes)} sent in a step"
         return f"{first.recipe}: {mean} ({sure}), {say_gap(summary, _BASELINE)}{sent}."
+
+
+def _say_end(run: LargeBatchRecord) -> str:
+    last = run.curve[-1]
+    accuracy = f"test accuracy {last.test_accuracy:.1%}, " if last.test_accuracy is not None else ""
+    return f"{accuracy}test loss {last.test_loss:.4g}, {run.num_classes} classes"
 
 
 def _spread(summary: RecipeSummary) -> float:

@@ -187,7 +187,7 @@ def build_learner(
         text = f"--strategy {settings.strategy}: the step of {settings.model} has its own optimizers; leave it out"
         refuse((isinstance(optimizer, OwnState), text), code="unused")
         assert isinstance(model, DataParallel)
-        optimizer = model.shard_optimizer(optimizer)
+        optimizer = model.shard_optimizer(optimizer, overlap=True)
     learner = Learner(
         model, module, optimizer, scaler, form, world.device,
         world.world_size, settings.precision, settings.clip, settings.label_smoothing, settings.model, *own,

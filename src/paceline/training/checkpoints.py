@@ -7,7 +7,7 @@ import dataclasses
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from torch import nn
 
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
+from paceline.parallel.strategies import find_hook_state
 from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
+from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings, parse_save_every
 from paceline.training.step import list_models
+from paceline.units import format_number_of
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
@@ -85,6 +88,7 @@ class RunFiles:
         """Put the job into the state of the checkpoint; ConfigError where it is of another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
+        num_workers = 1 if learner.workers is None else len(learner.workers.learners)
         grown, wanted = [tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks)
         refuse(
             ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
@@ -93,6 +97,9 @@ class RunFiles:
             (meta.get("tail", job.settings.tail) != job.settings.tail,
              f"{found} was trained with --tail {meta.get('tail')}, and now it is {job.settings.tail} (by the loader's "
              f"drop_last, or by {self._world.world_size} ranks): an epoch has another number of steps; keep it"),
+            (_count_workers(state) != num_workers,
+             f"{found} is of {format_number_of(_count_workers(state), 'worker')}, and now there are {num_workers}: "
+             "keep --workers"),
             (grown != wanted,
              f"{found} grows its batch {_say_growth(grown)}, and now "
              f"{_say_growth(wanted)}: keep --batch-growth and --epochs"),
@@ -108,9 +115,13 @@ class RunFiles:
         inner = state["inner"][self._world.rank % len(state["inner"])] if state.get("inner") else state
         learner.optimizer.load_state_dict(inner["optimizer"])
         learner.scaler.load_state_dict(inner["scaler"])
+        if learner.workers is not None:
+            learner.workers.load(state["workers"])
+        parts = (learner.optimizer.parts or {}).values() if isinstance(learner.optimizer, OwnState) else ()
+        optimizers = [part for part in (learner.optimizer, *parts) if isinstance(part, torch.optim.Optimizer)]
         for number, model in enumerate(list_models(learner.model)):
-            if isinstance(model, DataParallel):
-                model.load_strategy_state([states[number] for states in state.get("strategy", ()) if states[number]])
+            load = _find_strategy(model)[1]
+            load([states[number] for states in state.get("strategy", ())], *optimizers)
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
             before, now = meta["world_size"], self._world.world_size
@@ -149,7 +160,7 @@ class RunFiles:
     def save(self, job: Job, position: Position) -> None:
         """Save everything that the next step depends on. Collective: call on every rank."""
         randoms = self._world.share(_get_random(job.world.device))
-        strategies = self._world.gather(list(map(_get_strategy, list_models(job.learner.model))))
+        strategies = self._world.gather([_find_strategy(model)[0]() for model in list_models(job.learner.model)])
         learner, inner = job.learner, []
         # A sharded optimizer puts its state together from all ranks.
         optimizer = learner.optimizer.state_dict() if job.settings.parsed_strategy.is_sharded else None
@@ -170,6 +181,7 @@ class RunFiles:
         }  # fmt: skip
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms, "strategy": strategies}
         state |= {"inner": inner} if inner else {}
+        state |= {"workers": learner.workers.state()} if learner.workers is not None else {}
         self._store.save(position.step, learner.module.state_dict(), state, meta)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -204,8 +216,17 @@ class RunFiles:
                 self._lock = None
 
 
-def _get_strategy(model: nn.Module) -> dict[str, Any]:
-    return model.strategy_state() if isinstance(model, DataParallel) else {}
+def _count_workers(state: dict[str, Any]) -> int:
+    return len(state["workers"]["memory"]) if "workers" in state else 1
+
+
+def _find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:
+    """How to save and to load what the strategy of a model keeps, in our wrapper or in torch's."""
+    if isinstance(model, DataParallel):
+        return model.strategy_state, model.load_strategy_state
+    if (hook := find_hook_state(model)) is not None:
+        return hook.state, hook.load
+    return dict, lambda *_: None
 
 
 def _get_random(device: torch.device) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
+from paceline.parallel.sharding import ShardedOptimizer
 from paceline.plan import Plan
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -245,12 +246,15 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
     """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
     step = taken.position.step
+    if isinstance(job.learner.optimizer, ShardedOptimizer):
+        job.learner.optimizer.wait()  # for what reads the parameters here
     exchange = journal.exchange(files.is_due_by_time)
     rows = list(exchange.rows)
     if exchange.bad is not None:
         files.write_rows(rows)
         bad_step, rank, name = exchange.bad
-        name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
+        name = name or next(filter(None, job.world.share(find_bad_parameter(job.learner.module))), "")
+        name = name or "none: the loss alone"
         found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
         raise _not_finite(files, bad_step, found)
     if taken.is_last:
@@ -266,9 +270,12 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         post(Progress(step, total, label, line=line))
     is_due = exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
     if exchange.signal or taken.is_last or is_due:
-        # A finite loss can have gradients that are not: never save what they made of the model.
-        if name := find_bad_parameter(job.learner.module):
-            raise _not_finite(files, step, f"{name} is not finite after the update, and the loss was")
+        # A finite loss can have gradients that are not: never save what they made of the model. Where replicas differ
+        # between two syncs, one rank may find it alone, and the others must not wait for it.
+        names = job.world.share(find_bad_parameter(job.learner.module))
+        if name := next(filter(None, names), ""):
+            where = "" if all(names) else f" on rank {names.index(name)}"
+            raise _not_finite(files, step, f"{name} is not finite{where} after the update, and the loss was")
         files.save(job, taken.position)
     return exchange.signal
 

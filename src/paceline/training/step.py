@@ -139,16 +139,19 @@ class Learner:
             if hasattr(model, "sync_parameters"):
                 model.sync_parameters()
 
-    def update(self, rate: float) -> None:
-        """Apply the averaged gradients at this learning rate, and drop them."""
+    def set_rate(self, rate: float) -> None:
+        """Before backward: a strategy scales what it has kept to the learning rate of the step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def update(self) -> None:
+        """Apply the averaged gradients, and drop them."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
             if isinstance(self.model, DataParallel):  # which knows where gradients are
                 self.model.clip_grad_norm_(self.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -181,13 +184,15 @@ def take_step(
     rank, with the same number of micro-batches.
     """
     if learner.workers is not None:
+        learner.workers.set_rate(rate)
         outcome: StepOutcome = learner.workers.take_step(window, num_targets, rate, phases)
         return outcome
     if learner.own_step is not None:
         return _take_own_step(learner, window, phases)
+    learner.set_rate(rate)
     total = compute_gradients(learner, window, num_targets, phases)
     phases.enter("optimizer")
-    learner.update(rate)
+    learner.update()
     return total
 
 

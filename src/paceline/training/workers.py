@@ -7,13 +7,15 @@ the same codecs exchange here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.errors import ConfigError
 from paceline.parallel.codecs import Codec, Exchange, build_codec, run_together
 from paceline.parallel.outer import Outer
 from paceline.strategy import Strategy
@@ -27,7 +29,7 @@ class Workers:
     """Learners that take their steps together, and what they have learned since they last were equal."""
 
     def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
-        self.learners, count = learners, len(learners)
+        self.learners, self.strategy, count = learners, strategy, len(learners)
         self._codecs = [build(strategy, rank, count) for rank in range(count)]
         named = learners[0].module.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
@@ -39,7 +41,7 @@ class Workers:
         ]
 
     def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
-        """One step of all workers, with equal parts of each micro-batch."""
+        """One step of all workers, with equal parts of each micro-batch. They have the rate of the step already."""
         count, total = len(self.learners), None
         is_local = any(outer.is_local for outer in self._outers)
         for outer in self._outers:
@@ -56,7 +58,7 @@ class Workers:
                 average_statistics([learner.module for learner in self.learners])
         phases.enter("optimizer")
         for learner in self.learners:
-            learner.update(rate)
+            learner.update()
         self._step, self._rate = self._step + 1, rate or self._rate
         if any([outer.count() for outer in self._outers]):
             self._run([outer.advance(self._lrs) for outer in self._outers])
@@ -80,6 +82,43 @@ class Workers:
             run_together(exchanges)
             average_statistics([learner.module for learner in self.learners])
 
+    def set_rate(self, rate: float) -> None:
+        for learner in self.learners:
+            learner.set_rate(rate)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, without the model and the optimizer of the first worker."""
+        memory = [outer.state() for outer in self._outers]
+        memory = memory or [{"common": codec.common, "rank": codec.errors} for codec in self._codecs]
+        others = [
+            {"model": learner.module.state_dict(), "optimizer": learner.optimizer.state_dict()}
+            for learner in self.learners[1:]
+        ]
+        return {
+            "step": self._step, "rate": self._rate, "strides": self._strides, "memory": memory, "others": others,
+        }  # fmt: skip
+
+    @property
+    def _strides(self) -> list[list[int]]:
+        return [list(param.stride()) for param in self.learners[0].parameters]
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from this state, of as many workers."""
+        if state["strides"] != self._strides:
+            text = "parameters have another order in memory here, as on another device, and so has what is left to send"
+            raise ConfigError(f"{text}: resume on the device that the run began on", code="mismatch")
+        self._step, self._rate = state["step"], state["rate"]
+        for learner, found in zip(self.learners[1:], state["others"], strict=True):
+            learner.module.load_state_dict(found["model"])
+            learner.optimizer.load_state_dict(found["optimizer"])
+        for number, found in enumerate(state["memory"]):
+            if self._outers:
+                self._outers[number].load(found, found["rank"])
+            else:
+                codec = self._codecs[number]
+                codec.errors = {name: error.clone() for name, error in found["rank"].items()}
+                codec.common = {name: value.clone() for name, value in found["common"].items()}
+
     def sync_parameters(self) -> None:
         """End the round, so that all workers hold the same parameters."""
         if any(outer.has_drifted for outer in self._outers):
@@ -98,20 +137,27 @@ def build_workers(learner: Learner, count: int, strategy: Strategy, build: Build
 
 def average_statistics(modules: Sequence[nn.Module]) -> None:
     """Give all replicas the mean of their running statistics, as the wrapper does."""
-    for layers in zip(*(module.modules() for module in modules), strict=True):
-        if isinstance(layers[0], _BatchNorm):
-            for name in ("running_mean", "running_var"):
-                own = [getattr(layer, name) for layer in layers if getattr(layer, name) is not None]
-                if own:
-                    mean = torch.stack(own).mean(0)
-                    for buffer in own:
-                        buffer.copy_(mean)
+    names = ("running_mean", "running_var")
+    own = [
+        [getattr(layer, name) for layer in module.modules() if isinstance(layer, _BatchNorm) for name in names]
+        for module in modules
+    ]
+    own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]
+    if own[0]:
+        # Together: on a GPU each call is a launch.
+        mean = torch.stack([torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in own]).mean(0)
+        for buffers in own:
+            torch._foreach_copy_(buffers, list(mean.split([buffer.numel() for buffer in buffers])))
 
 
 def _gradient(param: nn.Parameter) -> torch.Tensor:
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad
+    """The gradient in the order of memory, as in a bucket of the wrapper, whatever the strides of the parameter."""
+    if param.grad is None or param.grad.stride() != param.stride():
+        grad, param.grad = param.grad, torch.zeros_like(param)
+        param.grad.copy_(grad if grad is not None else param.grad)
+    if param.grad.is_contiguous():
+        return param.grad
+    return param.grad.as_strided((param.numel(),), (1,)).view(param.size())
 
 
 def _cut(loaded: LoadedBatch, number: int, count: int) -> LoadedBatch:

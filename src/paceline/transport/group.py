@@ -178,6 +178,14 @@ class PacelineGroup(_TorchGroup):
         operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
         return self._start(operations, opts, tensors, *(after for _, after in runs))
 
+    def average_rounded(self, tensor: torch.Tensor, words: torch.Tensor, opts: Any) -> Any:
+        """Average a vector of float32 as ranks do that send bfloat16 (each share is rounded, then the sum of them), and
+        add up `words` as they are. In one pass over the vector; only where all ranks share memory."""
+        operations = [(native.ALL_REDUCE, native.F32, native.ROUNDED, 0, tensor, tensor, tensor.numel())]
+        if words.numel():
+            operations.append((native.ALL_REDUCE, DTYPES[words.dtype], native.SUM, 0, words, words, words.numel()))
+        return self._start(operations, opts, [tensor, words])
+
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
         if len(tensors) > 1 or self._levels is not None or not is_movable(tensors[0]):

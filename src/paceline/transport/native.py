@@ -25,7 +25,7 @@ from paceline.errors import CollectiveError, ConfigError, LaunchError
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER = range(5)
 F32, F64, BF16, F16, I32, I64, BYTES = range(7)
-SUM, AVG, MIN, MAX = range(4)
+SUM, AVG, MIN, MAX, ROUNDED = range(5)
 ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
@@ -41,7 +41,7 @@ Operation = tuple[int, int, int, int, int, int, int]
 # The lanes that an operation uses, and its number in each.
 Ticket = list[tuple[int, int]]
 
-_VERSION = 4  # PLN_VERSION in the header
+_VERSION = 5  # PLN_VERSION in the header
 _FORKED = "this process was forked from a rank, and the rank's group is not its own: start it with `spawn`"
 # The code of each failure, and its text where the core has none.
 _ERRORS = {

@@ -60,6 +60,7 @@ def batch(
 
 def _build_batch(*, batch_size: Counts, epochs: int, device: str, **job: Any) -> BatchSettings:
     _refuse(job, ("ranks", "wrapper", "backend", "plan", "sync_batchnorm", "accumulate"), "one rank computes alone")
+    _refuse(job, ("steps",), "whole epochs are timed; give --epochs")
     sizes = list_counts(batch_size, "batch_size")
     train = TrainSettings(batch_size=sizes[0], wrapper="none", device=_choose_device(device), **job)
     return BatchSettings(job=train, batch_sizes=sizes, epochs=epochs)
@@ -168,7 +169,7 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
 def large_batch(
     model: str | None = None, base_batch_size: int = 16, global_batch_size: Counts | None = None, *,
     recipes: Names | None = None, seeds: int = 3, epochs: int = 6, updates: int | None = None, lr: float = 0.005,
-    schedule: str = "cosine", batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
+    schedule: str | None = None, batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
     at_once: int | None = None, out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
 ) -> LargeBatchResult:  # fmt: skip
     """What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.
@@ -177,8 +178,9 @@ def large_batch(
     `model`: by default a cnn so small that the study takes minutes. `base_batch_size`: the baseline, for which the
     learning rate (`lr`) is right. `global_batch_size`: by default 16 times as large. `recipes`: switches joined by +,
     such as "linear+warmup"; by default all usual ones that the job can take. `updates`: also runs of this many updates;
-    by default twice those of the largest batch, 0 for none. `batch_size`: what a rank computes at once. `at_once`: runs
-    that share the machine; by default 1, or as many as the resumed study had. `job`, `out` and `resume` as for `batch`.
+    by default twice those of the largest batch, 0 for none. `schedule`: cosine, or piecewise with `lr_drops`, unless it
+    is given. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine; by default 1, or as
+    many as the resumed study had. `job`, `out` and `resume` as for `batch`.
     Inside a launched world this is collective: every rank must call it.
     """
     return cast("LargeBatchResult", _run_study("large-batch", locals()))
@@ -189,7 +191,9 @@ def _build_large_batch(
     updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
 ) -> LargeBatchSettings:  # fmt: skip
     _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
+    _refuse(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
     check_counts(base_batch_size=base_batch_size, seeds=seeds)
+    _choose_schedule(job)
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
     whole = f"model {model}: its step would decide learning rates and batches; return a module, and name the data"
@@ -234,7 +238,7 @@ def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once
 
 def strategies(
     model: str | None = None, strategies: Names | None = None, *, workers: int | None = None, ranks: int | None = None,
-    seeds: int = 3, epochs: int = 6, lr: float = 0.02, schedule: str = "cosine", evaluations: int = 6,
+    seeds: int = 3, epochs: int | None = None, lr: float = 0.02, schedule: str | None = None, evaluations: int = 6,
     target: float | None = None, at_once: int | None = None, out: Place = None, resume: Place = None,
     progress: bool | None = None, **job: Any,
 ) -> StrategiesResult:  # fmt: skip
@@ -243,19 +247,28 @@ def strategies(
     `strategies`: such as "bf16,int8,powersgd:4"; float32 (`dense`) and `bf16` are always there, to compare with.
     `workers`: replicas in one process that exchange as ranks would, 4 by default; with `ranks` the job runs on ranks,
     and its times count. `target`: a test accuracy (0 to 1), or a test loss: when does each strategy reach it?
-    `at_once`, `job`, `out` and `resume` as for `large_batch`.
+    `model`: by default a small cnn, on synthetic images under so much noise that no strategy gets all of them right.
+    `epochs`: 6 by default, unless `steps` are given. `schedule`, `at_once`, `job`, `out` and `resume` as for
+    `large_batch`.
     """
     return cast("StrategiesResult", _run_study("strategies", locals()))
 
 
 def _build_strategies(
     *, model: str | None, strategies: Names | None, workers: int | None, ranks: int | None, seeds: int,
-    evaluations: int, target: float | None, **job: Any,
+    epochs: int | None, evaluations: int, target: float | None, **job: Any,
 ) -> StrategiesSettings:  # fmt: skip
     check_counts(seeds=seeds, workers=workers)
+    both = f"--steps {job.get('steps')} with --epochs {epochs}: a run has one length; leave one out"
+    refuse(("steps" in job and epochs is not None, both))
+    _choose_schedule(job)
+    if "steps" not in job:
+        job["epochs"] = 6 if epochs is None else epochs
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
-    if job.get("data", "synthetic") == "synthetic":
+    if model is None:
+        job = {"data": "synthetic:noisy"} | job
+    if job.get("data", "synthetic").startswith("synthetic"):
         job = {"samples": 1024} | job
     count = 1 if ranks is None else choose_world(ranks, 1)
     train = TrainSettings(
@@ -380,6 +393,12 @@ def _check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None)
     asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
     why = "with --resume: a study is resumed as it was started; leave it out"
     refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
+
+
+def _choose_schedule(job: dict[str, Any]) -> None:
+    """One that fits, where none was given."""
+    if job["schedule"] is None:
+        job["schedule"] = "piecewise" if job.get("lr_drops") else "cosine"
 
 
 def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:

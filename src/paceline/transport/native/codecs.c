@@ -5,9 +5,6 @@
 #include "paceline_native.h"
 
 #include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define LEAST_SCALE 1e-37f /* below it the inverse may be infinite: such numbers are sent as zeros */
@@ -88,54 +85,12 @@ typedef struct {
     void (*subtract)(float *, const float *, const float *, uint64_t, uint64_t, int, float *);
 } codec_table;
 
-#define SUFFIX base
-#define WIDE 16
-#include "codecs.inc"
-#undef SUFFIX
-#undef WIDE
+#define EACH "codecs.inc"
+#include "processors.h"
 
-#if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2")
-#endif
-#define SUFFIX avx2
-#define WIDE 32
-#include "codecs.inc"
-#undef SUFFIX
-#undef WIDE
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
-#endif
-#define SUFFIX avx512
-#define WIDE 64
-#include "codecs.inc"
-#undef SUFFIX
-#undef WIDE
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+static const codec_table *const codecs[] = PER_PROCESSOR(&codecs);
 
-static const codec_table *chosen(void)
-{
-#if defined(__x86_64__)
-    if (strcmp(pln_cpu(), "avx512") == 0)
-        return &codecs_avx512;
-    if (strcmp(pln_cpu(), "avx2") == 0)
-        return &codecs_avx2;
-#endif
-    return &codecs_base;
-}
+static const codec_table *chosen(void) { return codecs[pln_processor]; }
 
 static pieces all_of(float *const *vectors, const uint64_t *counts, int num, uint64_t offset)
 {

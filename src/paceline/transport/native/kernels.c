@@ -3,11 +3,6 @@
 #include "paceline_native.h"
 
 #include <string.h>
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#elif defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 typedef void (*reducer)(void *const *dst, int num_dst, const void *const *src, int num_src, size_t bytes, int divisor);
 
@@ -16,46 +11,12 @@ typedef void (*reducer)(void *const *dst, int num_dst, const void *const *src, i
 #define NUM_TABLED (PLN_NUM_OPS + 1)
 
 #define INLINE static inline __attribute__((always_inline))
+#define EACH "kernels.inc"
+#include "processors.h"
 
-#define SUFFIX base
-#define WIDE 16
-#include "kernels.inc"
-#undef SUFFIX
-#undef WIDE
+static const reducer (*const tables[])[NUM_TABLED] = PER_PROCESSOR(table);
+int pln_processor;
 
-#if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
-#define SUFFIX avx2
-#define WIDE 32
-#include "kernels.inc"
-#undef SUFFIX
-#undef WIDE
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
-#endif
-#define SUFFIX avx512
-#define WIDE 64
-#include "kernels.inc"
-#undef SUFFIX
-#undef WIDE
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-static const reducer (*chosen)[NUM_TABLED] = table_base;
 #if defined(__aarch64__)
 #define BASE_NAME "neon"
 #elif defined(__x86_64__)
@@ -63,26 +24,28 @@ static const reducer (*chosen)[NUM_TABLED] = table_base;
 #else
 #define BASE_NAME "portable"
 #endif
-static const char *chosen_name = BASE_NAME;
+static const char *const names[] = {BASE_NAME, "avx2", "avx512"};
+
+static int is_supported(int processor)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (processor == 1)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (processor == 2)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return processor == 0;
+}
 
 int pln_use_cpu(const char *name)
 {
-    if (strcmp(name, BASE_NAME) == 0) {
-        chosen = table_base, chosen_name = BASE_NAME;
-        return 0;
-    }
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (strcmp(name, "avx2") == 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-        chosen = table_avx2, chosen_name = "avx2";
-        return 0;
-    }
-    if (strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        chosen = table_avx512, chosen_name = "avx512";
-        return 0;
-    }
-#endif
+    for (int processor = 0; processor < 3; processor++)
+        if (strcmp(name, names[processor]) == 0 && is_supported(processor)) {
+            pln_processor = processor;
+            return 0;
+        }
     return -1;
 }
 
@@ -92,7 +55,7 @@ __attribute__((constructor)) static void choose(void)
         pln_use_cpu("avx2");
 }
 
-const char *pln_cpu(void) { return chosen_name; }
+const char *pln_cpu(void) { return names[pln_processor]; }
 
 /* How the caller's thread rounds, and whether it keeps subnormal numbers, is its own affair: here all ranks do alike. */
 #if defined(__x86_64__)
@@ -140,6 +103,6 @@ void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *co
 {
     const int how = op == PLN_AVG && (divisor & (divisor - 1)) == 0 ? SCALED : op;
     const uint64_t mode = pln_plain_mode();
-    chosen[dtype][how](dst, num_dst, src, num_src, count * pln_element_bytes(dtype), divisor);
+    tables[pln_processor][dtype][how](dst, num_dst, src, num_src, count * pln_element_bytes(dtype), divisor);
     pln_restore_mode(mode);
 }

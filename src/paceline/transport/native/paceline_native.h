@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLN_VERSION 4 /* of this interface; native.py wants the same */
+#define PLN_VERSION 5 /* of this interface; native.py wants the same */
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
@@ -18,7 +18,7 @@
 #define PLN_DTYPES(X)                                                                                                  \
     X(F32, "float32") X(F64, "float64") X(BF16, "bfloat16") X(F16, "float16") X(I32, "int32") X(I64, "int64")          \
     X(U8, "bytes")
-#define PLN_OPS(X) X(SUM, "sum") X(AVG, "avg") X(MIN, "min") X(MAX, "max")
+#define PLN_OPS(X) X(SUM, "sum") X(AVG, "avg") X(MIN, "min") X(MAX, "max") X(ROUNDED, "avg in bfloat16")
 /* What a call returns: 0, or why the group can be used no more; the last says that an operation still runs. */
 #define PLN_CODES(X)                                                                                                   \
     X(OK, "ok") X(DEAD, "dead") X(STOPPED, "stopped") X(LEFT, "left") X(TIMEOUT, "timeout") X(MISMATCH, "mismatch")    \
@@ -42,7 +42,8 @@ const char *pln_constants(void); /* a line per table above: its name, and its me
 /* -- kernels.c -- */
 
 /* Reduce `count` elements of `num_src` vectors, in their order, and write the result to each of `num_dst` vectors, which
- * may be the sources themselves. AVG divides by `divisor`. */
+ * may be the sources themselves. AVG divides by `divisor`. ROUNDED, of float32 alone, is what ranks get that send bfloat16:
+ * each number is multiplied by 1 / `divisor` and rounded to bfloat16, the sum is in float32, and is rounded again. */
 void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *const *src, int num_src, size_t count,
                 int divisor);
 size_t pln_element_bytes(int dtype);

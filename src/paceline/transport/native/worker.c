@@ -187,7 +187,8 @@ static int check(pln_group *g, int kind, int dtype, int op, int root)
     if (kind < 0 || kind >= PLN_NUM_KINDS || dtype < 0 || dtype >= PLN_NUM_DTYPES || op < 0 || op >= PLN_NUM_OPS ||
         root < 0 || root >= g->size)
         return PLN_BAD;
-    if (dtype == PLN_U8 && (kind == PLN_ALL_REDUCE || kind == PLN_REDUCE_SCATTER))
+    const int is_sum = kind == PLN_ALL_REDUCE || kind == PLN_REDUCE_SCATTER;
+    if (is_sum && (dtype == PLN_U8 || (op == PLN_ROUNDED && dtype != PLN_F32)))
         return PLN_BAD;
     return PLN_OK;
 }

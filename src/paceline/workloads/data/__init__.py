@@ -304,7 +304,7 @@ def load_from_hub(name: str) -> Path:
 
 _IMAGES = ("mnist", "fashion-mnist", "cifar10")
 _SEQUENCES = ("mrpc", "text", "synthetic", "synthetic:pairs", "synthetic:tokens")
-DATA_NAMES = (*_IMAGES, "mrpc", "text", "synthetic", *(f"synthetic:{kind}" for kind in KINDS))
+DATA_NAMES = (*_IMAGES, "mrpc", "text", "synthetic", *(f"synthetic:{kind}" for kind in KINDS), "synthetic:noisy")
 
 
 @dataclass(frozen=True, kw_only=True)
