@@ -152,9 +152,7 @@ class Strategy:
         parameters of a sharded update are one copy."""
         return self.codec in ("dense", "bf16") and not self.outer
 
-    def traffic(
-        self, gradients: Sequence[Gradient], world_size: int, in_memory: bool = False
-    ) -> tuple[Message, ...]:
+    def traffic(self, gradients: Sequence[Gradient], world_size: int, in_memory: bool = False) -> tuple[Message, ...]:
         """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it).
         `in_memory`: between ranks that share memory."""
         num = sum(gradient.num_elements for gradient in gradients)

@@ -12,6 +12,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError
+from paceline.parallel import sharding
 from paceline.parallel.replicas import read_replica
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.transport import why_not
@@ -252,6 +253,55 @@ def test_overflow_and_refusals(on_ranks):
     for name in ("unsynchronised", "group"):
         assert first[name][0] == "ConfigError strategy", name
     assert "no_sync()" in first["twice"][1]
+
+
+def ask_alone(backend: str) -> dict[str, Any]:
+    """One rank asks for the state while the others train on: an error there, and nothing is lost."""
+    found: dict[str, Any] = {}
+    sharding._MEET_S, before = 0.3, sharding._MEET_S
+    try:
+        with paceline.init(backend, "cpu", announce=None, threads=1, timeout_s=20) as world:
+            model, optimizer = build("adamw", "zero1")
+            train(model, optimizer, world.rank, range(2))
+            if world.rank == 0:
+                found["alone"] = error_of(optimizer.state_dict)
+            world.barrier()
+            found["late"] = error_of(optimizer.state_dict)  # in the same step there is no second chance
+            train(model, optimizer, world.rank, range(2, 3))
+            whole = optimizer.state_dict()
+            optimizer.consolidate_state_dict()
+            optimizer.param_groups[0]["lr"] = 0.5
+            if world.rank == 0:
+                once = optimizer.state_dict()
+                found["same"] = is_same(([], {**once, "param_groups": whole["param_groups"]}), ([], whole))
+                found["rate"] = once["param_groups"][0]["lr"]
+            world.barrier()
+            found["states"] = world.share(len(optimizer.state_dict()["state"])), len(whole["state"])
+            train(model, optimizer, world.rank, range(3, 4))
+            found["after"] = len(optimizer.state_dict()["state"])
+            costs = model.report().strategy
+            found["costs"] = (
+                costs.sent_bytes,
+                costs.memory_bytes,
+                sum(value.nbytes for state in optimizer.state.values() for value in state.values()),
+            )
+            model.stop()
+    finally:
+        sharding._MEET_S = before
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=needs_shm)])
+def test_who_asks_alone_for_the_state_gets_an_error_or_what_was_put_together(on_ranks, backend):
+    first, second = on_ranks(2, ask_alone, backend, timeout_s=60)
+    kind, text = first["alone"]
+    assert kind == "ConfigError strategy" and "rank 1 did not call it within 0.3 s" in text
+    assert "consolidate_state_dict()" in text and first["late"] == second["late"] == first["alone"]
+    assert first["same"] and first["rate"] == 0.5
+    by_rank, count = first["states"]
+    assert by_rank == [count, 0] and first["after"] == second["after"] == count
+    for sent, memory, held in (first["costs"], second["costs"]):
+        assert sent > 0 and memory == held > 0
 
 
 def write_in_place() -> dict[str, Any]:

@@ -302,5 +302,5 @@ def test_a_default_does_not_collide_with_what_was_given():
         with pytest.raises(ConfigError, match="drops belong to piecewise"):
             build_study(name, lr_drops=(0.5,), schedule="cosine")
     for name in ("batch", "large-batch"):
-        with pytest.raises(ConfigError, match="--steps: .*epochs"):
+        with pytest.raises(ConfigError, match=r"--steps: .*epochs"):
             build_study(name, steps=7)

@@ -245,9 +245,9 @@ add_command(
 )  # fmt: skip
 add_command(
     scale, "strategies", "scale:strategies",
-    f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small ranks:study strategies workers:study seeds epochs:study "
-    "steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout test_samples "
-    "global_batch_size:train evaluations target at_once resume",
+    f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small data:study ranks:study strategies workers:study seeds "
+    "epochs:study steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout "
+    "test_samples global_batch_size:train evaluations target at_once resume",
     "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
 )  # fmt: skip
 add_command(

@@ -82,6 +82,7 @@ _BACKENDS = "gloo, shm (shared memory) or nccl; several are measured in turns: g
 OPTIONS = {
     "model": Option(JOB, "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION", "cnn"),
     "model:small": Option(JOB, "cnn, resnet18, ..., hf:NAME, or FILE.py:FUNCTION. Default: a small cnn.", "cnn"),
+    "data:study": Option(JOB, "As for train. Default: synthetic:noisy, or with a --model synthetic.", str),
     "data": Option(JOB, "synthetic, mnist, mrpc, text, ... with :PATH of it, or FILE.py:FUNCTION", "synthetic"),
     "ranks": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=read_one),
     "ranks:train": Option(JOB, "One, or several: 1,2. Default: the launched world's, else 1.", read=parse_counts),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -60,10 +61,30 @@ class Channel:
         if not self.has_own_group and (group := open_group(self, self)) is not None:
             self.group, self.has_own_group = group, True
 
+    def _store(self, what: str) -> dist.Store:
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"paceline-{what}-{self.group.group_name}", store)
+
     @property
     def _failures(self) -> dist.Store:
-        store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"paceline-failures-{self.group.group_name}", store)
+        return self._store("failures")
+
+    def meet(self, name: str, limit_s: float) -> list[int]:
+        """Wait in the store, without a message, until every rank has called this with the same name, which is used
+        once. Returns the ranks that did not within the limit, and then does so on whoever calls it later, too."""
+        if self.world_size == 1:
+            return []
+        store, until_s = self._store(f"meeting-{name}"), time.monotonic() + limit_s
+        store.set(str(self.rank), "")
+        if store.add("count", 1) == self.world_size:
+            store.compare_set("end", "", "all")
+        while not store.check(["end"]):
+            time.sleep(0.002)
+            absent = [rank for rank in range(self.world_size) if not store.check([str(rank)])]
+            if time.monotonic() > until_s and absent:
+                store.compare_set("end", "", " ".join(map(str, absent)))
+        end = store.get("end").decode()
+        return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
         """Report to ranks that wait outside our own messages that what they wait for may never be sent in this step."""
@@ -105,7 +126,8 @@ class Channel:
         """Start the average in bfloat16 of float32, in place, and the sum of control words. Needs `shares_memory`."""
         self._num_messages += 1
         self._num_bytes += tensor.nbytes + words.nbytes - extra_bytes
-        return cast(PacelineGroup, self.group).average_rounded(tensor, words, self._one[False])
+        group: Any = self.group
+        return cast(dist.Work, group.average_rounded(tensor, words, self._one[False]))
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for a message. An error of the backend becomes one with the code `peer-lost` that names `what`."""

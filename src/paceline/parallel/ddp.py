@@ -219,7 +219,8 @@ class DDP(DistributedDataParallel):
             placement = self._placement = self._placement or Placement(options.strategy)
             placement.use(replica, channel, rounds)
             hook = (placement, scatter_hook) if placement.needs_hook else None
-            self._strategy.exchanges = placement.exchanges
+            assert self._strategy is not None
+            self._strategy.exchanges = placement.exchanges  # whose messages are those of the strategy
         planner = options.make_planner(channel, replica.gradients, with_hook=hook is not None)
         reducer = BucketedReducer(
             replica, channel, control.num_words, options.reducer, planner, hook, placement, rounds

@@ -35,8 +35,11 @@ class HookBucket:
         self._index, self._is_last = number, number == len(plan.buckets) - 1
         # Its own version counter: a write by the hook must not count as a gradient that changed late.
         buffer = self._buffer = alias(flat.ranges[number])
+        # As in torch: contiguous, in the order of memory, whatever the strides of the parameter.
         views = [flat.views[index] for index in plan.partition[number]]
-        self._gradients = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
+        self._gradients = [
+            buffer.as_strided((view.numel(),), (1,), view.storage_offset()).view(view.size()) for view in views
+        ]
         self._params = [params[index] for index in plan.partition[number]]
 
     def index(self) -> int:

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, SWAP, Exchange
 from paceline.parallel.flat import FlatGradients
-from paceline.parallel.replicas import Replica, list_some
+from paceline.parallel.replicas import Replica, list_some, name_ranks
 from paceline.parallel.strategies import SCATTER, Exchanges, start_message
 from paceline.plan import Plan
 from paceline.strategy import Strategy
@@ -36,6 +36,8 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 )
+# How long a rank waits for the others to put the state together: one that asks alone must not wait for ever.
+_MEET_S = 120.0
 # Parts of a state that are one number for a parameter, which may be a scalar itself.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
@@ -417,7 +419,8 @@ def scatter_hook(placement: Placement, bucket: Any) -> torch.futures.Future[torc
 class ShardedOptimizer(Optimizer):
     """What `DDP.shard_optimizer` makes of an optimizer: the same, on this rank's ranges of the parameters.
 
-    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank.
+    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank. For programs that
+    ask one rank alone for the state there is `consolidate_state_dict`, as in torch's ZeroRedundancyOptimizer.
     """
 
     _placement: Placement
@@ -430,6 +433,8 @@ class ShardedOptimizer(Optimizer):
     def begin(self, placement: Placement) -> None:
         self._placement, self._members = placement, [list(group["params"]) for group in self.param_groups]
         self._parts, self.cuts = {}, []
+        self._num_steps = self._num_asked = 0  # steps, and questions for the state since the last
+        self._whole: dict[int, dict[str, Any]] | None = None  # since `consolidate_state_dict`
         self.check(placement.replica)
         self.cut(placement.cut())
 
@@ -496,6 +501,7 @@ class ShardedOptimizer(Optimizer):
         if not placement.is_planned or getattr(placement.sync(), "is_pending", False):
             text = "the gradients are not averaged: step() must follow a backward that is synchronised"
             raise ConfigError(f"zero1: {text}", code="strategy")
+        self._num_steps, self._num_asked, self._whole = self._num_steps + 1, 0, None
         with torch.no_grad():
             placement.begin_step(self.members, list(self._parts.values()))
             self._follow()
@@ -542,13 +548,27 @@ class ShardedOptimizer(Optimizer):
         return self._placement.gather_words(squares).sum(0)[indices].sqrt().to(dtype)
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """The whole state, as of the optimizer without shards. Collective. With `to` only that rank gets it, and the
-        others what they would have before the first step."""
+        """The whole state, as of the optimizer without shards. Collective, unless `consolidate_state_dict` was called
+        since the last step. With `to` only that rank gets it, and the others what they would have before the first
+        step."""
         groups, count = [], 0
         for group, params in zip(self.param_groups, self._members, strict=True):
             groups.append({**group, "params": list(range(count, count + len(params)))})
             count += len(params)
+        if self._whole is not None:
+            return {"state": dict(self._whole), "param_groups": groups}
+        if absent := self._placement.channel.meet(f"state {self._num_steps}-{self._num_asked}", _MEET_S):
+            text = f"state_dict() needs all ranks, and {name_ranks(absent)} did not call it within {_MEET_S:g} s"
+            advice = "call it on all of them, or consolidate_state_dict() on all and then state_dict() on one"
+            raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
+        self._num_asked += 1
         return {"state": self._collect(to), "param_groups": groups}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Put the whole state together on one rank. Until the next step `state_dict()` there needs no other rank, and
+        on the others has what it would have before the first step. Collective: every rank must call this."""
+        self._whole = None
+        self._whole = self.state_dict(to)["state"]
 
     @torch.no_grad()
     def _collect(self, to: int | None = None) -> dict[int, dict[str, Any]]:
@@ -611,6 +631,7 @@ class ShardedOptimizer(Optimizer):
         if saved != [len(params) for params in self._members]:
             text = f"the state has groups of {saved} parameters, and the optimizer of {[*map(len, self._members)]}"
             raise ConfigError(f"zero1: {text}: it is of another model or other groups", code="strategy")
+        self._whole = None
         order = [place for group in state_dict["param_groups"] for place in group["params"]]
         state = {place: state_dict["state"][key] for place, key in enumerate(order) if key in state_dict["state"]}
         self._load(state, state_dict["param_groups"])

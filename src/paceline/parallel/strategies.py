@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,6 +175,7 @@ class StrategyState:
     """What `strategy_hook` needs: the codec and its memory, by names of parameters. It goes on where `before` was.
 
     An error is in units of gradients: where an optimizer's learning rate changes from a to b, it is multiplied by a/b.
+    Of a scaled loss it is in units of scaled gradients, and follows the scale of torch's GradScaler.
     """
 
     def __init__(
@@ -182,6 +184,12 @@ class StrategyState:
         self.strategy, self._world_size, self._rank = strategy, channel.world_size, channel.rank
         self._names = {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         self._shapes = {names[0]: layout[0] for names, layout in zip(replica.names, replica.layouts, strict=True)}
+        # Errors are in the order of memory, as gradients are in a bucket: of channels_last, say, in another than usual.
+        self._strides = {} if strategy.outer else {
+            names[0]: list(strides)
+            for param, names in zip(replica.params, replica.names, strict=True)
+            if (strides := torch.empty_like(param, device="meta").stride()) != _usual_strides(param.size())
+        }  # fmt: skip
         for param, names in zip(replica.params, replica.names, strict=True):
             if param.is_complex():
                 text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
@@ -196,10 +204,17 @@ class StrategyState:
         self.exchanges, self.step = Exchanges(channel), 0
         self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
+        self._scale: Any = None  # of the loss, that errors belong to; None: it was not scaled
+        self._scaler: Callable[[], Any] = lambda: None
         self._is_first = True  # the next bucket is the first of a step
         if before is not None and before._world_size == self._world_size:
             self._take(before.state(), before.codec.errors)
-            self._optimizers = before._optimizers
+            self._optimizers, self._scaler = before._optimizers, before._scaler
+        self._end: Callable[[], object] = lambda: None
+        if strategy.outer or strategy.codec in ("dense", "bf16"):
+            return  # there are no errors of gradients
+        _watch_scalers()
+        _states.add(self)
         own = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -211,6 +226,7 @@ class StrategyState:
     def stop(self) -> None:
         """Remove the hooks on optimizers."""
         self._end()
+        _states.discard(self)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Note the rates of this step, and refuse a second momentum."""
@@ -251,13 +267,38 @@ class StrategyState:
                         self.codec.rescale([name], float(old) / float(new))
                 self._note_rate(names, new)
 
+    def note_scaler(self, scaler: Any, optimizer: Optimizer) -> None:
+        """A scaler has looked at gradients; if they are of these parameters, it is their scale."""
+        if any(map(self._find_names, optimizer.param_groups)):
+            self._scaler = weakref.ref(scaler)
+            self._scale = _read_scale(scaler) if self._scale is None else self._scale
+
+    def _follow_scale(self) -> None:
+        """Before the first exchange of a step: rescale what belongs to another scale of the loss."""
+        if self._scale is None:
+            return
+        if (scaler := self._scaler()) is None:  # of a state that was loaded, or the program has another one now
+            found = [s for s in gc.get_objects() if issubclass(type(s), torch.amp.GradScaler) and s.is_enabled()]
+            if len(found) > 1:
+                return  # the next step shows which
+            scaler = found[0] if found else None
+            self._scaler = (lambda: None) if scaler is None else weakref.ref(scaler)
+        new = 1.0 if scaler is None else _read_scale(scaler)
+        if new is not None and (isinstance(new, torch.Tensor) or new != self._scale):
+            # All that is kept, a momentum, too.
+            self.codec.rescale(list(self.codec.errors), new / self._scale)
+        self._scale = None if scaler is None else self._scale if new is None else new
+
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
         # Copies, which later steps do not change.
         memory = self.codec.common, self.codec.errors
         common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
         rates = {name: float(rate) for name, rate in self._rates.items()}
-        return {"strategy": self.strategy.text, "step": self.step, "rates": rates, "common": common, "rank": errors}
+        scale = None if self._scale is None else float(self._scale)
+        counts = {"strategy": self.strategy.text, "step": self.step, "rates": rates, "scale": scale}
+        counts |= {"strides": dict(self._strides)} if self._strides else {}
+        return {**counts, "common": common, "rank": errors}
 
     @property
     def sent(self) -> Sent:
@@ -298,16 +339,28 @@ class StrategyState:
                 )
                 raise ConfigError(f"{text}, which this model does not have", code="strategy")
         # Copies: a step changes neither what was given nor what `state` returned.
-        self.codec.errors = {name: error.detach().clone() for name, error in errors.items()}
+        saved = common.get("strides", {})
+        self.codec.errors = {name: self._reorder(name, error.detach(), saved) for name, error in errors.items()}
         self.codec.common = {name: value.detach().clone() for name, value in common["common"].items()}
-        self._rates = dict(common["rates"])
+        self._rates, self._scale = dict(common["rates"]), common.get("scale")
         self.step = common["step"]
+
+    def _reorder(self, name: str, error: torch.Tensor, saved: Mapping[str, Sequence[int]]) -> torch.Tensor:
+        """A copy in the order of this model's memory."""
+        name = name.rpartition(" ")[2]
+        shape, old, new = self._shapes[name], saved.get(name), self._strides.get(name)
+        if old == new:
+            return error.clone()
+        value = error.reshape(-1).as_strided(shape, old or _usual_strides(shape))
+        twin = torch.empty_strided(shape, new or _usual_strides(shape), dtype=error.dtype, device=error.device)
+        return twin.copy_(value).as_strided(error.shape, error.stride())
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads = bucket.buffer(), bucket.gradients()
         names = [self._names[id(param)] for param in bucket.parameters()]
         if self._is_first:
             self._follow_rates()
+            self._follow_scale()
         exchange = self.codec.average(names, grads, self.step)
         self._is_first = bucket.is_last()
         self.step += self._is_first
@@ -315,6 +368,34 @@ class StrategyState:
             lambda done: _result(done, buffer)
         )
         return future
+
+
+_states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # whose errors depend on the scale of a loss
+
+
+def _usual_strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _read_scale(scaler: Any) -> Any:
+    """On a GPU a copy there, so that nothing waits for it; None before its first loss."""
+    scale = scaler._scale
+    return scale if scale is None else scale.clone() if scale.is_cuda else float(scale)
+
+
+@functools.cache
+def _watch_scalers() -> None:
+    """Let torch's GradScaler show which optimizer's gradients it unscales, also inside fused optimizers."""
+    kind: Any = torch.amp.GradScaler
+    original = kind._unscale_grads_
+
+    @functools.wraps(original)
+    def unscale(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for state in list(_states):
+            state.note_scaler(self, optimizer)
+        return original(self, optimizer, *args, **kwargs)
+
+    kind._unscale_grads_ = unscale
 
 
 def _result(done: torch.futures.Future[None], buffer: torch.Tensor) -> torch.Tensor:

@@ -178,9 +178,9 @@ def large_batch(
     `model`: by default a cnn so small that the study takes minutes. `base_batch_size`: the baseline, for which the
     learning rate (`lr`) is right. `global_batch_size`: by default 16 times as large. `recipes`: switches joined by +,
     such as "linear+warmup"; by default all usual ones that the job can take. `updates`: also runs of this many updates;
-    by default twice those of the largest batch, 0 for none. `schedule`: by default cosine, or piecewise with `lr_drops`.
-    `batch_size`: what a rank computes at once. `at_once`: runs
-    that share the machine; by default 1, or as many as the resumed study had. `job`, `out` and `resume` as for `batch`.
+    by default twice those of the largest batch, 0 for none. `schedule`: cosine, or piecewise with `lr_drops`, unless it
+    is given. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine; by default 1, or as
+    many as the resumed study had. `job`, `out` and `resume` as for `batch`.
     Inside a launched world this is collective: every rank must call it.
     """
     return cast("LargeBatchResult", _run_study("large-batch", locals()))
@@ -192,8 +192,8 @@ def _build_large_batch(
 ) -> LargeBatchSettings:  # fmt: skip
     _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
     _refuse(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
-    job = _choose_schedule(job)
     check_counts(base_batch_size=base_batch_size, seeds=seeds)
+    _choose_schedule(job)
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
     whole = f"model {model}: its step would decide learning rates and batches; return a module, and name the data"
@@ -261,7 +261,9 @@ def _build_strategies(
     check_counts(seeds=seeds, workers=workers)
     both = f"--steps {job.get('steps')} with --epochs {epochs}: a run has one length; leave one out"
     refuse(("steps" in job and epochs is not None, both))
-    job = _choose_schedule(job) | ({} if "steps" in job else {"epochs": 6 if epochs is None else epochs})
+    _choose_schedule(job)
+    if "steps" not in job:
+        job["epochs"] = 6 if epochs is None else epochs
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
     if model is None:
@@ -393,9 +395,10 @@ def _check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None)
     refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
 
 
-def _choose_schedule(job: dict[str, Any]) -> dict[str, Any]:
-    """With a schedule that fits, where none was given."""
-    return job | {"schedule": job["schedule"] or ("piecewise" if job.get("lr_drops") else "cosine")}
+def _choose_schedule(job: dict[str, Any]) -> None:
+    """One that fits, where none was given."""
+    if job["schedule"] is None:
+        job["schedule"] = "piecewise" if job.get("lr_drops") else "cosine"
 
 
 def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:

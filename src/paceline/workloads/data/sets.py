@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -228,7 +228,8 @@ def build_synthetic(
     if request.context and kind in ("pairs", "tokens"):
         form = replace(form, shape=(request.context,))
     count = request.samples if request.samples and split == "train" else _SIZES[split]
-    build = {"images": functools.partial(_images, strength), "numbers": _numbers, "pairs": _pairs, "tokens": _tokens}[kind]
+    builders: dict[str, Callable[..., DataSet]] = {"numbers": _numbers, "pairs": _pairs, "tokens": _tokens}
+    build = builders.get(kind, functools.partial(_images, strength))
     labels: _Labels = {"name": request.name, "split": split, "source": "made"}
     purposes = ("rule", f"samples of {split}")
     rule, draw = (torch.Generator(device).manual_seed(derive_seed(purpose, request.seed)) for purpose in purposes)
