@@ -76,7 +76,11 @@ def main() -> None:
             client.stop_channels()
             manager.shutdown_kernel(now=True)
     print(f"start of {options.ranks} ranks: median {statistics.median(starts):.2f} s, most {max(starts):.2f} s")
-    for name, source in (("empty", "1;"), ("printing", "print(rank)"), ("all-reduce", "dist.all_reduce(torch.ones(1))")):
+    for name, source in (
+        ("empty", "1;"),
+        ("printing", "print(rank)"),
+        ("all-reduce", "dist.all_reduce(torch.ones(1))"),
+    ):
         times = sorted(run(client, source) for _ in range(options.cells))
         p50, p99 = times[len(times) // 2], times[int(len(times) * 0.99)]
         print(f"round trip of a cell ({name}): p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms")

@@ -74,7 +74,9 @@ def test_ranks_reduce(notebook):
 
 
 def test_output_names_its_rank_whoever_writes_it(notebook):
-    text = notebook.run("import os, sys\nprint('hello', rank)\nprint('bad', file=sys.stderr)\nos.system('echo from a child')")
+    text = notebook.run(
+        "import os, sys\nprint('hello', rank)\nprint('bad', file=sys.stderr)\nos.system('echo from a child');"
+    )
     for rank in (0, 1):
         assert f"[{rank}] hello {rank}\n" in text and f"[{rank}] bad\n" in text and f"[{rank}] from a child\n" in text
 
@@ -86,7 +88,10 @@ def test_output_comes_while_the_cell_runs(notebook, tmp_path):
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    source = f"import os, time\nprint('before')\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nprint('after')"
+    source = (
+        f"import os, time\nprint('before')\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "print('after')"
+    )
     assert "[0] after\n" in notebook.run(source)
     thread.join()
 
@@ -125,7 +130,9 @@ def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
     assert notebook.show(SUM) == ["[3.0, 3.0]"] * 2
 
 
-@pytest.mark.parametrize(("source", "words"), [("x = (", "SyntaxError"), ("exit(3)", "SystemExit"), ("nowhere", "NameError")])
+@pytest.mark.parametrize(
+    ("source", "words"), [("x = (", "SyntaxError"), ("exit(3)", "SystemExit"), ("nowhere", "NameError")]
+)
 def test_the_same_error_on_all_ranks_is_one(notebook, source, words):
     with pytest.raises(CellError, match=f"ranks 0, 1 of 2 failed: {words}"):
         notebook.run(source)
@@ -137,7 +144,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_freed_and_a_new_world_opened(n
     monkeypatch.setattr(cell_ranks, "_STUCK_S", 0.3)
     with pytest.raises(CellError, match="rank 1 of 2 failed: ValueError: planted") as caught:
         notebook.run(f"if rank == 1:\n    raise ValueError('planted')\n{call}")
-    assert len(caught.value.others) == 1 and f"waited for rank 1 (In[" in caught.value.others[0]
+    assert len(caught.value.others) == 1 and "waited for rank 1 (In[" in caught.value.others[0]
     assert call in caught.value.others[0]
     assert any("new process group" in line for line in notebook.notices)
     assert notebook.show(SUM) == ["[3.0, 3.0]"] * 2
@@ -145,7 +152,9 @@ def test_a_rank_that_waits_for_one_that_failed_is_freed_and_a_new_world_opened(n
 
 def test_collectives_that_some_ranks_started_alone_are_noticed_though_no_rank_waits(notebook):
     with pytest.raises(CellError, match="rank 1 of 2"):
-        notebook.run("if rank == 1:\n    raise ValueError('planted')\nwork = dist.all_reduce(torch.ones(1), async_op=True)")
+        notebook.run(
+            "if rank == 1:\n    raise ValueError('planted')\nwork = dist.all_reduce(torch.ones(1), async_op=True)"
+        )
     assert any("new process group" in line for line in notebook.notices)
     assert notebook.show(SUM) == ["[3.0, 3.0]"] * 2
 
@@ -202,7 +211,7 @@ def test_a_deadlock_is_named(notebook, monkeypatch):
 def test_the_status_of_every_rank(notebook):
     status = notebook.ranks.status()
     assert [(one.rank, one.state) for one in status] == [(0, "idle"), (1, "idle")]
-    assert [one.pid for one in status] == [process.pid for process in find_ranks(os.getpid()) if process.pid in {s.pid for s in status}]
+    assert {one.pid for one in status} <= {process.pid for process in find_ranks(os.getpid())}
     assert all((one.memory_bytes or 0) > 2**20 for one in status)
 
 

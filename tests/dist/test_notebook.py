@@ -152,7 +152,10 @@ def test_a_notebook_sends_its_functions_and_classes_to_ranks(kernel):
         "%%local\ndef job(net, k):\n    with paceline.init(device='cpu', announce=None) as world:\n"
         "        return world.rank * scale + k, type(net)(2, 1)\n"
     )
-    answer = kernel.run("%%local\nvalues = paceline.run_ranks(job, 2, (Net(1, 1), 10), timeout_s=60)\nprint([v for v, _ in values], type(values[0][1]) is Net)")
+    answer = kernel.run(
+        "%%local\nvalues = paceline.run_ranks(job, 2, (Net(1, 1), 10), timeout_s=60)\n"
+        "print([value for value, _ in values], type(values[0][1]) is Net)"
+    )
     assert answer.text == "[10, 13] True\n", answer.text
 
 
@@ -183,7 +186,8 @@ SEED = [
     "        self.model.train()\n"
     "    def eval(self):\n"
     "        self.model.eval()\n",
-    "def make_model():\n    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(device)",
+    "from torch import nn\ndef make_model():\n"
+    "    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)",
     "%%rank [0]\nset_seed(43)",
     "%%rank [1]\nset_seed(44)",
     "FAILS:model = SimpleDistributedDataParallelism(make_model())",
@@ -212,7 +216,10 @@ def test_the_notebook_of_the_seed_document_runs(runtime, monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
     said = ["".join(out.get("text", "") for out in cell.outputs) for cell in cells]
-    assert sorted(said[2].splitlines()) == ["[0] (0, 2, None, device(type='cpu'))", "[1] (1, 2, None, device(type='cpu'))"]
+    assert sorted(said[2].splitlines()) == [
+        "[0] (0, 2, None, device(type='cpu'))",
+        "[1] (1, 2, None, device(type='cpu'))",
+    ]
     assert sorted(said[3].splitlines()) == ["[0] (2, 0, 0, 0)", "[1] (2, 1, 1, 1)"]
     failed = SEED.index(next(source for source in SEED if source.startswith("FAILS:")))
     errors = [out for out in cells[failed].outputs if out.output_type == "error"]

@@ -49,7 +49,7 @@ def test_a_program_in_a_file_is_not_interactive(session):
 
 
 def test_a_function_brings_the_globals_that_it_uses_and_no_other(session):
-    names = session("import math\nk = 3\nsecret = lambda: open('/dev/null')\ndef g(x): return k * x\ndef f(x): return g(math.sqrt(x))")
+    names = session("import math\nk = 3\ndef g(x): return k * x\ndef f(x): return g(math.sqrt(x))")
     names["secret"] = sys.stdout  # cannot be sent, and need not be
     f = travel(names["f"])
     assert f(4.0) == 6.0
@@ -95,7 +95,7 @@ def test_classes_arrive_with_bases_methods_and_later_changes(session):
         "        self.w = torch.nn.Parameter(torch.ones(2))\n"
         "class Model(Base):\n    class Inner: pass\n    def forward(self, x): return self.help(x) * scale\n"
     )
-    names = session("def help(self, x): return x + self.w\nModel.help = help\n@dataclass\nclass Point:\n    x: int = 1\n")
+    names = session("def add(self, x): return x + self.w\nModel.help = add\n@dataclass\nclass Point:\n    x: int = 1\n")
     import torch
 
     model, point, inner = travel((names["Model"](), names["Point"](5), names["Model"].Inner))
@@ -106,7 +106,10 @@ def test_classes_arrive_with_bases_methods_and_later_changes(session):
 
 
 def test_a_class_that_refers_to_itself_and_to_a_function_that_uses_it(session):
-    names = session("def make(): return Node(None)\nclass Node:\n    def __init__(self, n): self.n = n\n    def grow(self): return Node(make())\n")
+    names = session(
+        "def make(): return Node(None)\n"
+        "class Node:\n    def __init__(self, n): self.n = n\n    def grow(self): return Node(make())\n"
+    )
     node = travel(names["Node"](1)).grow()
     assert type(node.n) is type(node)
 

@@ -35,7 +35,7 @@ def test_ranks_do_not_write_into_each_others_lines():
 def test_a_progress_bar_overwrites_its_own_line_and_others_show_their_last_state():
     pieces = [(rank, f"\r{share} %") for share in (0, 50, 100) for rank in (0, 1)]
     text = mix(*pieces, (0, "\n"), (1, "\n"))
-    assert text == "\r[0] 0 %\r[0] 50 %\r[0] 100 %\n[1] 100 %\n"
+    assert text == "[0] 0 %\r[0] 50 %\r[0] 100 %\n[1] 100 %\n"
 
 
 def test_neighbouring_text_travels_in_one_message():
@@ -94,7 +94,7 @@ def test_python_runs_on_ranks_also_where_it_has_a_mistake(source):
     assert runs_on_ranks(source)
 
 
-@pytest.mark.parametrize("source", ["", "# only words", "%time x", "!ls", "x = !ls", "x?", "a = 1\n%time f()", "%%time\nx"])
+@pytest.mark.parametrize("source", ["", "# words", "%time x", "!ls", "x = !ls", "x?", "a = 1\n%time f()", "%%time\nx"])
 def test_what_ipython_alone_understands_stays_in_the_notebook(source):
     assert not runs_on_ranks(source)
 
@@ -124,7 +124,9 @@ def test_an_object_shows_what_it_can():
     assert metadata == {}
     data, metadata = describe(Bundle())
     assert data["text/html"] == "<i>2</i>" and metadata == {"text/html": {"isolated": True}}
-    assert describe(Rich)[0].keys() == {"text/plain"} and describe({"b": 1, "a": 2})[0]["text/plain"] == "{'b': 1, 'a': 2}"
+    assert (
+        describe(Rich)[0].keys() == {"text/plain"} and describe({"b": 1, "a": 2})[0]["text/plain"] == "{'b': 1, 'a': 2}"
+    )
 
 
 def test_a_figure_is_a_picture():

@@ -205,9 +205,7 @@ class RankMagics(Magics):
             self._lines.close()
             self._lines.add(rank, "stdout", "\n")
         transient = {"display_id": message.display_id} if message.display_id else {}
-        self.shell.display_pub.publish(
-            message.data, message.metadata, transient=transient, update=message.is_update
-        )
+        self.shell.display_pub.publish(message.data, message.metadata, transient=transient, update=message.is_update)
 
     def _write(self, stream: str, text: str) -> None:
         file = sys.stderr if stream == "stderr" else sys.stdout
@@ -264,5 +262,3 @@ def route_display() -> None:
         rank.outbox.put(Cleared(wait))
 
     functions.clear_output = IPython.display.clear_output = clear_output
-
-

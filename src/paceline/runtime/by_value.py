@@ -1,7 +1,7 @@
 """What a person typed into a session, on its way to ranks: functions by their code, classes by their source.
 
-Pickle sends a function as a name to import. Nothing can be imported from a notebook or a prompt, so these are sent whole,
-with the globals that they use.
+Pickle sends a function as a name to import. Nothing can be imported from a notebook or a prompt, so these are sent
+whole, with the globals that they use.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class _Pickler(pickle.Pickler):
             return importlib.import_module, (value.__name__,)
         if isinstance(value, types.CellType):
             try:
-                return types.CellType, (), (value.cell_contents,), None, None, _fill_cell
+                return _make_cell, (), (value.cell_contents,), None, None, _fill_cell
             except ValueError:
-                return types.CellType, ()
+                return _make_cell, ()
         return NotImplemented
 
     def _reduce_function(self, function: Any) -> Any:
@@ -79,7 +79,14 @@ class _Pickler(pickle.Pickler):
         state = {
             "attributes": {
                 name: getattr(function, name)
-                for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__")
+                for name in (
+                    "__defaults__",
+                    "__kwdefaults__",
+                    "__annotations__",
+                    "__doc__",
+                    "__module__",
+                    "__qualname__",
+                )
             },
             "dict": function.__dict__,
             "globals": self._find_globals(find_names(code)) if is_ours else {},
@@ -99,9 +106,9 @@ class _Pickler(pickle.Pickler):
         file, node = _find_statement(kind)
         self._keep_source(file)
         code = compile(ast.Module([node], []), file, "exec", dont_inherit=True)
-        at_once, later = set(), set()  # what the statement itself uses, and what its methods do
-        for part, depth in _walk_code(code):
-            (at_once if depth < 2 else later).update(_names_in(part))
+        at_once, later = set[str](), set[str]()  # what the statement itself uses, and what its methods do
+        for inner, depth in _walk_code(code):
+            (at_once if depth < 2 else later).update(_names_in(inner))
         at_once -= {name}
         patches = {
             key: value for key, value in vars(kind).items()
@@ -180,7 +187,7 @@ def _is_inside(code: types.CodeType, file: str, node: ast.ClassDef) -> bool:
     return node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno)
 
 
-# -- in the rank --------------------------------------------------------------------------------------------------------
+# -- in the rank ------------------------------------------------------------------------------------------------------
 
 
 def _make_function(code: bytes, name: str, module: str, closure: Any) -> Any:
@@ -200,6 +207,10 @@ def _fill_function(function: Any, state: dict[str, Any]) -> None:
     function.__globals__.update(state["globals"])
 
 
+def _make_cell() -> Any:
+    return types.CellType()
+
+
 def _fill_cell(cell: Any, content: tuple[Any]) -> None:
     (cell.cell_contents,) = content
 
@@ -208,7 +219,7 @@ def _make_class(name: str, file: str, source: str, names: dict[str, Any]) -> Any
     namespace = sys.modules["__main__"].__dict__
     namespace.update(names)
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name]
-    exec(compile(ast.Module(nodes[-1:], []), file, "exec", dont_inherit=True), namespace)
+    exec(compile(ast.Module([nodes[-1]], []), file, "exec", dont_inherit=True), namespace)
     return namespace[name]
 
 

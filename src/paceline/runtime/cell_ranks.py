@@ -102,7 +102,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         self._pool = RankPool(settings.num_ranks)
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_busy = False
-        self._numbers = itertools.count(1)
+        self._numbers, self._tokens = itertools.count(1), itertools.count(1)
         self._lost: _Lost | None = None
         self._devices = [""] * settings.num_ranks
         self._counts: list[dict[str, int]] = [{} for _ in range(settings.num_ranks)]
@@ -250,7 +250,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
 
     def _ask(self, ranks: Sequence[int]) -> dict[int, Where]:
         """Where these ranks are, of those that answer in time."""
-        token, answers = next(self._numbers), dict[int, Where]()
+        token, answers = next(self._tokens), dict[int, Where]()
         for rank in ranks:
             self._pool.send(rank, Ask(token))
         deadline = time.monotonic() + _ANSWER_S
@@ -384,7 +384,7 @@ class _Watch:
             return
         if now_s >= self._look_s or self._look_s == math.inf:
             self._look_s = now_s + _LOOK_S
-            self._token = next(self._ranks._numbers)
+            self._token = next(self._ranks._tokens)
             self._send(Ask(self._token))
         waiting_s = {rank: self._find_waiting(rank, now_s) for rank in self._pending}
         if self._has_failed() and any(since_s > _STUCK_S for since_s in waiting_s.values()):
@@ -469,8 +469,9 @@ class RankLines:
         made = ""
         if self._open not in (None, source):
             self._write(self._open[1], "\n")  # type: ignore[index]
-            self._open, text = None, text.lstrip("\r")
-        at_start = self._open is None
+            self._open = None
+        if at_start := self._open is None:
+            text = text.lstrip("\r")
         for piece in _split_lines(text):
             if at_start and piece not in ("\n", "\r"):
                 made += f"[{rank}] "

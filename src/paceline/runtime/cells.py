@@ -1,8 +1,8 @@
 """A rank that runs cells: source that a person types, in one namespace, its output sent as it comes."""
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import asyncio
 import base64
@@ -241,7 +241,7 @@ class _Stream(io.TextIOBase):
 
 
 class _Descriptors:
-    """What C++ code and child processes write to descriptors 1 and 2, as text of stderr."""
+    """What C++ code and child processes write to descriptors 1 and 2, as text of stdout."""
 
     def __init__(self, outbox: _Outbox) -> None:
         self._outbox, self._lock = outbox, threading.Lock()
@@ -260,11 +260,12 @@ class _Descriptors:
         while self._is_open:
             poller.poll()
             with self._lock:
-                self._take()
+                if self._is_open:
+                    self._take()
 
     def _take(self) -> None:
         if count := self._count():
-            self._outbox.put(Output("stderr", os.read(self._read, count).decode(errors="replace")))
+            self._outbox.put(Output("stdout", os.read(self._read, count).decode(errors="replace")))
 
     def _count(self) -> int:
         return int(struct.unpack("i", fcntl.ioctl(self._read, termios.FIONREAD, b"\0" * 4))[0])
@@ -277,7 +278,8 @@ class _Descriptors:
 
     def close(self) -> None:
         self.drain()
-        self._is_open = False
+        with self._lock:
+            self._is_open = False
         os.write(1, b"\n")  # wakes the thread
         self._thread.join(_DRAIN_S)
         for number, saved in zip((1, 2), self._saved, strict=True):
@@ -300,6 +302,7 @@ class CellRank:
         self._loop: asyncio.Runner | None = None
         self._world: Any = None
         self.outbox = _Outbox()
+        self._descriptors: _Descriptors | None = None
         self.module = types.ModuleType("__main__")
         self.namespace = self.module.__dict__
 
@@ -310,7 +313,7 @@ class CellRank:
         sys.modules["__main__"] = sys.modules["__mp_main__"] = self.module
         before = signal.signal(signal.SIGINT, self._on_sigint)
         outputs = sys.stdout, sys.stderr
-        descriptors = _Descriptors(self.outbox)
+        descriptors = self._descriptors = _Descriptors(self.outbox)
         sys.stdout, sys.stderr = _Stream("stdout", 1, self.outbox), _Stream("stderr", 2, self.outbox)
         threading.Thread(target=self._listen, name="paceline-listener", daemon=True).start()
         try:
@@ -386,8 +389,9 @@ class CellRank:
 
         if not dist.is_initialized():
             return {}
-        counts = {}
-        for group, name in dist.distributed_c10d._world.pg_names.items():
+        counts = dict[str, int]()
+        groups: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+        for group, name in groups.items():
             with contextlib.suppress(Exception):  # a group that cannot tell
                 counts[name] = int(group._get_sequence_number_for_group())
         return counts
@@ -458,6 +462,8 @@ class CellRank:
 
     def display(self, *objects: Any, display_id: str | bool = "", update: bool = False, **_: Any) -> None:
         """Show objects in the notebook, as a cell's last line is shown."""
+        if self._descriptors is not None:
+            self._descriptors.drain()  # what was written before is shown before
         name = f"paceline-{time.monotonic_ns()}" if display_id is True else display_id or ""
         for one in objects:
             self.outbox.put(Shown(*describe(one), name, update))
