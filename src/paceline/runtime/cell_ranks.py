@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineError
 from paceline.runtime.cells import (
     Abort,
     Ask,
@@ -296,6 +296,9 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         self._counts = after
         if self.settings.num_ranks == 1 or all(end.failure is None for end in ended.values()):
             return False
+        failures = [end.failure for end in ended.values() if end.failure is not None]
+        if any(one.is_secondary or isinstance(one.error, CollectiveError) for one in failures):
+            return True  # a group that has timed out or lost a rank is of no use
         if any(end.was_aborted for end in ended.values()):
             return True
         for group in set().union(*after):
@@ -433,7 +436,7 @@ def describe_end(failures: dict[int, Ended], num_ranks: int, is_interrupted: boo
         assert end.failure is not None
         if rank not in same:
             what = end.failure.summary.removeprefix("failed: ")
-            what = f"waited for rank {first}" if sort_key(rank)[0] else what
+            what = f"waited for rank {first}" if sort_key(rank)[0] and not sort_key(first)[0] else what
             others.append(f"rank {rank}: {what}" + (f" ({end.place})" if end.place else ""))
     names = ", ".join(map(str, same))
     who = f"rank{'s' if len(same) > 1 else ''} {names} of {num_ranks}"
