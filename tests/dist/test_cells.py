@@ -104,8 +104,8 @@ def test_a_cell_for_some_ranks_runs_there_alone(notebook):
 
 
 def test_functions_and_classes_of_cells_can_be_inspected_and_pickled(notebook):
-    notebook.run("class Point:\n    x = 1\n\ndef f(a):\n    return a + 1  # the source\n")
-    assert "# the source" in notebook.show("import inspect, pickle\ninspect.getsource(f)", [0])[0]
+    notebook.run("import pickle\nclass Point:\n    x = 1\n\ndef f(a):\n    return a + 1  # the source\n")
+    assert "# the source" in notebook.show("import inspect\ninspect.getsource(f)", [0])[0]
     assert notebook.show("pickle.loads(pickle.dumps([Point(), f]))[1](2)") == ["3", "3"]
 
 

@@ -92,7 +92,7 @@ def test_cells_run_on_all_ranks_and_on_some(kernel):
 
 
 def test_an_error_appears_once_and_fails_the_cell(kernel):
-    answer = kernel.run("def f():\n    raise ValueError(f'planted on {rank}') if rank else None\nf()")
+    answer = kernel.run("def f():\n    if rank:\n        raise ValueError(f'planted on {rank}')\nf()")
     assert answer.status == "error" and len(answer.errors) == 1
     (error,) = answer.errors
     shown = "\n".join(error["traceback"])
