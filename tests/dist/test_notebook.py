@@ -97,6 +97,7 @@ def test_an_error_appears_once_and_fails_the_cell(kernel):
     (error,) = answer.errors
     shown = "\n".join(error["traceback"])
     assert error["ename"] == "CellError" and "rank 1 of 2 failed: ValueError: planted on 1" in error["evalue"]
+    assert shown.count("planted on 1") == 1 and "(on rank 1 of 2)" in shown
     assert shown.count("Traceback") == 1 and "in f\n" in shown and "cell_ranks.py" not in shown
     assert "planted" not in answer.text
     assert kernel.run("rank").status == "ok"
@@ -133,7 +134,7 @@ def test_magics_say_what_is_wrong_in_one_line(kernel):
         assert answer.status == "error" and words in said and "Traceback" not in said, said
 
 
-def test_status_sync_mode_and_reset(kernel):
+def test_status_sync_and_mode(kernel):
     assert "all 2 ranks are here" in kernel.run("%sync").text
     (status,) = kernel.run("%dist_status").shown
     assert status["text/html"].count("<tr>") == 3 and "idle" in status["text/plain"]
@@ -141,9 +142,6 @@ def test_status_sync_mode_and_reset(kernel):
     kernel.run("%dist_mode off")
     assert kernel.run("'world' in globals()").shown == [{"text/plain": "False"}]
     kernel.run("%dist_mode on")
-    kernel.run("gone = 1")
-    assert kernel.run("%dist_reset").status == "ok"
-    assert "NameError" in kernel.run("gone").errors[0]["evalue"]
 
 
 def test_a_notebook_sends_its_functions_and_classes_to_ranks(kernel):
@@ -227,11 +225,15 @@ def test_the_notebook_of_the_seed_document_runs(runtime, monkeypatch):
     assert sorted(said[-4].splitlines()) == ["[0] identical", "[1] identical"]
 
 
-def check_death(folder: Path) -> None:
+def check_death(folder: Path, reset: bool = False) -> None:
     kernel = Kernel(folder)
     try:
         kernel.run("%load_ext paceline")
         kernel.run("%dist_init -n 2 --device cpu")
+        if reset:
+            kernel.run("gone = 1")
+            assert kernel.run("%dist_reset").status == "ok"
+            assert "NameError" in kernel.run("gone").errors[0]["evalue"]
         message = kernel.begin("import time\nprint('now')\nwhile True: time.sleep(0.01)")
         while "now" not in str(kernel.client.get_iopub_msg(timeout=30)["content"]) and message:
             pass
@@ -250,8 +252,8 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_killed_kernel_leaves_no_process(runtime):
-    check_death(runtime)
+def test_a_killed_kernel_leaves_no_process_also_after_a_reset(runtime):
+    check_death(runtime, reset=True)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def fail(rank: int, when_s: float, text: str, trace: str = "trace", secondary: b
 def test_the_same_failure_on_all_ranks_is_one():
     error = describe_end({0: fail(0, 2.0, "NameError: x"), 1: fail(1, 1.0, "NameError: x")}, 2, False)
     assert isinstance(error, CellError) and error.others == ()
-    assert "ranks 0, 1 of 2" in str(error) and error._render_traceback_()[0] == "trace"
+    assert "ranks 0, 1 of 2" in str(error) and error._render_traceback_() == ["trace", "(on ranks 0, 1 of 2)"]
 
 
 def test_the_rank_that_only_waited_is_not_the_culprit():

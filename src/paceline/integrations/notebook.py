@@ -78,7 +78,7 @@ class RankMagics(Magics):
         settings = CellSettings(num_ranks, options.backend, device, gpu_ids, options.threads, options.timeout, _HOOK)
         self._is_automatic = not options.explicit
         if self.ranks is not None and self.ranks.is_alive and self.ranks.settings == settings:
-            self._notice("these ranks are running already; %dist_reset starts new ones")
+            self._say("these ranks are running already; %dist_reset starts new ones")
             return
         self._start(settings)
 
@@ -114,7 +114,7 @@ class RankMagics(Magics):
         """%sync: wait until every rank is here."""
         ranks = self._need()
         self._run("world.barrier()", None)
-        self._notice(f"all {ranks.settings.num_ranks} ranks are here")
+        self._say(f"all {ranks.settings.num_ranks} ranks are here")
 
     @line_magic
     def dist_mode(self, line: str) -> None:
@@ -124,13 +124,13 @@ class RankMagics(Magics):
             raise UsageError(f"%dist_mode {word}: use on or off")
         self._is_automatic = self._is_automatic if not word else word == "on"
         where = "on all ranks" if self._is_automatic and self.ranks is not None else "in the notebook's own process"
-        self._notice(f"cells without a magic run {where}")
+        self._say(f"cells without a magic run {where}")
 
     @line_magic
     def dist_status(self, line: str) -> None:
         """%dist_status: what every rank does now."""
         if self.ranks is None:
-            self._notice("no ranks run: %dist_init -n 2 starts some")
+            self._say("no ranks run: %dist_init -n 2 starts some")
             return
         table = build_status(self.ranks.status())
         self.shell.display_pub.publish({"text/plain": table.terminal(), "text/html": table.html()})
@@ -146,7 +146,7 @@ class RankMagics(Magics):
         ranks, self.ranks = self.ranks, None
         if ranks is not None:
             ranks.close()
-            self._notice(f"{ranks.settings.num_ranks} ranks ended")
+            self._say(f"{ranks.settings.num_ranks} ranks ended")
 
     # -- what they share
 
@@ -166,7 +166,7 @@ class RankMagics(Magics):
             raise _as_one_line(error) from None
         self.ranks = ranks
         where = "Cells run on all of them; %%rank 0 runs one on rank 0, %%local in the notebook."
-        self._notice(f"{text}. {where if self._is_automatic else '%%distributed runs a cell on all of them.'}")
+        self._say(f"{text}. {where if self._is_automatic else '%%distributed runs a cell on all of them.'}")
 
     def _run(self, cell: str, chosen: Sequence[int] | None) -> None:
         ranks = self._need()
@@ -212,9 +212,13 @@ class RankMagics(Magics):
         file.write(text)
         file.flush()
 
-    def _notice(self, text: str) -> None:
+    def _say(self, text: str, stream: str = "stdout") -> None:
         self._lines.close()
-        self._write("stderr", f"paceline: {text}\n")
+        self._write(stream, f"paceline: {text}\n")
+
+    def _notice(self, text: str) -> None:
+        """What a person should look at; notebooks show it in red."""
+        self._say(text, "stderr")
 
 
 def build_status(ranks: Sequence[RankStatus]) -> Table:

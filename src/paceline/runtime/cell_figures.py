@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from paceline.runtime import cells
 
 
-class FigureManager(FigureManagerBase):
+class CellFigures(FigureManagerBase):
     @classmethod
     def pyplot_show(cls, *, block: Any = None) -> None:
         if (rank := cells.current()) is not None:
@@ -16,4 +16,4 @@ class FigureManager(FigureManagerBase):
 
 
 class FigureCanvas(FigureCanvasAgg):
-    manager_class = FigureManager
+    manager_class = CellFigures

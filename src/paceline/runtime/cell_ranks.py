@@ -49,11 +49,12 @@ _NOTICE_S = 10.0  # when nothing has moved for so long, the person is told where
 class CellError(LaunchError):
     """A cell failed on `rank`, with the traceback `rank_traceback`; `others` are one line for each other rank."""
 
+    who: str = ""
     others: tuple[str, ...] = ()
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows instead of the frames of this process, which the person did not write."""
-        return [*self.rank_traceback.rstrip().splitlines(), "", str(self), *self.others]
+        return [*self.rank_traceback.rstrip().splitlines(), f"(on {self.who})", *self.others]
 
 
 class CellInterrupted(KeyboardInterrupt):
@@ -441,7 +442,7 @@ def describe_end(failures: dict[int, Ended], num_ranks: int, is_interrupted: boo
     names = ", ".join(map(str, same))
     who = f"rank{'s' if len(same) > 1 else ''} {names} of {num_ranks}"
     error = CellError(f"{who} {cause.summary}", first, cause.trace, cause.code)
-    error.others = tuple(others)
+    error.who, error.others = who, tuple(others)
     return error
 
 
