@@ -69,6 +69,19 @@ __all__ = [
 ]  # fmt: skip
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """What `%load_ext paceline` calls."""
+    from paceline.integrations.notebook import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    from paceline.integrations.notebook import unload
+
+    unload(shell)
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         home = importlib.import_module(_HOME_OF[name])

@@ -489,10 +489,17 @@ def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
     assert "must do so under `if __name__ == '__main__':`" in err.splitlines()[-1]
 
 
-def test_a_function_that_was_typed_in_is_told_to_go_into_a_file(start):
-    job = start("-c", "import paceline\ndef f(): pass\npaceline.run_ranks(f, 2)")
+def test_a_function_that_was_typed_in_runs_with_the_globals_that_it_uses(start):
+    source = "import os, paceline\nk = 3\ndef g(n): return n * k\ndef f(m): return g(int(os.environ['RANK'])) + m\n"
+    job = start("-c", source + "print(paceline.run_ranks(f, 2, (1,), timeout_s=60))")
+    out, err = job.communicate(timeout=90)
+    assert out == "[1, 4]\n", err
+
+
+def test_what_cannot_be_sent_is_named_in_one_line(start):
+    job = start("-c", "import paceline, sys\ndef f(): return file\nfile = sys.stdout\npaceline.run_ranks(f, 2)")
     _, err = job.communicate(timeout=60)
-    assert job.returncode == 1 and "put it into a file" in err.splitlines()[-1]
+    assert job.returncode == 1 and "f and its arguments cannot be sent to another process" in err.splitlines()[-1]
 
 
 def spawn_grandchild(folder: str) -> int:

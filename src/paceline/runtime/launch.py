@@ -29,6 +29,7 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError
+from paceline.runtime import by_value
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.worker import Failure, listen, make_error, serve_jobs_spawned
 from paceline.units import format_memory
@@ -244,6 +245,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self.close(at_once=True)
                 raise
 
+    def send(self, rank: int, message: Any) -> None:
+        """Send a message to the job that this rank runs (`worker.receive`); one that is gone gets nothing."""
+        with contextlib.suppress(OSError), defer_signals():  # half a message could never be understood
+            self._ranks[rank].link.send_bytes(pickle.dumps(message))
+
     def pids(self) -> list[int]:
         """The process ids of the ranks, in rank order; waits for those that are just being started."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
@@ -409,9 +415,9 @@ def run_ranks(
 
 def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
     name = getattr(fn, "__qualname__", repr(fn))
-    if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigError(f"{name} is defined interactively, and ranks cannot import it: put it into a file")
     try:
+        if by_value.is_interactive():
+            return by_value.dumps((fn, tuple(args)))
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         text = f"{name} and its arguments cannot be sent to another process ({error})"

@@ -93,7 +93,18 @@ def post(message: Any) -> None:
     if _listener is not None:
         _listener(message)
     elif _link is not None:
-        _answer("message", message)
+        send_to_launcher(message)
+
+
+def send_to_launcher(message: Any) -> None:
+    """What `post` does where nothing in this process listens."""
+    _answer("message", message)
+
+
+def receive() -> Any:
+    """Wait for what the launcher sends to the job that runs here (`RankPool.send`); EOFError when it has gone."""
+    assert _link is not None
+    return pickle.loads(_link.recv_bytes())
 
 
 @contextlib.contextmanager

@@ -209,6 +209,13 @@ def shutdown() -> None:
         _open.close()
 
 
+def abandon() -> None:
+    """Destroy all groups, also those that wait for collectives that nobody will join any more, within seconds."""
+    if _open is not None:
+        _open.__exit__(LaunchError, LaunchError("this world was abandoned"), None)
+    _destroy_groups(failed=True)
+
+
 def find_departed_ranks() -> dict[int, str]:
     """The ranks that closed the open world, and why; ranks that died are not known here."""
     if _open is None:

@@ -1,0 +1,1 @@
+"""Thin adapters to other programs: notebooks."""

@@ -1,0 +1,268 @@
+"""Notebooks: `%load_ext paceline` adds magics that start ranks and run cells on them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+
+from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.report.table import Column, Table
+from paceline.runtime.cell_ranks import CellRanks, RankLines, RankStatus, parse_ranks, runs_on_ranks
+from paceline.runtime.cells import CellSettings, Cleared, Output, Shown, current
+
+_HOOK = "paceline.integrations.notebook:route_display"
+_COLUMNS = (
+    Column("rank", "rank", "count", key="rank", is_key=True),
+    Column("process", "pid", str, key="pid"),
+    Column("device", "device", key="device"),
+    Column("memory", "memory_bytes", "bytes", key="memory_bytes"),
+    Column("GPU memory", "gpu_memory_bytes", "bytes", key="gpu_memory_bytes"),
+    Column("now", "state", "words", key="state", is_key=True),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"%{self.prog}: {message}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise UsageError(message or "")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser("dist_init", add_help=False)
+    parser.add_argument("-n", "--num-processes", "--ranks", dest="num_ranks", type=int, default=0)
+    parser.add_argument("-b", "--backend", default="auto")
+    parser.add_argument("-d", "--device", default="auto")
+    parser.add_argument("-g", "--gpu-ids", default="")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("-t", "--timeout", type=float, default=CellSettings.timeout_s)
+    parser.add_argument("--explicit", action="store_true")
+    return parser
+
+
+@magics_class
+class RankMagics(Magics):
+    """The magics. Once ranks run, cells without a magic run on all of them; `%%local` runs one in the notebook."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.ranks: CellRanks | None = None
+        self._is_automatic = False
+        self._lines = RankLines(self._write)
+
+    # -- magics
+
+    @line_magic
+    def dist_init(self, line: str) -> None:
+        """%dist_init -n 2: start ranks, and run the cells that follow on all of them.
+
+        -n, --num-processes N   how many; by default one for each GPU, or 2
+        -b, --backend NAME      auto, gloo, shm, nccl
+        -d, --device NAME       auto, cpu, cuda
+        -g, --gpu-ids 0,1       the GPU of each rank
+        --threads N             torch's threads per rank
+        -t, --timeout SECONDS   how long a collective may wait; a day by default
+        --explicit              only cells that begin with %%distributed or %%rank run on ranks
+        """
+        options = _build_parser().parse_args(shlex.split(line))
+        gpu_ids = tuple(_parse_gpu(part) for part in options.gpu_ids.split(",") if part.strip())
+        device = "cuda" if gpu_ids and options.device == "auto" else options.device
+        num_ranks = options.num_ranks or len(gpu_ids) or 2
+        settings = CellSettings(num_ranks, options.backend, device, gpu_ids, options.threads, options.timeout, _HOOK)
+        self._is_automatic = not options.explicit
+        if self.ranks is not None and self.ranks.is_alive and self.ranks.settings == settings:
+            self._say("these ranks are running already; %dist_reset starts new ones")
+            return
+        self._start(settings)
+
+    @cell_magic
+    @no_var_expand
+    def distributed(self, line: str, cell: str) -> None:
+        """%%distributed: run the cell on all ranks."""
+        self._run(cell, None)
+
+    @cell_magic
+    @no_var_expand
+    def rank(self, line: str, cell: str) -> None:
+        """%%rank 0, %%rank [1,2], %%rank 0-3: run the cell on these ranks."""
+        try:
+            chosen = parse_ranks(line)
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
+        self._run(cell, chosen)
+
+    @cell_magic
+    @no_var_expand
+    def local(self, line: str, cell: str) -> None:
+        """%%local: run the cell in the notebook's own process."""
+        was_automatic, self._is_automatic = self._is_automatic, False
+        try:
+            result = self.shell.run_cell(cell)
+        finally:
+            self._is_automatic = was_automatic
+        result.raise_error()
+
+    @line_magic
+    def sync(self, line: str) -> None:
+        """%sync: wait until every rank is here."""
+        ranks = self._need()
+        self._run("world.barrier()", None)
+        self._say(f"all {ranks.settings.num_ranks} ranks are here")
+
+    @line_magic
+    def dist_mode(self, line: str) -> None:
+        """%dist_mode on, off: whether cells without a magic run on all ranks."""
+        word = {"-e": "on", "--enable": "on", "-d": "off", "--disable": "off"}.get(line.strip(), line.strip())
+        if word not in ("", "on", "off"):
+            raise UsageError(f"%dist_mode {word}: use on or off")
+        self._is_automatic = self._is_automatic if not word else word == "on"
+        where = "on all ranks" if self._is_automatic and self.ranks is not None else "in the notebook's own process"
+        self._say(f"cells without a magic run {where}")
+
+    @line_magic
+    def dist_status(self, line: str) -> None:
+        """%dist_status: what every rank does now."""
+        if self.ranks is None:
+            self._say("no ranks run: %dist_init -n 2 starts some")
+            return
+        table = build_status(self.ranks.status())
+        self.shell.display_pub.publish({"text/plain": table.terminal(), "text/html": table.html()})
+
+    @line_magic
+    def dist_reset(self, line: str) -> None:
+        """%dist_reset: end the ranks and start new ones, with an empty namespace."""
+        self._start(self._need().settings)
+
+    @line_magic
+    def dist_shutdown(self, line: str) -> None:
+        """%dist_shutdown: end the ranks; cells run in the notebook's own process again."""
+        ranks, self.ranks = self.ranks, None
+        if ranks is not None:
+            ranks.close()
+            self._say(f"{ranks.settings.num_ranks} ranks ended")
+
+    # -- what they share
+
+    def _need(self) -> CellRanks:
+        if self.ranks is None:
+            raise UsageError("no ranks run: %dist_init -n 2 starts some")
+        return self.ranks
+
+    def _start(self, settings: CellSettings) -> None:
+        before, self.ranks = self.ranks, None
+        if before is not None:
+            before.close()
+        try:
+            ranks = CellRanks(settings, self._show, self._notice)
+            text = ranks.start()
+        except PacelineError as error:
+            raise _as_one_line(error) from None
+        self.ranks = ranks
+        where = "Cells run on all of them; %%rank 0 runs one on rank 0, %%local in the notebook."
+        self._say(f"{text}. {where if self._is_automatic else '%%distributed runs a cell on all of them.'}")
+
+    def _run(self, cell: str, chosen: Sequence[int] | None) -> None:
+        ranks = self._need()
+        try:
+            ranks.run(cell, chosen, f"In[{self.shell.execution_count}]")
+        except (ConfigError, LaunchError) as error:
+            raise _as_one_line(error) from None
+        finally:
+            self._lines.close()
+
+    def transform(self, lines: list[str]) -> list[str]:
+        """The first of IPython's transformers: `%%rank[0]` as a magic with an argument, and cells without a magic."""
+        source = "".join(lines)
+        if source.lstrip().startswith("%%rank["):
+            return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)
+        if self.ranks is not None and self._is_automatic and runs_on_ranks(source):
+            return ["%%distributed\n", *lines]
+        return lines
+
+    # -- output
+
+    def _show(self, rank: int, message: Any) -> None:
+        if isinstance(message, Output):
+            self._lines.add(rank, message.stream, message.text)
+            return
+        if isinstance(message, Cleared):
+            self._lines.close()
+            self.shell.display_pub.clear_output(wait=message.wait)
+            return
+        assert isinstance(message, Shown)
+        if set(message.data) == {"text/plain"} and not message.display_id:
+            self._lines.close()
+            self._lines.add(rank, "stdout", message.data["text/plain"] + "\n")
+            return
+        if not message.is_update:
+            self._lines.close()
+            self._lines.add(rank, "stdout", "\n")
+        transient = {"display_id": message.display_id} if message.display_id else {}
+        self.shell.display_pub.publish(message.data, message.metadata, transient=transient, update=message.is_update)
+
+    def _write(self, stream: str, text: str) -> None:
+        file = sys.stderr if stream == "stderr" else sys.stdout
+        file.write(text)
+        file.flush()
+
+    def _say(self, text: str, stream: str = "stdout") -> None:
+        self._lines.close()
+        self._write(stream, f"paceline: {text}\n")
+
+    def _notice(self, text: str) -> None:
+        """What a person should look at; notebooks show it in red."""
+        self._say(text, "stderr")
+
+
+def build_status(ranks: Sequence[RankStatus]) -> Table:
+    return Table("ranks", "", _COLUMNS, list(ranks))
+
+
+def _parse_gpu(text: str) -> int:
+    if not text.strip().isdigit():
+        raise UsageError(f"%dist_init --gpu-ids: {text!r} is no number of a GPU; write 0,1")
+    return int(text)
+
+
+def _as_one_line(error: PacelineError) -> PacelineError:
+    """Let IPython show the message instead of our own frames."""
+    if not hasattr(error, "_render_traceback_"):
+        error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
+    return error
+
+
+def load(shell: Any) -> None:
+    if getattr(shell, "paceline_magics", None) is not None:
+        return
+    shell.paceline_magics = magics = RankMagics(shell)
+    shell.register_magics(magics)
+    shell.input_transformers_cleanup.append(magics.transform)
+
+
+def unload(shell: Any) -> None:
+    magics, shell.paceline_magics = getattr(shell, "paceline_magics", None), None
+    if magics is not None:
+        shell.input_transformers_cleanup.remove(magics.transform)
+        magics.dist_shutdown("")
+
+
+def route_display() -> None:
+    """In a rank: IPython's own `display` and `clear_output` reach the notebook."""
+    import IPython.core.display_functions as functions
+    import IPython.display
+
+    if (rank := current()) is None or functions.display == rank.display:
+        return
+    functions.display = IPython.display.display = rank.display
+
+    def clear_output(wait: bool = False) -> None:
+        rank.outbox.put(Cleared(wait))
+
+    functions.clear_output = IPython.display.clear_output = clear_output

@@ -1,0 +1,135 @@
+"""What a notebook makes of what its ranks say: lines that name the rank, one error, cells for ranks."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from paceline import ConfigError
+from paceline.runtime.cell_ranks import CellError, CellInterrupted, RankLines, describe_end, parse_ranks, runs_on_ranks
+from paceline.runtime.cells import Ended, Output, _merge, describe
+from paceline.runtime.worker import Failure
+
+
+def mix(*pieces: tuple[int, str]) -> str:
+    written: list[str] = []
+    lines = RankLines(lambda stream, text: written.append(text))
+    for rank, text in pieces:
+        lines.add(rank, "stdout", text)
+    lines.close()
+    return "".join(written)
+
+
+def test_every_line_names_its_rank():
+    assert mix((0, "a\nb\n"), (1, "c\n")) == "[0] a\n[0] b\n[1] c\n"
+    assert mix((0, "one "), (0, "line\n")) == "[0] one line\n"
+    assert mix((0, "a\n\nb\n")) == "[0] a\n[0]\n[0] b\n"
+
+
+def test_ranks_do_not_write_into_each_others_lines():
+    assert mix((0, "half"), (1, "other\n"), (0, "rest\n")) == "[0] half\n[1] other\n[0] rest\n"
+    assert mix((0, "unfinished")) == "[0] unfinished\n"
+
+
+def test_a_progress_bar_overwrites_its_own_line_and_others_show_their_last_state():
+    pieces = [(rank, f"\r{share} %") for share in (0, 50, 100) for rank in (0, 1)]
+    text = mix(*pieces, (0, "\n"), (1, "\n"))
+    assert text == "[0] 0 %\r[0] 50 %\r[0] 100 %\n[1] 100 %\n"
+
+
+def test_neighbouring_text_travels_in_one_message():
+    batch = [Output("stdout", "a"), Output("stdout", "b"), Output("stderr", "c"), Ended(1), Output("stdout", "d")]
+    assert _merge(batch) == [Output("stdout", "ab"), Output("stderr", "c"), Ended(1), Output("stdout", "d")]
+
+
+def fail(rank: int, when_s: float, text: str, trace: str = "trace", secondary: bool = False, **more) -> Ended:
+    return Ended(1, Failure(rank, when_s, f"failed: {text}", trace, is_secondary=secondary), "In[1], line 2: x", **more)
+
+
+def test_the_same_failure_on_all_ranks_is_one():
+    error = describe_end({0: fail(0, 2.0, "NameError: x"), 1: fail(1, 1.0, "NameError: x")}, 2, False)
+    assert isinstance(error, CellError) and error.others == ()
+    assert "ranks 0, 1 of 2" in str(error) and error._render_traceback_() == ["trace", "(on ranks 0, 1 of 2)"]
+
+
+def test_the_rank_that_only_waited_is_not_the_culprit():
+    ends = {0: fail(0, 1.0, "closed", "a", was_aborted=True), 1: fail(1, 2.0, "ValueError: planted", "b")}
+    error = describe_end(ends, 2, False)
+    assert error.rank == 1 and error.rank_traceback == "b"
+    assert error.others == ("rank 0: waited for rank 1 (In[1], line 2: x)",)
+    lost = describe_end({0: fail(0, 1.0, "lost", "a", secondary=True), 1: fail(1, 2.0, "KeyError", "b")}, 2, False)
+    assert lost.rank == 1
+
+
+def test_different_failures_are_all_named_and_the_first_has_its_traceback():
+    error = describe_end({0: fail(0, 2.0, "KeyError: 1", "a"), 2: fail(2, 1.0, "KeyError: 2", "b")}, 3, False)
+    assert error.rank == 2 and error.others == ("rank 0: KeyError: 1 (In[1], line 2: x)",)
+
+
+def test_an_interrupt_says_where_every_rank_was():
+    error = describe_end({1: fail(1, 1.0, "KeyboardInterrupt", is_interrupted=True)}, 2, True)
+    assert isinstance(error, CellInterrupted) and "rank 1 was at In[1], line 2: x" in str(error)
+    assert describe_end({}, 2, False) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("0", [0]), ("[1,2]", [1, 2]), (" [0] ", [0]), ("0-2, 4", [0, 1, 2, 4]), ("[1, 3]", [1, 3])]
+)
+def test_ranks_as_they_are_typed(text, ranks):
+    assert parse_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("text", ["one", "[0", "-1", "0;1"])
+def test_what_is_no_rank_is_refused(text):
+    if text == "[0":  # a missing bracket is forgiven
+        assert parse_ranks(text) == [0]
+        return
+    with pytest.raises(ConfigError, match="is no rank"):
+        parse_ranks(text)
+
+
+@pytest.mark.parametrize("source", ["x = 1", "await f()", "def f(:", "x % 2", "s = '%d!' % 3", "ok = a != b"])
+def test_python_runs_on_ranks_also_where_it_has_a_mistake(source):
+    assert runs_on_ranks(source)
+
+
+@pytest.mark.parametrize("source", ["", "# words", "%time x", "!ls", "x = !ls", "x?", "a = 1\n%time f()", "%%time\nx"])
+def test_what_ipython_alone_understands_stays_in_the_notebook(source):
+    assert not runs_on_ranks(source)
+
+
+class Rich:
+    def _repr_html_(self) -> str:
+        return "<b>1</b>"
+
+    def _repr_png_(self) -> bytes:
+        return b"\x89PNG"
+
+    def _repr_svg_(self) -> str:
+        raise RuntimeError("cannot draw")
+
+    def __repr__(self) -> str:
+        return "rich"
+
+
+class Bundle:
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"text/html": "<i>2</i>"}, {"text/html": {"isolated": True}}
+
+
+def test_an_object_shows_what_it_can():
+    data, metadata = describe(Rich())
+    assert data == {"text/html": "<b>1</b>", "image/png": base64.b64encode(b"\x89PNG").decode(), "text/plain": "rich"}
+    assert metadata == {}
+    data, metadata = describe(Bundle())
+    assert data["text/html"] == "<i>2</i>" and metadata == {"text/html": {"isolated": True}}
+    assert (
+        describe(Rich)[0].keys() == {"text/plain"} and describe({"b": 1, "a": 2})[0]["text/plain"] == "{'b': 1, 'a': 2}"
+    )
+
+
+def test_a_figure_is_a_picture():
+    from matplotlib.figure import Figure
+
+    assert base64.b64decode(describe(Figure())[0]["image/png"]).startswith(b"\x89PNG")
