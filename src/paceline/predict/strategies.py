@@ -30,8 +30,8 @@ BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50
 
 
 def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """`all`, or a list by commas or semicolons. Those to compare with come first: dense all-reduce, and bfloat16."""
-    texts = given.replace(";", ",").strip(" ,") if isinstance(given, str) else given
+    """`all`, or some. Those to compare with come first: dense all-reduce, and bfloat16."""
+    texts = given.strip(" ,;") if isinstance(given, str) else given
     if not texts:
         raise ConfigError("--strategy names none: give all, or some such as bf16,powersgd:4", code="strategy")
     return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts in ("all", EVERY) else texts))))
