@@ -433,7 +433,8 @@ def judge_tuning(
     kept = kept if ran or strategies else kept[:_MOST_CANDIDATES]
     race = whole = None
     if DEFAULT in confirmed:
-        race = judge_race({c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}, DEFAULT)
+        turns_s = {c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}
+        race = judge_race(turns_s, DEFAULT, model.limit_gain(choice.default.cuts))
         whole = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if strategies else None
     return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race, whole, predicted)
 
