@@ -262,10 +262,10 @@ class Strategy:
 
 
 def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """The strategies of a list such as `bf16,topk:0.01,dgc,int8`, each once. What is no part is an option of the one
-    before."""
+    """The strategies of a list such as `bf16,topk:0.01,dgc,int8`, each once, by commas or semicolons. What is no part is
+    an option of the one before."""
     parts: list[str] = []
-    for item in texts.split(",") if isinstance(texts, str) else texts:
+    for item in texts.replace(";", ",").split(",") if isinstance(texts, str) else texts:
         name = item.strip().partition("+")[0].partition(":")[0]
         if isinstance(texts, str) and parts and name not in _PARTS:
             parts[-1] += f",{item.strip()}"

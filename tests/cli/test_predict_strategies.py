@@ -27,7 +27,7 @@ def test_strategies_in_one_document_and_in_words(predict):  # noqa: F811
     # 160 MiB in four gradients; int8 has a scale of 4 bytes for 256 numbers, and all-to-all and all-gather of halves.
     total = 160 * 2**20
     assert [row["sent_bytes"] for row in rows[:4]] == [total, total / 2, total / 4 * 260 / 256, total]
-    assert [row["loss"] for row in rows[:5]] == ["exact", "rounded", "lossy", "exact", "lossy"]
+    assert [row["update"] for row in rows[:5]] == ["exact", "rounded", "lossy", "exact", "lossy"]
     assert all(row["low_s"] <= row["step_s"] <= row["high_s"] and row["source"] == "simulated" for row in rows)
     assert rows[0]["to_dense"] == 1 and rows[2]["to_bf16"] < 0.7 and rows[2]["is_worth_it"]
     assert {cell["winner"] for cell in document["cells"]} == {"topk:0.01"}
@@ -52,7 +52,7 @@ def test_two_levels_on_nodes(predict):  # noqa: F811
     assert rows[16, "int8+hosts"]["sent_bytes"] == inside + 2 * 3 / 4 * part
     assert rows[16, "int8+hosts"]["step_s"] < 0.6 * rows[16, "int8"]["step_s"]
     assert rows[16, "topk:0.01+hosts"]["step_s"] < rows[16, "int8+hosts"]["step_s"]
-    assert {row["loss"] for (_, name), row in rows.items() if name == "hosts"} == {"exact"}
+    assert {row["update"] for (_, name), row in rows.items() if name == "hosts"} == {"exact"}
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class Variant:
     name: str
     options: Callable[[nn.Module], dict[str, Any]]
     is_so: Callable[[Plan], bool] = lambda plan: True
+    is_sharded: bool = False  # a rank has averages of its pieces alone, and the optimizer of the wrapper
 
 
 def count_families(plan: Plan) -> int:
@@ -78,6 +79,12 @@ REDUCERS = (
     Variant("overlap", lambda module: {"reducer": "overlap"}),
     Variant("flat", lambda module: {"reducer": "flat"}),
     Variant("per_parameter", lambda module: {"reducer": "per_parameter"}),
+)
+# Strategies that lose nothing, each as dense as it can be.
+STRATEGIES = (
+    Variant("top-k of everything", lambda module: {"strategy": "topk:1", "bucket_cap_mb": 0.15 * KIB}),
+    Variant("PowerSGD of full rank", lambda module: {"strategy": "powersgd:1000", "bucket_cap_mb": 0.15 * KIB}),
+    Variant("zero1", lambda module: {"strategy": "zero1", "bucket_cap_mb": 0.15 * KIB}, is_sharded=True),
 )
 
 
@@ -118,6 +125,8 @@ def train_together(case: Case, reducer: Variant, world: paceline.World) -> Recor
     module = build(case, world.rank)
     model = paceline.DDP(module, check_replicas_every=2, **case.options, **reducer.options(module))
     optimizer = case.optimizer(model.parameters())
+    if reducer.is_sharded:
+        optimizer = model.shard_optimizer(optimizer)
     record: Record = {}
     for step in range(case.steps):
         prepare_gradients(case, module, optimizer, world.rank)
@@ -130,7 +139,8 @@ def train_together(case: Case, reducer: Variant, world: paceline.World) -> Recor
                     loss.backward()
         assert count_messages() == before, "no_sync has sent something"
         (measure_loss(model, last) / case.micro).backward()
-        note(record, step, module, "gradient")
+        if not reducer.is_sharded:
+            note(record, step, module, "gradient")
         optimizer.step()
         note(record, step, module, "value")
     note_buffers(record, module)
@@ -217,20 +227,22 @@ def find_far(record: Record, wanted: Record) -> list[str]:
     return far
 
 
-def run_cases(names: list[str], backend: str) -> list[str]:
+def run_cases(names: list[str], backend: str, with_strategies: bool = False) -> list[str]:
     """Cases on all reducers, in one world: what is wrong, with the case and the reducer."""
     with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
-        return [line for name in names for line in run_case(name, world)]
+        return [line for name in names for line in run_case(name, world, with_strategies)]
 
 
-def run_case(name: str, world: paceline.World) -> list[str]:
+def run_case(name: str, world: paceline.World, with_strategies: bool) -> list[str]:
     case = CASES[name]
     torch._C._set_mkldnn_enabled(True)  # a case with bf16 turns it off on some CPUs
     starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
     assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
     wanted = train_alone(case, world.world_size) if world.rank == 0 else None
     found = []
-    for reducer in REDUCERS:
+    for reducer in STRATEGIES if with_strategies else REDUCERS:
+        if reducer.is_sharded and case.zero not in ("to none", "to zeros"):
+            continue  # averages of pieces cannot be added to
         label = f"[{reducer.name}] x [{name}] on {world.world_size} ranks, {world.backend}"
         record, error = {}, ""
         try:
@@ -242,7 +254,10 @@ def run_case(name: str, world: paceline.World) -> list[str]:
             found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
             assert all(errors), "\n".join(found)  # where only some ranks fail, the next reducer would be no test
             continue
-        wrong = find_unequal(digests) + ([] if wanted is None else find_far(record, wanted))
+        wrong = find_unequal(digests)
+        if wanted is not None:
+            skips = "gradient of" if reducer.is_sharded else "\0"
+            wrong += find_far(record, {key: value for key, value in wanted.items() if not key.startswith(skips)})
         found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)
     return found
 
@@ -260,3 +275,20 @@ def test_every_rung_trains_as_one_process_does(on_ranks, part, turn):
     lines = on_ranks(world_size, run_cases, list(CASES)[part::NUM_PARTS], backend, timeout_s=120)
     found = [line for each in lines for line in each]
     assert not found, "\n".join(["", *dict.fromkeys(found)])
+
+
+# Codecs send real numbers in float32.
+SENT = [name for name in CASES if "64" not in name and "complex" not in name]
+COMMON = (
+    "plain", "tied", "frozen", "unused", "bfloat16", "batchnorm", "accumulation", "uneven", "channels_last",
+    "0-dim and empty",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [COMMON, pytest.param([n for n in SENT if n not in COMMON], marks=pytest.mark.slow)])
+def test_strategies_that_lose_nothing_train_as_one_process_does(on_ranks, names):
+    assert set(COMMON) <= set(SENT)
+    for world_size, backend in WORLDS:
+        lines = on_ranks(world_size, run_cases, list(names), backend, True, timeout_s=120)
+        found = [line for each in lines for line in each]
+        assert not found, "\n".join(["", *dict.fromkeys(found)])

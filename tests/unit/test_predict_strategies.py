@@ -23,11 +23,11 @@ from paceline.predict.strategies import (
     MEASURED,
     choose_fastest,
     describe_strategies,
+    describe_update,
     find_codec,
     fit_sending,
     list_strategies,
     prefer,
-    rank_loss,
     sweep_bandwidths,
 )
 from paceline.predict.tuning import TuneSettings, judge_tuning, load_tuning
@@ -257,9 +257,9 @@ def test_a_list_of_strategies_has_those_to_compare_with():
         with pytest.raises(ConfigError) as error:
             list_strategies(text)
         assert error.value.code == "strategy"
-    losses = [rank_loss(parse(text)) for text in ("dense", "zero1", "bf16", "zero1+bf16", "int8", "localsgd:2")]
-    assert losses == ["exact", "exact", "rounded", "rounded", "lossy", "lossy"]
-    assert rank_loss(parse("localsgd:2+bf16")) == "lossy"
+    losses = [describe_update(parse(text)) for text in ("dense", "zero1", "bf16", "zero1+bf16", "int8", "localsgd:2")]
+    assert losses == ["exact", "exact", "rounded", "rounded", "lossy", "schedule"]
+    assert describe_update(parse("localsgd:2+bf16")) == "schedule"
     assert [one.text for one in prefer(list_strategies("int8;zero1"))] == ["dense", "zero1", "bf16", "int8"]
 
 
@@ -336,16 +336,22 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     # 16 MiB at 1 Gb/s take longer than backward: half of them, half of the rest.
     assert by_name["dense"].step.step_s > by_name["bf16"].step.step_s > by_name["int8"].step.step_s
     assert by_name["dense"].step.sent_bytes == 16 * MIB and by_name["bf16"].step.sent_bytes == 8 * MIB
+    # A schedule sends so little that it has an answer of its own.
     assert slow.lossy is not None and slow.lossy.is_worth_it and slow.winner is slow.lossy
+    assert not slow.lossy.strategy.outer and slow.schedule is not None and slow.schedule.strategy.outer
+    assert slow.schedule.step.step_s < slow.lossy.step.step_s and slow.schedule.strategy.text in slow.judge()
     assert by_name["dense"].to_dense.value == 1 and by_name["bf16"].to_bf16.low == by_name["bf16"].to_bf16.high == 1
     assert "scale strategies" in result.answer or "not worth it here" in result.answer
     assert fast.lossy is not None and not fast.lossy.is_worth_it and "not worth it here" in fast.judge()
-    assert fast.winner.loss == "exact"
+    assert fast.winner.update == "exact"
     document = result.to_json()
     assert [cell["winner"] for cell in document["cells"]] == [slow.winner.strategy.text, fast.winner.strategy.text]
-    assert len(document["rows"]) == 22 and {"to_bf16_high", "sent_bytes", "loss"} <= document["rows"][0].keys()
+    assert len(document["rows"]) == 22 and {"to_bf16_high", "sent_bytes", "update"} <= document["rows"][0].keys()
     (sweep,) = result.sweeps.values()
     assert [row["gbit_per_s"] for row in document["bandwidths"]] == [rate / 1e9 for rate in BANDWIDTHS]
+    assert not any(parse(name).outer for row in sweep.crossings for name in row[1:])
+    assert all(row["fastest_s"] == row[f"{row['fastest']}_s"] for row in document["bandwidths"])
+    assert document["cells"][0]["schedule"] == slow.schedule.strategy.text
     assert sweep.crossings and sweep.crossings[-1][2] in ("dense", "zero1")
     assert document["crossings"][-1]["bits_per_s"] == sweep.crossings[-1][0] > 1e8
     assert any("limit and not a forecast" in line for line in result.findings)

@@ -30,21 +30,27 @@ BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50
 
 
 def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """`all`, or a list by commas or semicolons. Those to compare with come first: dense all-reduce, and bfloat16."""
-    texts = given.replace(";", ",").strip(" ,") if isinstance(given, str) else given
+    """`all`, or some. Those to compare with come first: dense all-reduce, and bfloat16."""
+    texts = given.strip(" ,;") if isinstance(given, str) else given
     if not texts:
         raise ConfigError("--strategy names none: give all, or some such as bf16,powersgd:4", code="strategy")
     return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts in ("all", EVERY) else texts))))
 
 
-def rank_loss(strategy: Strategy) -> str:
-    """What becomes of the update: `exact`, `rounded` (to bfloat16, once) or `lossy`."""
-    return "exact" if strategy.is_exact else "lossy" if strategy.outer or strategy.codec != "bf16" else "rounded"
+# From the one that changes least to the one that changes most.
+UPDATES = ("exact", "rounded", "lossy", "schedule")
+
+
+def describe_update(strategy: Strategy) -> str:
+    """What becomes of the update: `exact`, `rounded` (to bfloat16, once) or `lossy`; or it is one of a `schedule`."""
+    if strategy.outer:
+        return UPDATES[3]
+    return UPDATES[0] if strategy.is_exact else UPDATES[1] if strategy.codec == "bf16" else UPDATES[2]
 
 
 def prefer(strategies: Iterable[Strategy]) -> list[Strategy]:
     """In the order in which one is taken of those that are as fast: what changes the update least."""
-    return sorted(strategies, key=lambda strategy: ("exact", "rounded", "lossy").index(rank_loss(strategy)))
+    return sorted(strategies, key=lambda strategy: UPDATES.index(describe_update(strategy)))
 
 
 def choose_fastest(steps_s: Mapping[str, float]) -> str:
@@ -151,8 +157,8 @@ class StrategyRow:
     to_bf16: Interval
 
     @property
-    def loss(self) -> str:
-        return rank_loss(self.strategy)
+    def update(self) -> str:
+        return describe_update(self.strategy)
 
     @property
     def is_worth_it(self) -> bool:
@@ -175,17 +181,23 @@ def compare_rows(rows: Mapping[str, WhatIfRow], strategies: Sequence[Strategy]) 
     ]
 
 
+def _choose_each_step(steps_s: Mapping[str, float]) -> str:
+    """The fastest of those that send gradients in every step."""
+    return choose_fastest({name: step_s for name, step_s in steps_s.items() if not Strategy.parse(name).outer})
+
+
 @dataclass(frozen=True)
 class Sweep:
     """Steps by bandwidth, in bits per second, and by strategy in the order of `prefer`; and where the fastest changes:
-    (bandwidth, the one below it, the one above it)."""
+    (bandwidth, the one below it, the one above it). Schedules do not take part: they send so little that they would be
+    fastest nearly everywhere, and promise less."""
 
     steps_s: Mapping[float, Mapping[str, float]]
     crossings: tuple[tuple[float, str, str], ...]
 
     @property
     def rows(self) -> list[tuple[float, str, Mapping[str, float]]]:
-        return [(rate, choose_fastest(steps_s), steps_s) for rate, steps_s in self.steps_s.items()]
+        return [(rate, _choose_each_step(steps_s), steps_s) for rate, steps_s in self.steps_s.items()]
 
 
 def sweep_bandwidths(
@@ -203,11 +215,11 @@ def sweep_bandwidths(
         if high / low < 1.02:
             crossings.append((middle, first, last))
             return
-        found = choose_fastest(estimate(middle))
+        found = _choose_each_step(estimate(middle))
         look(low, first, middle, found)
         look(middle, found, high, last)
 
-    places = [(rate, choose_fastest(found)) for rate, found in steps_s.items()]
+    places = [(rate, _choose_each_step(found)) for rate, found in steps_s.items()]
     for (low, first), (high, last) in itertools.pairwise(places):
         look(low, first, high, last)
     return Sweep(steps_s, tuple(crossings))

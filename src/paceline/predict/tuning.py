@@ -23,7 +23,7 @@ from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
 from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
-from paceline.predict.strategies import BF16, EVERY, describe_strategies, fit_sending, list_strategies, rank_loss
+from paceline.predict.strategies import BF16, EVERY, describe_strategies, describe_update, fit_sending, list_strategies
 from paceline.records import CodecRecord, LayerProfileRecord, Record, StepRecord
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
@@ -413,7 +413,7 @@ def judge_tuning(
             others.append(build(record.label, record.cap_bytes, estimate, strategy))
     elif strategies:  # bfloat16, and those that change more: all that are named, or the best
         others = [build(RECOMMENDED, 0, choice.estimate)]
-        lossy = [one for one in strategies if rank_loss(one) == "lossy" and one.is_hook]
+        lossy = [one for one in strategies if describe_update(one) == "lossy"]
         lossy.sort(key=lambda one: predicted[one.text].step_s)
         chosen = lossy[:1] if settings.strategies == EVERY else lossy
         others += [build(one.text, 0, predicted[one.text], one) for one in (BF16, *chosen)]

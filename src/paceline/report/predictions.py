@@ -38,7 +38,7 @@ from paceline.predict.search import (
     find_best_cuts,
 )
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, simulate
-from paceline.predict.strategies import rank_loss
+from paceline.predict.strategies import describe_update
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,
@@ -525,7 +525,7 @@ RACE = (
 
 PREDICTED = (
     Column("strategy", lambda r: r[0], key="strategy", is_key=True),
-    Column("update", lambda r: rank_loss(Strategy.parse(r[0])), key="loss", priority=2),
+    Column("update", lambda r: describe_update(Strategy.parse(r[0])), key="update", priority=2),
     Column("sent", lambda r: r[3], lambda size: format_bytes(round(size)), "sent_bytes", priority=3),
     Column("buckets", lambda r: r[1].num_buckets, "count", "num_buckets"),
     Column("predicted", lambda r: r[1].step_s, "ms", "predicted_s", priority=5),
@@ -748,7 +748,7 @@ def describe_offers(tuning: Tuning) -> str:
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
     if not said:
         return ""
-    lossy = [(c.label, to_bf16) for c, _, to_bf16 in tuning.offers if rank_loss(c.strategy) == "lossy"]
+    lossy = [(c.label, to_bf16) for c, _, to_bf16 in tuning.offers if describe_update(c.strategy) == "lossy"]
     if lossy and not any(ratio.high < 1 and ratio.value < 1 - PLATEAU for _, ratio in lossy):
         names = " and ".join(label for label, _ in lossy)
         said.append(f"not worth it here: bf16 with tuned buckets is as good as {names}, by what was measured")

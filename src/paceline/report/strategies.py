@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from paceline.predict.strategies import describe_update
 from paceline.records import LargeBatchRecord
 from paceline.records.training import RecipeSummary, summarize_recipes
 from paceline.report.large_batch import plot_curves, say_gap, say_score, spread_columns
@@ -25,7 +26,7 @@ _SATURATED = 0.995
 
 
 def _say_kind(summary: RecipeSummary) -> str:
-    return "exact" if Strategy.parse(summary.first.recipe).is_exact else "lossy"
+    return describe_update(Strategy.parse(summary.first.recipe))
 
 
 class StrategiesResult(StudyResult):

@@ -12,6 +12,7 @@ from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_
 from paceline.predict.race import Interval
 from paceline.predict.strategies import (
     BF16,
+    UPDATES,
     StrategyRow,
     Sweep,
     choose_fastest,
@@ -53,12 +54,12 @@ STRATEGIES = (
     Column("network", "step.network", key="network", is_key=True),
     Column("ranks", "step.world_size", "{:,}".format, "world_size", is_key=True),
     Column("strategy", "strategy.text", key="strategy", is_key=True),
-    Column("update", "loss", key="loss", priority=5),
-    Column("sent", "step.sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=7),
+    Column("update", "update", key="update", priority=7),
+    Column("sent", "step.sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=5),
     Column("step", "step.step_s", "ms", "step_s", priority=9),
     Column("90 % (ms)", lambda r: f"{format_ms(r.step.low_s)} to {format_ms(r.step.high_s)}", str, priority=3),
-    Column("compared with dense", "to_dense", _say_change, priority=2),
-    Column("with bf16", "to_bf16", _say_change, priority=6),
+    Column("to dense", "to_dense", _say_change, priority=2),
+    Column("to bf16", "to_bf16", _say_change, priority=6),
     Column("bucket size", lambda r: None if r.strategy.outer else r.step.best_cap_bytes, "bytes", "best_cap_bytes"),
     *raw_columns(low_s="step.low_s", high_s="step.high_s", num_buckets="step.num_buckets", doubt="step.doubt"),
     *raw_columns(exposed_s="step.exposed_s", is_worth_it="is_worth_it", source="step.source"),
@@ -68,39 +69,41 @@ STRATEGIES = (
 
 
 class Cell:
-    """The strategies on one network and number of ranks: which is the fastest of the exact ones, and of the lossy."""
+    """The strategies on one network and number of ranks: which is the fastest of the exact ones, of the lossy ones that
+    send in every step, and of the schedules."""
 
     def __init__(self, rows: Sequence[StrategyRow]) -> None:
         self.rows, self.network, self.world_size = rows, rows[0].step.network, rows[0].step.world_size
         self._by_name = {row.strategy.text: row for row in rows}
         self.dense, self.bf16 = self._by_name[DENSE.text], self._by_name[BF16.text]
-        self.exact = self._find_fastest("exact")
-        self.lossy = self._find_fastest("lossy")
+        self.exact, _, self.lossy, self.schedule = map(self._find_fastest, UPDATES)
 
-    def _find_fastest(self, loss: str) -> StrategyRow | None:
-        steps_s = {row.strategy.text: row.step.step_s for row in self.rows if row.loss == loss}
+    def _find_fastest(self, update: str) -> StrategyRow | None:
+        steps_s = {row.strategy.text: row.step.step_s for row in self.rows if row.update == update}
         return self._by_name[choose_fastest(steps_s)] if steps_s else None
 
     @property
     def winner(self) -> StrategyRow:
-        """The fastest of all; of those within 1 % the one that changes the update least."""
-        names = prefer(row.strategy for row in self.rows)
+        """The fastest of all that send in every step; of those within 1 % the one that changes the update least."""
+        names = prefer(row.strategy for row in self.rows if not row.strategy.outer)
         return self._by_name[choose_fastest({one.text: self._by_name[one.text].step.step_s for one in names})]
 
     def judge(self) -> str:
         """What to take, in words."""
         assert self.exact is not None
-        took = f"{format_ms(self.bf16.step.step_s)} ms with bf16"
-        text = f"of the exact strategies {self.exact.strategy.text} is fastest, {format_ms(self.exact.step.step_s)} ms"
-        if self.lossy is None:
-            return f"{text}; {took}"
-        name, ratio = self.lossy.strategy.text, self.lossy.to_bf16
-        if not self.lossy.is_worth_it:
-            why = "no lossy strategy is shown to be more than 1 % faster than bf16"
-            return f"{text}; {took}; not worth it here: {why} ({name}: {_say_change(ratio)})"
-        least, most = 1 - ratio.high, 1 - ratio.low
-        less = f"{1 - ratio.value:.0%} less than bf16 with its best buckets (90 %: {least:.0%} to {most:.0%})"
-        return f"{text}; {took}; of the lossy ones {name}, {format_ms(self.lossy.step.step_s)} ms, {less}"
+        text = f"Of the exact strategies {self.exact.strategy.text} is fastest, {format_ms(self.exact.step.step_s)} ms"
+        text += f"; bf16 takes {format_ms(self.bf16.step.step_s)} ms."
+        for row, kind in ((self.lossy, "lossy strategy"), (self.schedule, "schedule")):
+            if row is None:
+                continue
+            name, ratio = row.strategy.text, row.to_bf16
+            if row.is_worth_it:
+                less = f"{1 - ratio.value:.0%} less than bf16 (90 %: {1 - ratio.high:.0%} to {1 - ratio.low:.0%})"
+                text += f" The fastest {kind} is {name}, {format_ms(row.step.step_s)} ms, {less}."
+            else:
+                why = f"none is shown to be more than 1 % faster than bf16 ({name}: {_say_change(ratio)})"
+                text += f" A {kind} is not worth it here: {why}."
+        return text
 
 
 class StrategyStepsResult(PredictResult):
@@ -128,12 +131,16 @@ class StrategyStepsResult(PredictResult):
 
         return {"send": send, "most_caps": most_caps}
 
+    @property
+    def _latency(self) -> str:
+        network = self.config["network"]
+        named = find_networks(network)[0].latency_s if network is not None else _LATENCY_S
+        return f"{1e6 * (named or _LATENCY_S):g}us"
+
     @cached_property
     def sweeps(self) -> dict[int, Sweep]:
         """By ranks: the steps on links of many bandwidths, with the latency of the first network, and its nodes."""
-        config = self.config
-        named = find_networks(config["network"])[0].latency_s if config["network"] is not None else _LATENCY_S
-        latency = f"{1e6 * (named or _LATENCY_S):g}us"
+        config, latency = self.config, self._latency
         ordered, per_node = prefer(self.strategies), config["ranks_per_node"] or 1
         joined = (f.inside for f in self.fabrics if isinstance(f, AssumedFabric) and f.network.ranks_per_node == 1)
         inside = next(joined, None)
@@ -154,9 +161,10 @@ class StrategyStepsResult(PredictResult):
     def answer(self) -> str:
         cell = max(self.cells, key=lambda cell: cell.world_size)
         busy = ", from times of a busy machine" if self.busy else ""
-        lossy = f" Note: {NOT_JUDGED}." if cell.lossy is not None and cell.lossy.is_worth_it else ""
+        is_worth_it = any(row is not None and row.is_worth_it for row in (cell.lossy, cell.schedule))
+        lossy = f" Note: {NOT_JUDGED}." if is_worth_it else ""
         where = f"{self.profile.model} on {cell.world_size:,} ranks over {cell.network}"
-        return f"{where}: {cell.judge()}. Simulated{busy}.{lossy}"
+        return f"{where}. {cell.judge()} Simulated{busy}.{lossy}"
 
     @property
     def findings(self) -> Sequence[str]:
@@ -172,8 +180,21 @@ class StrategyStepsResult(PredictResult):
         assumed = describe_strategies(self.job, self.strategies, self.codecs)
         return [
             *(f"{cell.world_size:,} ranks over {cell.network}: {cell.judge()}" for cell in others),
-            *crossings, *none, f"{NOT_JUDGED}", *(f"assumed: {line}" for line in assumed), *super().findings,
+            *crossings, *none, *self._name_schedules(), NOT_JUDGED, *(f"assumed: {line}" for line in assumed),
+            *super().findings,
         ]  # fmt: skip
+
+    def _name_schedules(self) -> list[str]:
+        """The fastest schedules at the lowest and the highest bandwidth, on the most ranks."""
+        if not (names := [one.text for one in self.strategies if one.outer]) or not self.sweeps:
+            return []
+        world_size, sweep = max(self.sweeps.items())
+        found = []
+        for rate in (min(sweep.steps_s), max(sweep.steps_s)):
+            steps_s = {name: sweep.steps_s[rate][name] for name in names}
+            fastest = choose_fastest(steps_s)
+            found.append(f"{fastest} at {rate / 1e9:g} Gb/s ({format_ms(steps_s[fastest])} ms)")
+        return [f"on {world_size:,} ranks the fastest schedule is {' and '.join(found)}"]
 
     def tables(self) -> list[Table]:
         rows = [row for cell in self.cells for row in cell.rows]
@@ -181,11 +202,12 @@ class StrategyStepsResult(PredictResult):
         columns = (
             Column("ranks", lambda r: r[0], "{:,}".format, "world_size", is_key=True),
             Column("bandwidth (Gb/s)", lambda r: r[1] / 1e9, "{:g}".format, "gbit_per_s", is_key=True),
-            Column("fastest", lambda r: r[2], key="fastest", priority=3),
+            Column("fastest", lambda r: r[2], key="fastest", priority=9),
+            Column("step (ms)", lambda r: r[3][r[2]], format_ms, "fastest_s", priority=8),
             *(Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
               for one in self.strategies),
         )  # fmt: skip
-        title = f"{self.profile.model}: the fastest by bandwidth, within 1 % the one that changes the update least"
+        title = f"{self.profile.model}: the fastest by bandwidth, at a latency of {self._latency}"
         return [
             Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, rows, key="rows"),
             Table("bandwidths", title, columns, swept, key="bandwidths"),
@@ -205,6 +227,7 @@ class StrategyStepsResult(PredictResult):
             {"network": cell.network, "world_size": cell.world_size, "winner": cell.winner.strategy.text,
              "exact": cell.exact.strategy.text if cell.exact else None,
              "lossy": cell.lossy.strategy.text if cell.lossy else None,
+             "schedule": cell.schedule.strategy.text if cell.schedule else None,
              "is_worth_it": cell.lossy is not None and cell.lossy.is_worth_it}
             for cell in self.cells
         ]  # fmt: skip

@@ -19,6 +19,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
+from paceline.parallel.replicas import read_replica
 from paceline.parallel.sharding import ShardedOptimizer
 from paceline.plan import Plan
 from paceline.runtime.session import Progress
@@ -31,7 +32,7 @@ from paceline.training.loader import load_windows
 from paceline.training.own import OwnState
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, list_models, take_step
-from paceline.units import format_number_of, format_speed
+from paceline.units import format_bytes, format_number_of, format_speed
 from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.external import own_errors
@@ -204,9 +205,18 @@ def _describe(job: Job, start: Position) -> str:
     return (
         f"{job.settings.model} with {_count_elements(job.learner.module):,} parameters on {job.train.describe()}; "
         f"{format_number_of(world.world_size, 'rank')} on {world.backend} ({world.device.type}), "
-        f"global batch {batches.global_batch_size} = {made_of}, {sizes}{length}"
+        f"global batch {batches.global_batch_size} = {made_of}, {sizes}{length}{_describe_strategy(job)}"
         + (f"; resumes at step {start.step}" if start.step else "")
     )
+
+
+def _describe_strategy(job: Job) -> str:
+    strategy, num = job.settings.parsed_strategy, job.world.world_size * job.settings.workers
+    if strategy.is_dense or num == 1:
+        return ""
+    gradients = read_replica(job.learner.module).gradients
+    sent = strategy.count_sent_bytes(gradients, num, job.world.local_world_size)
+    return f"; strategy {strategy.text}, by which a rank sends {format_bytes(round(sent))} in a step"
 
 
 def _warn(job: Job) -> str:
