@@ -76,6 +76,15 @@ class Result:
         return f"{len(self.records)} records of `paceline {self.run.verb}`."
 
     @property
+    def headline(self) -> str:
+        """The answer on a page, whose first sentence is the verdict."""
+        return self.answer
+
+    @property
+    def title(self) -> str:
+        return f"paceline {self.run.verb}" + (f": {self.folder}" if self.folder is not None else "")
+
+    @property
     def findings(self) -> Sequence[str]:
         """What else the records say, a sentence each."""
         return ()
