@@ -109,7 +109,8 @@
     const most = Math.floor((width * 0.38) / 6.6), longest = (ticks) => Math.max(0, ...ticks.map(([, t]) => t.length));
     const left = 10 + 6.8 * Math.min(most, longest(yTicks)), right = panel.right ? 14 + 6.8 * longest(rTicks) : 12;
     const names = [panel.y.label, panel.right?.label].filter(Boolean), top = 8 + (panel.title ? 18 : 0) + (names.length ? 18 : 0);
-    const bottom = height - 24 - (panel.x.label ? 18 : 0), box = [left, width - right, top, bottom];
+    const lines = Math.max(1, ...(panel.x.ticks || []).map(([, text]) => text.split("\n").length));
+    const bottom = height - 11 - 13 * lines - (panel.x.label ? 18 : 0), box = [left, width - right, top, bottom];
     const x = scale(panel.x, panel.x.lim, box[0], box[1]), y = scale(panel.y, panel.y.lim, bottom, top);
     const r = panel.right ? scale(panel.right, panel.right.lim, bottom, top) : y;
     const wide = longest(findTicks(panel.x, panel.x.lim, 8)), count = Math.max(2, Math.floor((box[1] - box[0]) / (16 + 7 * wide)));
@@ -118,7 +119,7 @@
     if (panel.title) add(svg, "text", { x: 0, y: 13, class: "name" }, short(panel.title, Math.floor(width / 6.5)));
     if (panel.y.label) add(svg, "text", { x: 0, y: top - 9 }, short(panel.y.label, Math.floor(width / (panel.right ? 13 : 6.5))));
     if (panel.right?.label) add(svg, "text", { x: width, y: top - 9, "text-anchor": "end" }, panel.right.label);
-    if (panel.x.label) add(svg, "text", { x: (box[0] + box[1]) / 2, y: height - 4, "text-anchor": "middle" }, short(panel.x.label, Math.floor(width / 6.5)));
+    if (panel.x.label) add(svg, "text", { x: Math.min((box[0] + box[1]) / 2, width - 3.2 * panel.x.label.length), y: height - 4, "text-anchor": "middle" }, panel.x.label);
     for (const [at, text] of yTicks) {
       add(svg, "path", { d: `M${box[0]},${y(at)}H${box[1]}`, stroke: "var(--line)", "stroke-width": 0.7 });
       const node = add(svg, "text", { x: box[0] - 5, y: y(at) + 4, "text-anchor": "end" }, short(text, most));
@@ -211,11 +212,9 @@
   function drawFigure(figure, number) {
     const node = document.getElementById(`figure-${number}`), panels = node.querySelector(".panels");
     drawLegend(node.querySelector(".legend"), figure);
-    figure.panels.forEach((panel, n) => {
-      const name = [figure.title, panel.title].filter(Boolean).join(": ");
-      const svg = panels.children[n] || add(panels, "svg", { role: "img", tabindex: 0, "aria-label": `Chart. ${name}` });
-      drawPanel(svg, panel, `${number}-${n}`);
-    });
+    for (const panel of panels.children.length ? [] : figure.panels)
+      add(panels, "svg", { role: "img", tabindex: 0, "aria-label": `Chart. ${[figure.title, panel.title].filter(Boolean).join(": ")}` });
+    figure.panels.forEach((panel, n) => drawPanel(panels.children[n], panel, `${number}-${n}`));
   }
 
   const drawAll = () => data.figures.forEach(drawFigure);

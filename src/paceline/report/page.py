@@ -178,12 +178,15 @@ def _say(text: Any) -> str:
 
 def split_verdict(text: str) -> tuple[str, str]:
     """The first sentence, and the others."""
-    first, _, rest = re.sub(r"([.!?]) (?=[A-Z])", r"\1\n", text, count=1).partition("\n")
+    first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
     return first, rest
 
 
 def _render_list(lines: Sequence[str], kind: str) -> str:
-    return f'<ul class="{kind}">{"".join(f"<li>{_say(line)}</li>" for line in lines)}</ul>' if lines else ""
+    items = f'<ul class="{kind}">{"".join(f"<li>{_say(line)}</li>" for line in lines)}</ul>' if lines else ""
+    if kind == "findings" or len(lines) < 3:
+        return items
+    return f"<details><summary>{len(lines)} {kind}</summary>{items}</details>"
 
 
 def _render_table(table: Table) -> str:
@@ -235,17 +238,17 @@ def render_page(
     for place, result in enumerate(results):
         verdict, rest = split_verdict(result.headline)
         trace = _find_trace(result.folder, page)
-        drawn = [read_figure(name, draw(), numbers) for name, draw in result.figures().items()]
+        drawn = [read_figure(name, draw(), numbers) for name, draw in result.page_figures().items()]
         shown = [_render_figure(len(figures) + number, figure, trace) for number, figure in enumerate(drawn)]
         figures += drawn
-        head = f"<h1>{_say(verdict)}</h1>" if not place else f"<h2>{_say(result.title)}</h2><p>{_say(verdict)}</p>"
-        kicker = f'<p class="kicker">{_say(result.title)}</p>' if not place else ""
+        head = f"<h1>{_say(verdict)}</h1>" if not place else f"<h2>{_say(result.caption)}</h2><p>{_say(verdict)}</p>"
+        kicker = f'<p class="kicker">{_say(result.caption)}</p>' if not place else ""
         link = f'<p><a href="{_say(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
         sections.append(
             f"<section>{kicker}{head}{f'<p>{_say(rest)}</p>' if rest else ''}"
             + (f'<p id="status" role="status">{_say(live["status"])}</p><div id="now">{now}</div>' if live else "")
             + _render_list(result.warnings, "warnings")
-            + f"{''.join(shown)}{link}{''.join(map(_render_table, result.tables()))}"
+            + f"{''.join(shown)}{link}{''.join(map(_render_table, result.page_tables()))}"
             + _render_list(result.findings, "findings")
             + "".join(f"<p>next: <code>{_say(step)}</code></p>" for step in result.next_steps)
             + f"{_render_origin(result)}</section>"
@@ -259,7 +262,7 @@ def render_page(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">{_GENERATOR} {__version__}">'
-        f'<link rel="icon" href="data:,"><title>{_say(results[0].title)}</title><style>{style}</style></head>'
+        f'<link rel="icon" href="data:,"><title>{_say(results[0].caption)}</title><style>{style}</style></head>'
         f'<body><main>{"".join(sections)}</main><div id="tip" role="tooltip" hidden></div>'
         f'<noscript>Figures need JavaScript; the tables do not.</noscript>'
         f'<script type="text/plain" id="data">{base64.b64encode(packed).decode()}</script>'
