@@ -236,7 +236,7 @@ add_command(
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
-    app, "report", "report:report", "runs:report page -out",
+    app, "report", "report:save_report", "runs:report page -out",
     "Show any run on one HTML page that needs nothing else; several runs are compared.",
 )  # fmt: skip
 

@@ -422,7 +422,7 @@ def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mappi
         messages.append(TracedMessage(sum(sizes), moments[1], start_s, done_s))
     over_s = max(backward_s, done_s)
     return TracedStepRecord(
-        rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host="", number=row["step"],
+        rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host=one["host"], number=row["step"],
         before_s=one["before_s"], backward_s=backward_s, ready_s=tuple(min(at_s, backward_s) for at_s in ready),
         after_s=max(0.0, list_ranks(row, "step_s")[rank] - one["before_s"] - over_s), messages=tuple(messages),
         gradient_bytes=tuple(size for sizes in one["gradient_bytes"] for size in sizes), are_sizes_known=False,

@@ -234,6 +234,8 @@
 
   // A line names in `gid` what of a row it shows: "loss", or "ms:ranks.step_s.1" for a thousand times that.
   function append(row) {
+    const known = data.figures.some((figure) => figure.panels.some((panel) => panel.marks.some((m) => m.gid === "test_loss")));
+    if (typeof row.test_loss === "number" && !known) location.reload();
     for (const figure of data.figures)
       for (const panel of figure.panels)
         for (const mark of panel.marks.filter((one) => one.gid)) {
@@ -257,20 +259,21 @@
       if (sent.reload) return source.close(), location.reload();
       sent.rows.forEach((line) => append(JSON.parse(line)));
       status.textContent = sent.status;
+      if (sent.verdict) document.querySelector("h1").textContent = sent.verdict;
       if (sent.now) document.getElementById("now").innerHTML = sent.now;
       if (sent.rows.length && !due) due = setTimeout(() => ((due = 0), document.hidden || drawAll()), 400);
     };
     source.onerror = () => {
       if (source.readyState === 2) status.textContent += " The command that served this page has ended.";
-      status.classList.add("over");
+      status.classList.remove("running");
     };
-    source.onopen = () => status.classList.remove("over");
+    source.onopen = () => status.classList.add("running");
     document.addEventListener("visibilitychange", () => document.hidden || drawAll());
   }
 
   drawAll();
   let last = innerWidth;
   addEventListener("resize", () => innerWidth !== last && ((last = innerWidth), drawAll()));
-  if (data.live && !data.live.over) follow(data.live);
+  if (data.live?.how === "running") follow(data.live);
   document.documentElement.dataset.ready = "1";
 })();

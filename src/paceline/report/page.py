@@ -189,7 +189,8 @@ def _render_list(lines: Sequence[str], kind: str) -> str:
     return f"<details><summary>{len(lines)} {kind}</summary>{items}</details>"
 
 
-def _render_table(table: Table) -> str:
+def render_table(table: Table) -> str:
+    """A table that scrolls where it is too wide, with its data."""
     if not table.rows:
         return ""
     name = table.title or table.name.replace("_", " ")
@@ -246,9 +247,10 @@ def render_page(
         link = f'<p><a href="{_say(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
         sections.append(
             f"<section>{kicker}{head}{f'<p>{_say(rest)}</p>' if rest else ''}"
-            + (f'<p id="status" role="status">{_say(live["status"])}</p><div id="now">{now}</div>' if live else "")
+            + (f'<p id="status" role="status" class="{live["how"]}">{_say(live["status"])}</p>' if live else "")
+            + (f'<div id="now">{now}</div>' if live else "")
             + _render_list(result.warnings, "warnings")
-            + f"{''.join(shown)}{link}{''.join(map(_render_table, result.page_tables()))}"
+            + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
             + _render_list(result.findings, "findings")
             + "".join(f"<p>next: <code>{_say(step)}</code></p>" for step in result.next_steps)
             + f"{_render_origin(result)}</section>"

@@ -308,7 +308,8 @@ def read_messages(model: nn.Module, world: World) -> tuple[int, dict[str, Any]] 
     if found is None or model.plan is None:
         return None
     age, times = found
-    about = {"backend": world.backend, "device": world.device.type, "begin_s": times.begin_s}
+    about = {"backend": world.backend, "device": world.device.type, "host": world.hosts[world.rank]}
+    about["begin_s"] = times.begin_s
     about |= {"backward_s": times.backward_s, "over_s": times.over_s}
     about["gradient_bytes"] = [[piece.num_bytes for piece in bucket.pieces] for bucket in model.plan.buckets]
     moments = {name: [getattr(one, name) for one in times.buckets] for name in ("ready_s", "launch_s", "done_s")}

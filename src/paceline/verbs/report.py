@@ -1,4 +1,4 @@
-"""`paceline.report`: runs, whatever they measured, as one HTML page that needs nothing else."""
+"""`paceline.save_report`: runs, whatever they measured, as one HTML page that needs nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.verbs.jobs import Place
 from paceline.verbs.profile import compare
 
 
-def report(runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None) -> Result:
+def save_report(runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None) -> Result:
     """Write one page of these runs (folders, or results), and return its first result: the comparison of several.
 
     `page`: the file to write; by default `report.html` in the folder of the run or, of several, in this one.

@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.training import METRICS_FILE, list_ranks, load_config, summarize_rows
 from paceline.report.attached import WHERE, RankRow
-from paceline.report.page import render_page, save_page
+from paceline.report.page import render_page, render_table, save_page, split_verdict
 from paceline.report.result import load_result
 from paceline.report.table import Table
 from paceline.report.training import TrainRunResult, load_training
@@ -89,7 +89,7 @@ class Follower:
             self.text = f"{said[self.how]}: {self._describe(step)}."
             if self._recent and now_s > self._due_s:
                 with contextlib.suppress(RecordError):
-                    self.verdict = load_training(self.folder).headline
+                    self.verdict = split_verdict(load_training(self.folder).headline)[0]
                 self._due_s = time.monotonic() + max(10.0, (time.monotonic() - now_s) / _SHARE)
 
     def _describe(self, step: int) -> str:
@@ -124,9 +124,9 @@ class Follower:
         return Table("now", f"the last {len(rows)} steps, median of each rank", WHERE, ranks)
 
     def render(self) -> str:
-        place, about = self.place, {"status": self.text, "over": int(self.how != "running")}
+        place, about = self.place, {"status": self.text, "how": self.how}
         result = load_training(self.folder)
-        return render_page([result], live={"from": place, **about}, now=self.now.html() if result.rows else "")
+        return render_page([result], live={"from": place, **about}, now=render_table(self.now))
 
 
 def _is_locked(folder: Path) -> bool:
@@ -146,7 +146,7 @@ def _is_locked(folder: Path) -> bool:
 class Server(ThreadingHTTPServer):
     """The page and its events, on loopback, for who knows the token."""
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = False  # all of them end when it closes
 
     def __init__(self, follower: Follower, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
                 lines, end = follower.read(place)
                 is_over = follower.how != "running" and not lines
                 if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
-                    message = {"rows": lines, "status": follower.text, "now": follower.now.html() if lines else ""}
+                    message = {"rows": lines, "status": follower.text, "now": render_table(follower.now) if lines else ""}
                     message |= {"verdict": follower.verdict, "reload": int(is_over or end < place or (is_new and end > 0))}
                     self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
                     self.wfile.flush()
@@ -299,5 +299,5 @@ class _View:
         if self._live is not None:
             from rich.text import Text
 
-            words = (follower.verdict.partition(". ")[0], follower.text, follower.now.terminal(self._live.console.width))
+            words = (follower.verdict, follower.text, follower.now.terminal(self._live.console.width))
             self._live.update(Text("\n".join(filter(None, words))), refresh=True)
