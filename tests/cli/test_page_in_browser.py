@@ -1,6 +1,6 @@
 """Pages in a headless Chromium: drawn without a complaint or a request, on a phone and a desk, and names stay names.
 
-Without Chromium these are skipped. With PACELINE_AXE, the path of axe-core's `axe.min.js`, accessibility is checked, too.
+Without Chromium these are skipped. PACELINE_AXE, the path of axe-core's `axe.min.js`, adds a check of accessibility.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ def test_a_page_is_drawn_without_complaints_requests_or_overflow(browser: Browse
         browser.open(f"file://{pages[name]}", width, dark=width == 390)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.find_complaints() == [] and len(browser.list_requests()) == 1
-        figures, panels = (browser.evaluate(f"document.querySelectorAll('{what}').length") for what in ("figure", ".panels svg"))
+        figures, panels = (
+            browser.evaluate(f"document.querySelectorAll('{what}').length") for what in ("figure", ".panels svg")
+        )
         assert panels >= figures > 0
-        empty = "[...document.querySelectorAll('.panels svg')].filter((s) => s.querySelectorAll('g path').length < 1).length"
+        empty = "[...document.querySelectorAll('.panels svg')].filter((s) => !s.querySelector('g path')).length"
         assert browser.evaluate(empty) == 0
         assert not browser.evaluate("document.querySelector('main').innerHTML.includes('NaN')")
 
@@ -64,10 +66,7 @@ def test_a_drawn_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict
     rows[7_777]["ranks"]["step_s"][0] = 3.0
     page = save_page([load_result(make_folder(tmp_path / "run", rows))], tmp_path)
     browser.open(f"file://{page}")
-    line = (
-        "[...document.querySelectorAll('#figure-1 .panels svg')[0].querySelectorAll('g path')].map((p) => p.getAttribute('d'))[0]"
-    )
-    path = browser.evaluate(line)
+    path = browser.evaluate("document.querySelector('#figure-1 .panels svg g path').getAttribute('d')")
     places = [tuple(map(float, pair.split(","))) for pair in path[1:].split("L")]
     assert len(places) < 4_000
     top = min(y for _, y in places)
@@ -82,7 +81,9 @@ def test_a_drawn_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict
 def test_a_tooltip_has_the_values_of_the_nearest_step(browser: Browser, pages: dict[str, Path]):
     browser.open(f"file://{pages['hostile']}")
     browser.evaluate("document.querySelector('#figure-0 .panels svg').scrollIntoView()")
-    area = browser.evaluate("JSON.parse(JSON.stringify(document.querySelector('#figure-0 .panels svg').getBoundingClientRect()))")
+    area = browser.evaluate(
+        "JSON.parse(JSON.stringify(document.querySelector('#figure-0 .panels svg').getBoundingClientRect()))"
+    )
     where = {"x": area["x"] + area["width"] / 2, "y": area["y"] + area["height"] / 2}
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", **where)
     text = browser.evaluate("document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent")

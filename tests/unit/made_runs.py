@@ -1,6 +1,7 @@
-"""Made-up training runs: steps of several ranks whose messages take as long as a network would, with a problem or none."""
+"""Made-up training runs: steps of several ranks, with messages as of a network, and a problem or none."""
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
@@ -38,7 +39,10 @@ PLANTED = {
     "late rank, little": ("late rank", Job(late_s=0.02)),
     "late rank, much": ("late rank", Job(late_s=0.2)),
     "one bucket": ("buckets", Job(sizes=(4 * MIB,) * 8, cuts=(8,), bandwidth=1.5e9)),
-    "a bucket for each gradient": ("buckets", Job(sizes=(64 * KIB,) * 96, cuts=tuple(range(1, 97)), latency_s=1.5e-3, where=("gloo", "cpu"))),
+    "a bucket for each gradient": (
+        "buckets",
+        Job(sizes=(64 * KIB,) * 96, cuts=tuple(range(1, 97)), latency_s=1.5e-3, where=("gloo", "cpu")),
+    ),
     "tiny batch": ("batch", Job(forward_s=0.004, backward_s=0.008, bandwidth=3e8)),
     "tiny batch, slow network": ("batch", Job(forward_s=0.010, backward_s=0.020, bandwidth=1e8)),
     "exposed, short backward": ("network", Job(forward_s=0.1, backward_s=0.02, bandwidth=3.4e8)),
@@ -46,7 +50,7 @@ PLANTED = {
 }
 
 
-def make_rows(job=Job(), steps=40, ranks=2, seed=0, recorded=(2, 3, 4, 5, 34)):  # noqa: B008
+def make_rows(job=Job(), steps=40, ranks=2, seed=0, recorded=(2, 3, 4, 5, 34)):
     source, rows = random.Random(seed), []
     ends = [sum(job.sizes[:cut]) for cut in (0, *job.cuts)]
     for step in range(1, steps + 1):
@@ -57,7 +61,7 @@ def make_rows(job=Job(), steps=40, ranks=2, seed=0, recorded=(2, 3, 4, 5, 34)): 
         ready = [[b * min(1.0, end / ends[-1]) for end in ends[1:]] for b in backward]
         # A message moves once it was launched on every rank; times count from the begin of the step.
         free, done = 0.0, []
-        for number, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+        for number, (first, last) in enumerate(itertools.pairwise(ends)):
             launched = max(before[rank] + ready[rank][number] for rank in range(ranks))
             free = max(free, launched) + job.latency_s + (last - first) / job.bandwidth
             done.append(free)
@@ -72,7 +76,8 @@ def make_rows(job=Job(), steps=40, ranks=2, seed=0, recorded=(2, 3, 4, 5, 34)): 
         }  # fmt: skip
         if step in recorded:
             row["messages"] = [
-                {"backend": job.where[0], "device": job.where[1], "host": "box", "before_s": before[rank], "backward_s": backward[rank],
+                {"backend": job.where[0], "device": job.where[1], "host": "box", "before_s": before[rank],
+                 "backward_s": backward[rank],
                  "over_s": over[rank] - before[rank], "ready_s": ready[rank], "launch_s": ready[rank],
                  "gradient_bytes": [list(job.sizes[a:b]) for a, b in zip((0, *job.cuts), job.cuts, strict=False)],
                  "done_s": [moment - before[rank] for moment in done]}

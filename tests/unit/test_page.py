@@ -21,7 +21,7 @@ from paceline.verbs.report import save_report
 from tests.unit.made_runs import PLANTED, Job, make_folder, make_result, make_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
-HOSTILE = "</script><img src=x onerror=\"window.hacked=1\">&amp;'\"<b>"
+HOSTILE = '</script><img src=x onerror="window.hacked=1">&amp;\'"<b>'
 
 
 class Reader(html.parser.HTMLParser):

@@ -399,8 +399,16 @@ def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
     return found
 
 
+def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of as many ranks as the last has: a run may be resumed on another number."""
+    rows = list(rows)
+    counts = [len(list_ranks(row, "step_s")) for row in rows]
+    return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]
+
+
 def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) -> list[Record]:
     """The steps of a run, without the first ones, as records like those of a program that was observed."""
+    rows = pick_like_last(rows)
     used = rows[min(5, len(rows) // 2) :]
     times, waits = (tuple(tuple(list_ranks(row, name)) for row in used) for name in ("step_s", "data_wait_s"))
     recorded = [(row, rank, one) for row in rows for rank, one in enumerate(row.get("messages", ()))]
@@ -422,8 +430,9 @@ def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mappi
         messages.append(TracedMessage(sum(sizes), moments[1], start_s, done_s))
     over_s = max(backward_s, done_s)
     return TracedStepRecord(
-        rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host=one["host"], number=row["step"],
-        before_s=one["before_s"], backward_s=backward_s, ready_s=tuple(min(at_s, backward_s) for at_s in ready),
+        rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host=one["host"],
+        number=row["step"], before_s=one["before_s"], backward_s=backward_s,
+        ready_s=tuple(min(at_s, backward_s) for at_s in ready),
         after_s=max(0.0, list_ranks(row, "step_s")[rank] - one["before_s"] - over_s), messages=tuple(messages),
         gradient_bytes=tuple(size for sizes in one["gradient_bytes"] for size in sizes), are_sizes_known=False,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,11 +50,11 @@ def _list_times(result: Result) -> dict[Key, Sequence[float]]:
         names, rows = ("step_s", "data_wait_s", "exposed_comm_s"), result.rows[min(5, len(result.rows) // 2) :]
         found = {name: [row[name] for row in rows if row.get(name)] for name in names}
         return {(("time", name[:-2].replace("_", " ")),): times for name, times in found.items() if times}
+    timed = ((vars(record), getattr(record, "timing", None)) for record in result.records)
     return {
-        tuple((name, value) for name, value in vars(record).items() if isinstance(value, str | int)
-              and name not in _ABOUT): record.timing.reduced_s
-        for record in result.records if isinstance(getattr(record, "timing", None), Samples)
-    }  # type: ignore[attr-defined]  # fmt: skip
+        tuple((name, value) for name, value in of.items() if isinstance(value, str | int) and name not in _ABOUT):
+        timing.reduced_s for of, timing in timed if isinstance(timing, Samples)
+    }  # fmt: skip
 
 
 class ComparedResult(Result):
@@ -60,15 +62,16 @@ class ComparedResult(Result):
 
     def __init__(self, parts: Sequence[Result]) -> None:
         self.parts, self.rows = list(parts), list[Difference]()
-        names, times = [str(part.folder or f"run {n}") for n, part in enumerate(parts, 1)], list(map(_list_times, parts))
-        pairs = [pair for each in times for key in each for pair in key]
-        told = {name for name, value in pairs if name not in _PLAIN and len({v for n, v in set(pairs) if n == name}) > 1}
+        names = [str(part.folder or f"run {n}") for n, part in enumerate(parts, 1)]
+        times = list(map(_list_times, parts))
+        counts = Counter(name for name, _ in {pair for each in times for key in each for pair in key})
+        told = {name for name, count in counts.items() if count > 1 and name not in _PLAIN} | {"time"}
         for name, part, own in zip(names[1:], parts[1:], times[1:], strict=True):
             for key in (key for key in own if key in times[0]):
-                words = (_say(*pair) for pair in key if pair[1] and (pair[0] in told or pair[0] == "time"))
-                both = [f"{format_ms(sorted(each[key])[len(each[key]) // 2])} ms" for each in (times[0], own)]
+                words = (_say(*pair) for pair in key if pair[1] and pair[0] in told)
+                first, other = (f"{format_ms(statistics.median(each[key]))} ms" for each in (times[0], own))
                 ratio = compare_medians(own[key], times[0][key])
-                self.rows.append(Difference(name, ", ".join(words) or "time", *both, ratio))
+                self.rows.append(Difference(name, ", ".join(words) or "time", first, other, ratio))
             self.rows += _compare_accuracy(name, parts[0], part)
         are_training = all(isinstance(part, TrainRunResult) and part.rows for part in parts)
         environment = parts[0].run.environment
@@ -88,7 +91,8 @@ class ComparedResult(Result):
         return () if self.trained is None else self.trained.findings
 
     def tables(self) -> list[Table]:
-        return [Table("differences", _TITLE, _COLUMNS, self.rows), *([] if self.trained is None else self.trained.tables())]
+        others = [] if self.trained is None else self.trained.tables()
+        return [Table("differences", _TITLE, _COLUMNS, self.rows), *others]
 
     def figures(self) -> dict[str, Callable[[], Any]]:
         return {} if self.trained is None else self.trained.figures()
@@ -101,7 +105,8 @@ def _say(name: str, value: Any) -> str:
 
 def _compare_accuracy(name: str, *parts: Result) -> list[Difference]:
     """Of the tested samples, a share was right: binomial."""
-    tests = [[row for row in getattr(part, "rows", ()) if isinstance(row, dict) and row.get("test_accuracy")] for part in parts]
+    rows = (part.rows if isinstance(part, TrainRunResult) else () for part in parts)
+    tests = [[row for row in each if row.get("test_accuracy")] for each in rows]
     if not all(tests):
         return []
     (a, n), (b, m) = ((rows[-1]["test_accuracy"], rows[-1]["test_samples"]) for rows in tests)

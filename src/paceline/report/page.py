@@ -1,4 +1,4 @@
-"""Runs as one HTML page that needs nothing else: the verdict, figures drawn from their own data, tables, how it was made.
+"""Runs as one HTML page that needs nothing else: the verdict, figures drawn from their own data, and tables.
 
 What is on it comes from the results: their sentences, their tables, and the artists of their matplotlib figures, which
 `page.js` draws again, at the width of the screen. All of it is text there, whatever a run is called.
@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from paceline import __version__
@@ -25,12 +25,6 @@ from paceline.records.store import write_new
 from paceline.report.plots import COLORS
 from paceline.report.result import Result
 from paceline.report.table import Table
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
 
 PAGE_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="paceline'
@@ -65,7 +59,7 @@ def _round(value: Any) -> float | None:
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
-def read_figure(name: str, figure: Figure, numbers: Numbers) -> dict[str, Any]:
+def read_figure(name: str, figure: Any, numbers: Numbers) -> dict[str, Any]:
     """What a figure shows, as data: panels with axes and marks. Nothing is rendered."""
     panels: Marks = []
     for axes in figure.axes:
@@ -86,10 +80,11 @@ def _join(text: str) -> str:
     return " ".join(text.split())
 
 
-def _read_axis(axis: Axis) -> dict[str, Any]:
+def _read_axis(axis: Any) -> dict[str, Any]:
     from matplotlib.ticker import FixedLocator
 
-    found = {"label": _join(axis.get_label().get_text()), "lim": [float(end) for end in axis.get_view_interval()]}
+    lim = [float(end) for end in axis.get_view_interval()]
+    found: dict[str, Any] = {"label": _join(axis.get_label().get_text()), "lim": lim}
     if axis.get_inverted():
         found["lim"].reverse()
     if axis.get_scale() != "linear":
@@ -101,7 +96,7 @@ def _read_axis(axis: Axis) -> dict[str, Any]:
     return found
 
 
-def _read_marks(axes: Axes, numbers: Numbers) -> Marks:
+def _read_marks(axes: Any, numbers: Numbers) -> Marks:
     """The artists of one pair of axes, as lines, areas and words in the coordinates of the data; `fx` and `fy` say that
     a coordinate is a share of the panel instead."""
     from matplotlib.collections import LineCollection, PolyCollection
@@ -110,7 +105,7 @@ def _read_marks(axes: Axes, numbers: Numbers) -> Marks:
     named = {id(part): whole.get_label() for whole in axes.containers for part in _list_parts(whole)}
     marks: Marks = []
 
-    def add(artist: Artist, kind: str, color: Any, points: Any, **more: Any) -> None:
+    def add(artist: Any, kind: str, color: Any, points: Any, **more: Any) -> None:
         hexed = to_hex(color).lower()
         places = {known.lower(): f"c{number}" for number, known in enumerate(COLORS)} | _GREYS
         label = str(artist.get_label() or "")
@@ -208,7 +203,8 @@ def _render_figure(number: int, figure: dict[str, Any], trace: str) -> str:
         link += f' <a class="data" href="{_say(trace)}" download>Trace for ui.perfetto.dev</a>'
     return (
         f'<figure id="figure-{number}"><figcaption><b>{_say(figure["title"])}</b></figcaption>'
-        f'<ul class="legend"></ul><div class="panels"></div><p class="sub">{_say(figure["subtitle"])}</p>{link}</figure>'
+        f'<ul class="legend"></ul><div class="panels"></div><p class="sub">{_say(figure["subtitle"])}</p>'
+        f"{link}</figure>"
     )
 
 
@@ -259,14 +255,15 @@ def render_page(
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
     script, style = ((Path(__file__).parent / name).read_text() for name in ("page.js", "page.css"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; connect-src 'self'; img-src data:"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; img-src data:"
+    policy += "; connect-src 'self'" if live else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">{_GENERATOR} {__version__}">'
         f'<link rel="icon" href="data:,"><title>{_say(results[0].caption)}</title><style>{style}</style></head>'
         f'<body><main>{"".join(sections)}</main><div id="tip" role="tooltip" hidden></div>'
-        f'<noscript>Figures need JavaScript; the tables do not.</noscript>'
+        f"<noscript>Figures need JavaScript; the tables do not.</noscript>"
         f'<script type="text/plain" id="data">{base64.b64encode(packed).decode()}</script>'
         f"<script>{script}</script></body></html>\n"
     )

@@ -59,7 +59,7 @@ class ObservedTraining(AttachedResult):
         super().__init__(run)
 
     def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
-        waits = [row["ranks"]["exposed_comm_s"] for row in self._rows if "ranks" in row]
+        waits = [row["ranks"]["exposed_comm_s"] for row in records.pick_like_last(self._rows) if "ranks" in row]
         return find_late_by_waits([row for row in waits if None not in row])
 
 
@@ -393,12 +393,16 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
     tested = [row for row in rows if row.get("test_loss") is not None]
     at, accuracy = [row["step"] for row in tested], [row.get("test_accuracy") for row in tested]
     if tested:
-        axes.plot(at, [row["test_loss"] for row in tested], color=COLORS[1], marker="o", label="test loss", gid="test_loss")
+        axes.plot(
+            at, [row["test_loss"] for row in tested], color=COLORS[1], marker="o", label="test loss", gid="test_loss"
+        )
     axes.set(xlabel="step", ylabel="loss")
     axes.set_ylim(bottom=0)
     if tested and None not in accuracy:
         right, percent = axes.twinx(), [100 * row["test_accuracy"] for row in tested]
-        right.plot(at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy", gid="percent:test_accuracy")
+        right.plot(
+            at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy", gid="percent:test_accuracy"
+        )
         right.set(ylabel="test accuracy (%)", ylim=(0, 100))
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
@@ -411,7 +415,12 @@ _MOST_RANKS = 16
 
 def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
     """The times of every step on each rank."""
-    names = {name: list(zip(*(records.list_ranks(row, name) for row in rows), strict=True)) for name in _PARTS if name in rows[-1]}
+    rows = records.pick_like_last(rows)
+    names = {
+        name: list(zip(*(records.list_ranks(row, name) for row in rows), strict=True))
+        for name in _PARTS
+        if name in rows[-1]
+    }
     panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]
     figure, grid = build_panels(panels, "Each step, on each rank", f"{subtitle}; measured")
     longest = sorted(range(len(names["step_s"])), key=lambda rank: -sum(names["step_s"][rank]))[:_MOST_RANKS]

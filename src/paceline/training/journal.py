@@ -138,11 +138,11 @@ class Journal:
         found = self.read_messages() if self._num_recorded < _MOST_RECORDED else None
         if found is not None and found[0] < len(sent):  # the same on all ranks
             self._num_recorded += 1
-            moments, times = entries[-1 - found[0]][2].moments, found[1]
-            begin_s, begin = times.pop("begin_s"), moments[0][1] if moments else None
-            # What a GPU did before is not on the host's clock.
-            before_s = begin_s - begin if isinstance(begin, float) else max(0.0, sent[-1 - found[0]]["times"]["step_s"] - times["over_s"])
-            sent[-1 - found[0]]["messages"] = {"before_s": before_s, **times}
+            row, moments, times = sent[-1 - found[0]], entries[-1 - found[0]][2].moments, found[1]
+            before_s, begin_s = max(0.0, row["times"]["step_s"] - times["over_s"]), times.pop("begin_s")
+            if moments and isinstance(moments[0][1], float):  # what a GPU did before is not on the host's clock
+                before_s = begin_s - moments[0][1]
+            row["messages"] = {"before_s": before_s, **times}
         report = Exchange(tuple(sent), bad, self.request.number, is_save_due)
         reports: list[Exchange] = self.world.share(report)
         by_step = zip(*(report.rows for report in reports), strict=True)

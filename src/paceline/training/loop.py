@@ -304,13 +304,18 @@ def read_exposed(model: nn.Module, world_size: int) -> float | None:
 def read_messages(model: nn.Module, world: World) -> tuple[int, dict[str, Any]] | None:
     """When each bucket of a recent step was ready, sent and done on this rank, and after how many steps; None where the
     wrapper did not record one, and where there is none."""
-    found = model.read_recorded() if isinstance(model, DataParallel) and world.world_size > 1 else None
-    if found is None or model.plan is None:
+    if not isinstance(model, DataParallel) or world.world_size == 1:
+        return None
+    found, plan = model.read_recorded(), model.plan
+    if found is None or plan is None:
         return None
     age, times = found
-    about = {"backend": world.backend, "device": world.device.type, "host": world.hosts[world.rank]}
-    about["begin_s"] = times.begin_s
-    about |= {"backward_s": times.backward_s, "over_s": times.over_s}
-    about["gradient_bytes"] = [[piece.num_bytes for piece in bucket.pieces] for bucket in model.plan.buckets]
+    about: dict[str, Any] = {name: getattr(times, name) for name in ("begin_s", "backward_s", "over_s")}
+    about |= {
+        "backend": world.backend,
+        "device": world.device.type,
+        "host": str(world.hosts.index(world.hosts[world.rank])),
+    }
+    about["gradient_bytes"] = [[piece.num_bytes for piece in bucket.pieces] for bucket in plan.buckets]
     moments = {name: [getattr(one, name) for one in times.buckets] for name in ("ready_s", "launch_s", "done_s")}
     return age, about | moments

@@ -26,7 +26,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.errors import ConfigError, RecordError, refuse
-from paceline.records.training import METRICS_FILE, list_ranks, load_config, summarize_rows
+from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last, summarize_rows
 from paceline.report.attached import WHERE, RankRow
 from paceline.report.page import render_page, render_table, save_page, split_verdict
 from paceline.report.result import load_result
@@ -111,7 +111,7 @@ class Follower:
     @property
     def now(self) -> Table:
         """Where the last steps went, rank by rank."""
-        rows = list(self._recent)
+        rows = pick_like_last(self._recent)
         names = ("step_s", "data_wait_s", "forward_s", "backward_s", "exposed_comm_s", "optimizer_s")
         found: dict[int, list[float | None]] = {}
         for name in names if rows else ():
@@ -197,8 +197,15 @@ class _Handler(BaseHTTPRequestHandler):
                 lines, end = follower.read(place)
                 is_over = follower.how != "running" and not lines
                 if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
-                    message = {"rows": lines, "status": follower.text, "now": render_table(follower.now) if lines else ""}
-                    message |= {"verdict": follower.verdict, "reload": int(is_over or end < place or (is_new and end > 0))}
+                    message: dict[str, Any] = {
+                        "rows": lines,
+                        "status": follower.text,
+                        "now": render_table(follower.now) if lines else "",
+                    }
+                    message |= {
+                        "verdict": follower.verdict,
+                        "reload": int(is_over or end < place or (is_new and end > 0)),
+                    }
                     self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
                     self.wfile.flush()
                     place, sent_s = end, time.monotonic()
@@ -243,7 +250,6 @@ def watch(
     refuse((not isinstance(found, TrainRunResult),
             f"{run} is a run of `paceline {found.run.verb}`: `paceline report` shows it; give one of `paceline train`"),
            code="other-verb")  # fmt: skip
-    os.nice(5)  # the ranks come first
     folder, over_s = Path(run), None
     with serve(folder, port) as server, _View(progress is not False and sys.stdin.isatty()) as view:
         view.say(f"the page of {folder}: {server.address}")
