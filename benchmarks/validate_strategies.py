@@ -37,6 +37,12 @@ MODELS = {
 EVERY_STEP = "bf16,int8,int4,topk:0.01,powersgd:4"
 # Steps of a run: whole periods, after the first.
 TRAINED = {"dense": 40, "localsgd:8": 64, "diloco:50": 150, "diloco:50+int8": 150, "zero1": 40}
+# How many times as fast as bf16 with tuned buckets they must be.
+GAINS = {
+    ("mlp-1gbit", "int8"): 1.5, ("mlp-1gbit", "powersgd:4"): 2.5, ("mlp-100mbit", "powersgd:4"): 10,
+    ("mlp-100mbit", "topk:0.01"): 7, ("mlp-100mbit", "diloco:50+int8"): 12, ("gpt2-mini-100mbit", "int8"): 1.5,
+    ("gpt2-mini-100mbit", "diloco:50"): 2.3, ("mlp-shm", "default"): 0.98, ("gpt2-mini-shm", "default"): 0.98,
+}  # fmt: skip
 WINS = 1.01  # a strategy is right if it takes no longer than this, compared with the fastest
 
 
@@ -185,11 +191,19 @@ def main() -> None:
             else f"wrong: {fastest.strategy} is {1 - fastest.measured_s / chosen.measured_s:.1%} faster"
         )
         print(f"{cell}: {chosen.strategy} is predicted to be fastest, which is {said}")
+    steps = {(row.cell, row.strategy): row.measured_s for row in rows}
+    gains = {key: steps[key[0], "bf16"] / steps[key] for key in GAINS if {key, (key[0], "bf16")} <= steps.keys()}
+    for (cell, name), gain in gains.items():
+        if name == "default":  # where nothing is to be gained, nothing may be lost
+            print(f"{cell}: bf16 is {1 / gain:.2f} times as fast as float32 (bar: {GAINS[cell, name]})")
+        else:
+            print(f"{cell}: {name} is {gain:.2f} times as fast as bf16 (bar: {GAINS[cell, name]})")
     inside = statistics.fmean(row.is_in for row in rows)
     print(f"\nsteps: {scores['mape']:.1%} off on average, {scores['max_error']:.1%} at most (bars: 5 %, 10 %)")
     print(f"the fastest: right in {right} of {len(cells)} cells (bar: 9 of 10); {inside:.0%} in their 90 % intervals")
     summary = {"mape": scores["mape"], "max_error": scores["max_error"], "right": right, "cells": len(cells),
-               "coverage": inside, "rows": [vars(row) | {"error": row.error} for row in rows]}  # fmt: skip
+               "coverage": inside, "gains": {" ".join(key): gain for key, gain in gains.items()},
+               "rows": [vars(row) | {"error": row.error} for row in rows]}  # fmt: skip
     (asked.out / "strategies.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 

@@ -60,6 +60,17 @@ def read_stolen_s() -> float:
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
+def find_load() -> float | None:
+    """How many processes want to compute: the load average, or how many cores are busy now where those are fewer.
+
+    The average remembers a minute, and with it what has ended since, such as the run before this one.
+    """
+    if not hasattr(os, "getloadavg"):
+        return None
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return min(load, psutil.cpu_percent(0.1) / 100 * cores) if load > cores / 4 else load
+
+
 class StolenTime:
     """The share of all cores' time, from its making on, that the host of this virtual machine gave to others."""
 

@@ -134,3 +134,11 @@ def test_the_share_that_the_host_took_is_of_all_cores_and_of_a_second_at_least(m
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     stolen = machine.StolenTime()
     assert stolen.read_share() == pytest.approx(1 / 2) and stolen.read_share() == pytest.approx(2 / (4 * 2))
+
+
+@pytest.mark.parametrize(("average", "percent", "load"), [(0.4, 90.0, 0.4), (3.0, 5.0, 0.1), (1.0, 100.0, 1.0)])
+def test_work_that_has_ended_is_no_load(monkeypatch, average, percent, load):
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (average, 0.0, 0.0))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine.psutil, "cpu_percent", lambda interval: percent)
+    assert machine.find_load() == pytest.approx(load)

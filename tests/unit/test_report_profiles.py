@@ -219,6 +219,7 @@ def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_
     build, build_environment, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 1e6)
     names = {"quiet": 0.0, "busy": 16.0}
     for name, load in names.items():
         (tmp_path / name).mkdir()

@@ -97,6 +97,6 @@ def capture_environment() -> Environment:
         variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
         command_line=" ".join(command),
         git_commit=os.environ.get("PACELINE_COMMIT") or _git_commit(),
-        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        load_average=machine.find_load(),
         details={"gpu": gpu} if gpu else {},
     )
