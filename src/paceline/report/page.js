@@ -88,7 +88,7 @@
       const isNew = !n || path[n - 1][1] === null;
       parts.push(!isNew && mark.step ? `H${x.toFixed(1)}V${y.toFixed(1)}` : `${isNew ? "M" : "L"}${x.toFixed(1)},${y.toFixed(1)}`);
     });
-    const style = { d: parts.join(""), fill: "none", stroke: paint(mark.color), "stroke-width": mark.w,
+    const style = { d: parts.join(""), fill: "none", stroke: paint(mark.color), "stroke-width": Math.max(1.3, mark.w),
       "stroke-opacity": mark.alpha ?? 1, "stroke-linejoin": "round" };
     if (mark.dash) style["stroke-dasharray"] = { "--": "6 4", ":": "2 3", "-.": "7 3 2 3" }[mark.dash];
     if (mark.w) add(parent, "path", style);

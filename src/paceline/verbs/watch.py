@@ -149,7 +149,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = False  # all of them end when it closes
 
     def __init__(self, follower: Follower, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", port), _Request)
         self.follower, self.token = follower, secrets.token_urlsafe(24)
         self.num_viewers, self.is_closing = 0, threading.Event()
 
@@ -161,7 +161,7 @@ class Server(ThreadingHTTPServer):
         """A viewer that is gone is none."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Request(BaseHTTPRequestHandler):
     server: Server
     timeout = 30.0
 
