@@ -1,16 +1,19 @@
 #!/usr/bin/env python
 """What does attaching to a program cost, and how right is `paceline tune -- COMMAND` over a link of 1 Gb/s?
 
-    benchmarks/validate_attach.py overhead [--rounds 8]
-    benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--only wide,flat]
+    benchmarks/validate_attach.py overhead [--rounds 6] [--seconds 300]
+    benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--judges 2] [--only wide,flat]
 
 `overhead`: runs of tests/scripts/plain_loop.py in turns, plain and attached; the time of its steps is that between two
-lines that it prints itself. The steps that are recorded are not among them. Runs differ more than that, so in one more
-run, of the same training, steps take turns with and without what attaching puts around them.
-`link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs with a range of
-bucket sizes in turns, which the prediction has not seen: the error of the predicted steps, and how much longer than
-the best of them the chosen one takes, by all rounds. A case that mostly waits for its data should be flat. Needs root,
-`ip` and `tc`.
+lines that it prints itself. The steps that are recorded are not among them. Runs differ by more than the bar, so in one
+more run of `--seconds`, of the same training, a few steps each take turns with and without what attaching puts around
+them: thousands of pairs. And steps in which those calls are timed themselves: the smallest noise, without what they
+cost others.
+`link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs twice with a range
+of bucket sizes in turns, which the prediction has not seen. The error of the predicted steps: from its own buckets in
+the same run, and from the step of the first run, which has what the machine changed in between. The regret, how much
+longer than the best of them the chosen one takes: each is compared with its own buckets, in the same round of the same
+run. A case that mostly waits for its data should be flat. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import shlex
 import shutil
 import statistics
@@ -26,12 +30,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from limited_link import PORT, linked_hosts
+from torch.optim import optimizer as hooked
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import paceline
-from paceline.records.samples import compare_times
+from paceline.measure.attach import Observer, Settings
+from paceline.predict.race import estimate_ratio
 from paceline.report.attached import AttachedResult
 from paceline.units import MIB, format_bytes, format_ms, parse_sizes
 
@@ -42,7 +54,9 @@ CASES = {
     "deep": "--width 384 --depth 24 --batch-size 32",
     "flat": "--width 256 --depth 4 --batch-size 32 --decode-ms 15",
 }
-NUM_TURNS, TURN = 200, 20  # of steps, in one run
+TURN = 4  # steps: noise lasts longer, so what matters is how soon the other follows
+JUDGED = 16  # steps of a run that judges, before its race
+HOOKS = hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
 
@@ -60,67 +74,122 @@ def time_steps(variables: dict[str, str]) -> float:
     return (moments[180] - moments[60]) / 120
 
 
-def measure_overhead(rounds: int) -> None:
-    times: dict[str, list[float]] = {"plain": [], "attached": [], "attached, all steps": []}
+def measure_overhead(rounds: int, seconds: float) -> None:
+    times: dict[str, list[float]] = {"plain": [], "attached": []}
     for number in range(rounds):
         for kind in list(times)[:: 1 if number % 2 == 0 else -1]:
             with tempfile.TemporaryDirectory() as folder:
-                steps = 0 if kind.endswith("all steps") else 48
-                given = json.dumps({"folder": folder, "steps": steps, "warmup": 10, "record": 8})
+                given = json.dumps({"folder": folder, "steps": 0, "warmup": 10, "record": 8})
                 variables = {"PACELINE_ATTACH": given, "KINETO_LOG_LEVEL": "6"}
                 times[kind].append(time_steps({} if kind == "plain" else variables))
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    done = subprocess.run([*TORCHRUN, __file__, "turns"], check=True, stdout=subprocess.PIPE, text=True)
-    show_ratios(times)
-    print("turns of steps in one run:")
-    show_ratios(json.loads(done.stdout))
+    if rounds:
+        show_ratio("runs in turns", times)
+    command = [*TORCHRUN, __file__, "turns", "--seconds", f"{seconds:g}"]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    show_ratio(f"turns of {TURN} steps in one run", found["times"])
+    spent_s, step_s = statistics.median(found["spent_s"]), statistics.median(found["times"]["plain"])
+    print(f"inside of what attaching calls: {spent_s * 1e6:.1f} us a step, {spent_s / step_s:.3%} of it")
 
 
-def show_ratios(times: dict[str, list[float]]) -> None:
-    for kind, seconds in times.items():
-        ratio = compare_times(seconds, times["plain"])
-        print(f"{kind}: {format_ms(statistics.median(seconds))} ms a step, {ratio.value:.4f} ± {ratio.noise or 0:.4f}")
+def show_ratio(what: str, times: dict[str, list[float]]) -> None:
+    """The median of paired ratios, as in every race, with its 95 % interval."""
+    ratio, plain_s = estimate_ratio(times["attached"], times["plain"], 0.025), statistics.median(times["plain"])
+    said = f"{ratio.value:.4f} times as long, 95 %: {ratio.low:.4f} to {ratio.high:.4f}"
+    print(f"{what}: {len(times['plain'])} pairs, {format_ms(plain_s)} ms a step; attached {said}")
 
 
-def take_turns() -> None:
-    """One rank: turns of steps as in plain_loop.py, with and without what attaching puts around them."""
-    import torch
-    import torch.distributed as dist
-    from torch.optim import optimizer as hooked
-    from torch.utils.data import DataLoader, TensorDataset
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
+class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """As many samples as are asked for, of a thousand."""
 
-    from paceline.measure.attach import Observer, Settings
+    def __init__(self) -> None:
+        self.inputs, self.targets = torch.randn(1000, 256), torch.randint(0, 10, (1000,))
 
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index % 1000], self.targets[index % 1000]
+
+
+def take_turns(seconds: float) -> None:
+    """One rank: pairs of turns of steps as in plain_loop.py, with and without what attaching puts around them. Which of
+    a pair is first is drawn, alike on all ranks. Then steps in which those calls are timed themselves."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(256, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = TensorDataset(torch.randn(32 * NUM_TURNS * TURN, 256), torch.randint(0, 10, (32 * NUM_TURNS * TURN,)))
-    batches, originals = iter(DataLoader(data, 32)), _BaseDataLoaderIter.__next__
-    times: dict[str, list[float]] = {"plain": [], "attached": []}
+    batches = iter(DataLoader(Cycled(), 32, sampler=itertools.count()))
+    source, times = random.Random(7), {"plain": list[float](), "attached": list[float]()}
+
+    def train(steps: int) -> float:
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            inputs, targets = next(batches)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        return (time.perf_counter() - begin_s) / steps
+
     with tempfile.TemporaryDirectory() as folder:
+        plain = Attached()
         Observer(Settings(folder, 0)).install()
-        hooks = [hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks]
-        known, observed = [dict(each) for each in hooks], _BaseDataLoaderIter.__next__
-        for number in range(NUM_TURNS):
-            kind = list(times)[(number + number // 2) % 2]
-            _BaseDataLoaderIter.__next__ = observed if kind == "attached" else originals  # type: ignore[method-assign]
-            for each, own in zip(hooks, known, strict=True):
-                each.clear()
-                each.update(own if kind == "attached" else {})
-            begin_s = time.perf_counter()
-            for _ in range(TURN):
-                inputs, targets = next(batches)
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
-            if number >= NUM_TURNS // 10:
-                times[kind].append((time.perf_counter() - begin_s) / TURN)
+        states = {"plain": plain, "attached": Attached()}
+        train(20)
+        step_s = torch.tensor([train(50)])
+        dist.broadcast(step_s, 0)
+        for _ in range(max(8, round(seconds / (2 * TURN * float(step_s))))):
+            for kind in source.sample(list(times), 2):
+                states[kind].switch_on()
+                times[kind].append(train(TURN))
+        plain.switch_on()
+        spent_s = time_calls(folder, train)
     if dist.get_rank() == 0:
-        print(json.dumps(times))
+        print(json.dumps({"times": times, "spent_s": spent_s}))
     dist.destroy_process_group()
+
+
+class Attached:
+    """What of torch attaching changes, as it is now."""
+
+    def __init__(self) -> None:
+        self._hooks = [dict(each) for each in HOOKS]
+        self._next = _BaseDataLoaderIter.__next__
+
+    def switch_on(self) -> None:
+        _BaseDataLoaderIter.__next__ = self._next  # type: ignore[method-assign]
+        for each, own in zip(HOOKS, self._hooks, strict=True):
+            each.clear()
+            each.update(own)
+
+
+def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
+    """Seconds of each of 300 steps inside of what attaching calls: hooks, and a loader less what it calls itself."""
+    clock, spent = time.perf_counter, [0.0]
+
+    def timed(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin_s = clock()
+            try:
+                return function(*args)
+            finally:
+                spent[0] += sign * (clock() - begin_s)
+
+        return call
+
+    _BaseDataLoaderIter.__next__ = timed(_BaseDataLoaderIter.__next__, -1)  # type: ignore[method-assign]
+    Observer(Settings(folder, 0)).install()
+    _BaseDataLoaderIter.__next__ = timed(_BaseDataLoaderIter.__next__, 1)  # type: ignore[method-assign]
+    for each in HOOKS:
+        each.update({key: timed(hook, 1) for key, hook in each.items()})
+    train(10)
+    found = []
+    for _ in range(300):
+        spent[0] = 0.0
+        train(1)
+        found.append(spent[0])
+    return found
 
 
 def run_on_hosts(names: list[str], arguments: list[str]) -> int:
@@ -136,14 +205,15 @@ def run_on_hosts(names: list[str], arguments: list[str]) -> int:
     return max(abs(rank.wait()) for rank in ranks)
 
 
-def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
+def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str]) -> None:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
     chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # their buckets
-    measured: dict[str, dict[tuple[int, ...], list[float]]] = {name: {} for name in only}  # by buckets
+    # By buckets: their turns, and those of its own buckets in the same rounds.
+    turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
-    ratios: dict[str, list[float]] = {name: [] for name in only}  # errors of the ratio to its own buckets
+    late: dict[str, list[float]] = {name: [] for name in only}  # from the step of the first run
     with linked_hosts(rate) as names:
         for number, name in itertools.product(range(rounds), only):
             command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *CASES[name].split()]
@@ -155,53 +225,63 @@ def judge_link(rate: str, steps: int, rounds: int, only: list[str]) -> None:
             # The chosen cap races again, with those that the prediction has not seen.
             own = round((found.cap_mib or 0) * MIB)  # 0: the program's own buckets
             caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [own])]))
-            truth = paceline.attach(command, race=True, steps=steps, caps=caps, progress=False)
-            raced = {round((truth.config["plans"][label] or 0) * MIB): r for label, r in truth.raced.items()}
+            for _ in range(judges):
+                truth = paceline.attach(command, race=True, steps=JUDGED, caps=caps, progress=False)
+                raced = {round((truth.config["plans"][label] or 0) * MIB): r for label, r in truth.raced.items()}
+                own_s = raced[0].timing.median_s
+                for cap, record in raced.items():
+                    measured_s, gain = record.timing.median_s, 0.0
+                    mine, theirs = turns[name].setdefault(record.bucket_bytes, ([], []))
+                    mine.extend(record.turns_s)
+                    theirs.extend(raced[0].turns_s)
+                    if cap and found.buckets is not None:
+                        now = found.buckets.now.estimate.cuts
+                        gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
+                    error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
+                    if cap:  # its own buckets were seen
+                        errors[name].append(error)
+                        late[name].append(with_change)
+                    said = f"measured {format_ms(measured_s)} ms, predicted {format_ms((1 - gain) * own_s)} ms"
+                    said += f" ({error:+.1%}; from the first run {with_change:+.1%})"
+                    print(f"  {format_bytes(cap) if cap else 'as it is'}: {said}", flush=True)
             chosen[name].append(raced[own].bucket_bytes)
-            for cap, record in raced.items():
-                timing, gain = record.timing, 0.0
-                measured[name].setdefault(record.bucket_bytes, []).extend(timing.reduced_s)
-                if cap and found.buckets is not None:
-                    now = found.buckets.now.estimate.cuts
-                    gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
-                error = found.step_s * (1 - gain) / timing.median_s - 1
-                if cap:  # its own buckets were seen
-                    errors[name].append(error)
-                    ratios[name].append((1 - gain) * raced[0].timing.median_s / timing.median_s - 1)
-                said = f"measured {format_ms(timing.median_s)} ms, predicted {format_ms(found.step_s * (1 - gain))} ms"
-                print(f"  {format_bytes(cap) if cap else 'as it is'}: {said} ({error:+.1%})", flush=True)
     for name in only:
-        medians = {layout: statistics.median(times) for layout, times in measured[name].items()}
-        least, most = min(medians.values()), max(medians.values())
-        regrets = [medians[layout] / least - 1 for layout in chosen[name]]
+        ratios = {layout: estimate_ratio(*both, 0.025) for layout, both in turns[name].items()}
+        best = min(ratios, key=lambda layout: ratios[layout].value)
+        regrets = [ratios[layout].value / ratios[best].value - 1 for layout in chosen[name]]
         num_steps = max(steps + (4 + found.race.num_rounds * 10 if found.race else 0) for found in tuned[name])
         verdicts = ", ".join(found.verdict for found in tuned[name])
         spread = f"{min(errors[name]):+.1%} to {max(errors[name]):+.1%}"
         print(f"\n{name}: verdicts {verdicts}; at most {num_steps} steps")
         print(f"  error {statistics.fmean(map(abs, errors[name])):.1%} of {len(errors[name])} steps, {spread}")
-        print(f"  error {statistics.fmean(map(abs, ratios[name])):.1%} of the ratios to its own buckets, in turns")
+        print(f"  error {statistics.fmean(map(abs, late[name])):.1%} from the step of the first run")
         print(f"  regret {statistics.fmean(regrets):.1%}, at most {max(regrets):.1%}")
-        print(f"  measured from {format_ms(least)} to {format_ms(most)} ms a step")
+        for layout, ratio in ratios.items():
+            is_chosen = f", chosen {chosen[name].count(layout)} times" if layout in chosen[name] else ""
+            said = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of its own buckets{is_chosen}"
+            print(f"  {len(layout)} buckets: {said}, {len(turns[name][layout][0])} rounds")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("overhead", "link", "ranks", "turns"))
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--rounds", type=int, default=0, help="8 of overhead, 3 of link")
+    parser.add_argument("--rounds", type=int, default=None, help="6 of overhead, 3 of link")
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--judges", type=int, default=2, help="runs that judge each tuning")
     if "ranks" in sys.argv[1:2]:  # what `link` starts
         place = sys.argv.index("--")
         sys.exit(run_on_hosts(sys.argv[2:place], sys.argv[place + 1 :]))
     asked = parser.parse_args()
     if asked.part == "overhead":
-        measure_overhead(asked.rounds or 8)
+        measure_overhead(6 if asked.rounds is None else asked.rounds, asked.seconds)
     elif asked.part == "turns":  # what `overhead` starts
-        take_turns()
+        take_turns(asked.seconds)
     else:
-        judge_link(asked.rate, asked.steps, asked.rounds or 3, asked.only.split(","))
+        judge_link(asked.rate, asked.steps, asked.rounds or 3, asked.judges, asked.only.split(","))
 
 
 if __name__ == "__main__":

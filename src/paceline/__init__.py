@@ -67,8 +67,8 @@ __all__ = [
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
     "bench", "comm_hook", "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run",
-    "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "split_parameters",
-    "swap_wrapper", "trace", "train", "tune", "watch",
+    "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown",
+    "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip
 
 

@@ -26,20 +26,23 @@ QUANTIZED_BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: `all-reduce`, `all-gather` or `all-to-all`, and the bytes that each rank passes to it."""
+    """One collective: `all-reduce`, `all-gather`, `all-to-all` or `reduce-scatter`, and the bytes that each rank passes
+    to it. With two levels, `ranks` take part in it, which are those of one host where it `is_inside`; 0: all do."""
 
     kind: str
     num_bytes: int
+    ranks: int = 0
+    is_inside: bool = False
 
     def sent_bytes(self, world_size: int) -> int:
         """What a rank sends, and receives, if each byte takes the shortest way there is (a ring for an all-reduce)."""
-        n = world_size
+        n = self.ranks or world_size
         parts = {"all-reduce": 2, "all-gather": n, "all-to-all": 1, "reduce-scatter": 1}
         return -(-parts[self.kind] * (n - 1) * self.num_bytes // n)
 
     def as_all_reduce(self, world_size: int) -> int:
         """The bytes of the all-reduce that moves as much."""
-        n = world_size
+        n = self.ranks or world_size
         return math.ceil(self.sent_bytes(n) * n / (2 * (n - 1))) if n > 1 else self.num_bytes
 
 
@@ -118,7 +121,16 @@ class Strategy:
                 "mixing=" in self.text and not self.delay,
                 f"{text}mixing is of parameters that went on meanwhile; give delay=STEPS, too, or leave it out",
             ),
-            (self.between_hosts, f"{text}a level for each host is not built yet: leave out +hosts"),
+            (
+                bool(self.between_hosts and self.outer),
+                f"{text}between two syncs of {self.outer} each rank steps alone, and gradients are averaged nowhere, "
+                "not even inside a host; leave out +hosts",
+            ),
+            (
+                self.between_hosts and self.is_sharded,
+                f"{text}zero1 cuts the optimizer's state over all ranks, and +hosts leaves each rank the whole "
+                "average; choose one of them",
+            ),
             (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
             code="strategy",
         )
@@ -128,26 +140,30 @@ class Strategy:
         """Whether it is the plain all-reduce of every gradient in every step."""
         return replace(self, text="dense") == Strategy()
 
-    def count_sent_bytes(self, gradients: Sequence[Gradient], world_size: int) -> float:
+    def count_sent_bytes(self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1) -> float:
         """What a rank sends in a step, as a mean over a period, if each dtype is one bucket."""
         families: dict[tuple[str, str], list[Gradient]] = {}
         for gradient in gradients:
             families.setdefault(gradient.family, []).append(gradient)
-        messages = [message for family in families.values() for message in self.traffic(family, world_size)]
+        traffic = (self.traffic(family, world_size, ranks_per_host) for family in families.values())
+        messages = [message for found in traffic for message in found]
         return sum(message.sent_bytes(world_size) for message in messages) / self.period
 
     @property
     def is_hook(self) -> bool:
         """Whether a communication hook can do it: it sends gradients in every step, and the optimizer is the user's."""
-        return not (self.outer or self.is_sharded or self.between_hosts)
+        return not (self.outer or self.is_sharded)
 
     @property
     def is_exact(self) -> bool:
         """Whether the update is the one of the plain all-reduce."""
         return self.codec == "dense" and not self.outer
 
-    def traffic(self, gradients: Sequence[Gradient], world_size: int) -> tuple[Message, ...]:
-        """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it)."""
+    def traffic(self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1) -> tuple[Message, ...]:
+        """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it).
+        `ranks_per_host` counts for two levels only."""
+        if self.between_hosts:
+            return self._traffic_by_level(gradients, world_size, min(world_size, ranks_per_host))
         num = sum(gradient.num_elements for gradient in gradients)
         exact = sum(gradient.num_bytes for gradient in gradients)
         if self.is_sharded:
@@ -174,6 +190,41 @@ class Strategy:
         left = 4 * (sum(rows * rank for rows, _, rank in matrices) + rest)
         right = 4 * sum(columns * rank for _, columns, rank in matrices)
         return tuple(Message("all-reduce", size) for size in (left, right) if size)
+
+    def _traffic_by_level(self, gradients: Sequence[Gradient], world_size: int, per_host: int) -> tuple[Message, ...]:
+        hosts, rest = divmod(world_size, per_host)
+        refuse(
+            (
+                rest,
+                f"strategy {self.text!r}: {world_size} ranks do not fill hosts of {per_host}, and all need as many",
+            ),
+            code="strategy",
+        )
+        if hosts == 1:
+            return DENSE.traffic(gradients, world_size)
+        flat = replace(self, between_hosts=False)
+        if per_host == 1:
+            return flat.traffic(gradients, world_size)
+        parts = []
+        for gradient in gradients:
+            shape = self.cut(gradient.shape or (gradient.num_elements,), per_host)[0]
+            parts.append(replace(gradient, num_bytes=math.prod(shape) * gradient.item_bytes, shape=shape))
+        part_bytes = sum(part.num_bytes for part in parts)
+        return (
+            Message("reduce-scatter", per_host * part_bytes, per_host, is_inside=True),
+            *(replace(message, ranks=hosts) for message in flat.traffic(parts, hosts)),
+            Message("all-gather", part_bytes, per_host, is_inside=True),
+        )
+
+    def cut(self, shape: Sequence[int], num: int) -> tuple[tuple[int, ...], bool]:
+        """The shape of each of `num` equal parts of a gradient, the last filled up with zeros, and whether it is turned
+        before. PowerSGD gets matrices, cut along the longer side: each sends the shorter one's factor whole."""
+        rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
+        if self.codec != "powersgd" or len(shape) < 2:
+            return (-(-rows * columns // num),), False
+        is_turned = num > 1 and columns > rows > 0
+        long, short = (columns, rows) if is_turned else (rows, columns)
+        return (-(-long // num), short), is_turned
 
 
 def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:

@@ -77,7 +77,7 @@ def test_ranks_that_cannot_reduce_are_a_failure(command, monkeypatch):
 def test_a_loaded_machine_is_reported(command, monkeypatch, load, stolen_s, status, found):
     without_ranks(monkeypatch)
     times_s = iter((0.0, stolen_s * (os.cpu_count() or 1)))
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("paceline.machine.find_load", lambda: load)
     monkeypatch.setattr(machine, "count_cores", lambda: 2)
     monkeypatch.setattr(machine, "read_stolen_s", lambda: next(times_s))
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: 5.0))

@@ -246,7 +246,7 @@ BUSY = "the machine was busy before the run (load 16.0 on 2 cores): other work m
 def test_the_load_under_which_its_inputs_were_measured_travels_into_a_prediction(
     command, files, tmp_path, monkeypatch, inputs, busy, marked
 ):
-    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))  # a prediction times nothing
+    monkeypatch.setattr("paceline.machine.find_load", lambda: 1e6)  # a prediction times nothing
     profile, allreduce = (files[name] for name in inputs)
     asked = ("--network", "10gbe", "--allreduce", allreduce, "--ranks", "2,1024", "--out", str(tmp_path))
     answer = command("predict", "--model-profile", profile, *asked, "--json")

@@ -40,13 +40,30 @@ def test_strategies_in_one_document_and_in_words(predict):  # noqa: F811
     assert max(map(len, again.text(80).splitlines()[1:20])) < 200
 
 
+def test_two_levels_on_nodes(predict):  # noqa: F811
+    texts = "int8,int8+hosts,hosts,topk:0.01+hosts"
+    answer = predict("--network", "1gbe", "--ranks", "4,16", "--ranks-per-node", "4", "--strategy", texts, "--json")
+    assert answer.code == 0, answer.err
+    rows = {(row["world_size"], row["strategy"]): row for row in json.loads(answer.out)["rows"]}
+    one_node = [rows[4, name] for name in ("dense", "hosts", "int8+hosts")]
+    assert len({(row["step_s"], row["sent_bytes"]) for row in one_node}) == 1
+    # Inside a node 3/4 of 160 MiB each way; between four nodes 3/4 of a quarter, with a scale for 256 numbers.
+    inside, part = 2 * 3 / 4 * 160 * 2**20, 160 * 2**20 / 16 * 260 / 256
+    assert rows[16, "int8+hosts"]["sent_bytes"] == inside + 2 * 3 / 4 * part
+    assert rows[16, "int8+hosts"]["step_s"] < 0.6 * rows[16, "int8"]["step_s"]
+    assert rows[16, "topk:0.01+hosts"]["step_s"] < rows[16, "int8+hosts"]["step_s"]
+    assert {row["loss"] for (_, name), row in rows.items() if name == "hosts"} == {"exact"}
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [
         (("--network", "1gbe", "--strategy", "int9"), "'int9' is not known"),
         (("--network", "1gbe", "--strategy", "int8", "--gradients", "bf16"), "--gradients bf16 with --strategy"),
         (("--network", "1gbe", "--strategy", "int8", "--ranks", "1"), "one rank"),
-        (("--network", "1gbe", "--strategy", "int8+hosts"), "int8+hosts"),
+        (("--network", "1gbe", "--strategy", "diloco:8+hosts"), "each rank steps alone"),
+        (("--network", "a100-hdr", "--strategy", "int8+hosts", "--ranks", "16"), "--ranks-per-node"),
+        (("--network", "1gbe", "--strategy", "hosts", "--ranks-per-node", "4", "--ranks", "6"), "do not fill hosts"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(predict, words, found):  # noqa: F811

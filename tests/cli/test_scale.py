@@ -206,7 +206,7 @@ def test_strategies_are_compared_with_bf16_by_accuracy_and_bytes(sketched, tmp_p
     assert list(rows) == ["dense", "bf16", "topk:0.1", "localsgd:3"]
     runs = [record for record in load_run(Path(document["run"])).records if isinstance(record, LargeBatchRecord)]
     assert [(run.recipe, run.seed, run.num_workers, run.num_updates) for run in runs] == [
-        (name, seed, 2, 8) for name in rows for seed in (1, 2)
+        (name, seed, 2, 8) for seed in (1, 2) for name in rows
     ]
     assert rows["bf16"]["gap"] is None
     for name, row in rows.items():

@@ -172,7 +172,7 @@ def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, sket
 def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, monkeypatch, sketched, tmp_path):
     for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
         monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("paceline.machine.find_load", lambda: 0.0)
     asked = ("--data", mnist, "--wrapper", "dp", "--steps", "2", "--json", "--out", str(tmp_path))
     (warning,) = json.loads(type_alone("train", *TINY, *asked).out)["warnings"]
     assert warning.startswith("--wrapper dp on one GPU")
@@ -244,7 +244,7 @@ def test_options_for_large_batches(mnist, asked, rates, tmp_path):
 
 
 def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("paceline.machine.find_load", lambda: 0.0)
     run = trained[1]
     moved = save_mnist(tmp_path / "elsewhere")
     answer = type_alone("train", "--resume", str(run), "--epochs", "3", "--data", f"mnist:{moved}", "--json")

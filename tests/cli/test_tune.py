@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.plan import Plan
 from paceline.predict.race import VERDICTS
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.report.predictions import TuneResult
+from paceline.report.result import build_result
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
 from tests.conftest import Answer
@@ -213,7 +215,8 @@ def test_options_that_a_tuning_does_not_have(command, option):
 
 
 def test_strict_fails_a_tuning_that_says_little(emulated, capsys):
-    result = load_result(emulated["run"])
+    run = load_result(emulated["run"]).run
+    result = build_result(replace(run, environment=replace(run.environment, load_average=1e6)))
     assert print_result(result, json=False) == 0
     assert print_result(result, json=False, strict=True) == 1
     assert "paceline: failed (--strict): " in capsys.readouterr().err

@@ -464,7 +464,7 @@ def test_a_run_says_how_much_of_its_time_the_host_took(monkeypatch):
 
 def test_what_times_nothing_has_no_load_and_a_part_of_a_run_has_that_of_the_whole(monkeypatch):
     loads = iter((16.0, 0.0, 99.0))
-    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr("paceline.machine.find_load", lambda: next(loads))
     monkeypatch.setattr(machine, "count_cores", lambda: 2)
     monkeypatch.setattr(machine, "read_stolen_s", lambda: 0.0)
     with open_session("scale report", {}) as whole:

@@ -5,6 +5,7 @@ One after the other, because starting a rank takes longer than all of it. The ra
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -101,7 +102,10 @@ def training() -> None:
     """Two wrappers, against one process with the whole batch; and equal on all ranks."""
     with paceline.init("paceline", "cpu", announce=None, timeout_s=40) as world:
         assert not dist.group.WORLD.shares_memory
-        for wrap in (DistributedDataParallel, paceline.DataParallel):
+        wrappers = [DistributedDataParallel, paceline.DataParallel]
+        if 2 * int(os.environ["LOCAL_WORLD_SIZE"]) == SIZE:
+            wrappers.append(functools.partial(paceline.DataParallel, strategy="hosts"))
+        for wrap in wrappers:
             found = train(wrap(build(RANK)), range(RANK, RANK + 1))
             for param, wanted in zip(found, train(build(0), range(SIZE)), strict=True):
                 torch.testing.assert_close(param, wanted)

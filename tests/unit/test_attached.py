@@ -21,7 +21,7 @@ from paceline.records.store import Run
 from paceline.report.attached import NOW, AttachedResult, _write_cap
 from paceline.units import KIB, MIB
 from paceline.verbs.attach import _build_record, _Files
-from tests.unit.made_ddp import build_document, made_job, made_on_gpu
+from tests.unit.made_ddp import build_document, made_job, made_on_cpu, made_on_gpu
 
 SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
 JOB = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31, device="cuda")
@@ -42,10 +42,9 @@ def made_step(rank: int, number: int, took: tuple[float, ...], before: float = 0
 
 def made_steps(times: tuple[float, ...], **more: object) -> StepRecord:
     rows = tuple((time, time) for time in times)
-    given = {"data_wait": Samples(tuple((0.0, 0.0) for _ in times)), "label": "", **more}
+    given = {"data_wait": Samples(tuple((0.0, 0.0) for _ in times)), "label": "", "backend": "nccl", "device": "cuda"}
     return StepRecord(
-        model="Net", wrapper="torch", backend="nccl", device="cuda", world_size=2, batch_size=1, timing=Samples(rows),
-        **given,
+        model="Net", wrapper="torch", world_size=2, batch_size=1, timing=Samples(rows), **given | more,
     )  # fmt: skip
 
 
@@ -156,6 +155,19 @@ def test_a_race_has_the_last_word(one_bucket):
         assert (result.bottleneck.kind == "buckets") == (verdict == "use")
 
 
+def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket):
+    """The machine takes a quarter longer in the second run."""
+    given = {"note": RACED, "steps_per_turn": 3}
+    turns = [made_steps((0.0625,) * 21, label=NOW, bucket_bytes=(sum(SIZES),), **given)]
+    turns.append(made_steps((0.05,) * 21, label="small", bucket_bytes=SIZES, **given))
+    result = build((made_steps((0.05,) * 9), *one_bucket, *turns), plans={NOW: None, "small": 4.0})
+    now, other = result.table("race").rows_json()
+    assert result.buckets is not None and now["predicted_s"] == pytest.approx(0.0625)
+    ratio = result.buckets.build_row("", result.buckets.model.cut_like(SIZES)).estimate.step_s
+    assert other["predicted_s"] == pytest.approx(0.0625 * ratio / result.buckets.now.estimate.step_s)
+    assert other["low_s"] < other["predicted_s"] < other["high_s"]
+
+
 def test_a_race_of_few_rounds_decides_nothing_and_has_no_interval(one_bucket):
     given = {"note": RACED, "steps_per_turn": 3, "bucket_bytes": SIZES}
     turns = [made_steps((0.05 * factor,) * 6, label=name, **given) for name, factor in ((NOW, 1.0), ("4 MiB", 0.8))]
@@ -223,3 +235,29 @@ def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
     assert [row[0] for row in record.timing.seconds] == pytest.approx([0.05, 0.10, 0.11, 0.12])
     assert len(record.timing.warmup_seconds) == 3 and record.phase("data_wait").median_s == 0.001
     assert (record.model, record.wrapper, record.bucket_bytes) == ("Net", "torch", (3 * MIB, MIB))
+
+
+def attached_over_link(ready_ms: tuple[float, ...], cuts: tuple[int, ...]) -> AttachedResult:
+    """A wait of 480 ms for data, a backward of 8 ms, and 1 MiB over a link of 1 Gb/s that others use, too."""
+    job, records = made_job((256 * KIB,) * 4, ready_ms, 8.0, before=480.0), []
+    for number, share in enumerate((1.0, 0.7, 1.0, 1.2, 1.4, 0.9, 1.0, 1.3)):
+        costs = MachineCosts(FamilyCurve("line", 2, 2e-4, 1.25e8 / share))
+        made = made_on_cpu(job, costs, cuts, num_steps=1, marks=True)
+        found = [read_steps(read_ranks(build_document(made, rank=rank))[0])[0] for rank in (0, 1)]
+        records += [replace(step, number=number) for step in found]
+    times = [step.step_s for step in records[::2]]
+    return build((made_steps(tuple(times), backend="gloo", device="cpu"), *records))
+
+
+def test_communication_that_no_buckets_can_hide_is_flat_and_says_why():
+    result = attached_over_link((4.0, 5.0, 6.0, 8.0), (4,))
+    assert result.exposed_s is not None and result.exposed_s / result.step_s > 0.01  # more than 1 % is exposed
+    assert result.buckets is not None and result.buckets.limit.share <= 0.01
+    assert result.verdict == "flat" and str(result.buckets.limit) in result.answer and result.lines == {}
+    assert str(result.buckets.limit) in result.buckets.answer
+
+
+def test_as_much_that_could_be_hidden_is_not_flat():
+    result = attached_over_link((1.0, 2.0, 3.0, 8.0), (4,))
+    assert result.buckets is not None and result.buckets.limit.share > 0.01
+    assert result.verdict in ("use", "undecided")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -92,6 +93,29 @@ def test_a_rank_gets_torchruns_variables_and_the_words_of_the_command(run_script
         "MORE": "a 'b'",
     }  # fmt: skip
     assert rank["MASTER_PORT"] == str(15000 + 707) and rank["PACELINE_RUN"] == "job-7"
+
+
+def test_what_observes_a_program_reaches_its_ranks(run_script, monkeypatch):
+    """Also where Slurm gives jobs no variables of who submits them, as in `run_script`."""
+    asked, shown = {"PACELINE_ATTACH": json.dumps({"folder": "/it's here", "steps": 9}), "PACELINE_WRAPPER": "1"}, []
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    command = ["python", "train.py"]
+    assert run(command, slurm=True, dry_run=True, show=lambda stream, text: shown.append(text)) == 0
+    (script,) = shown
+    exports = dict(re.findall(r"^export (\w+)=(.*)$", script, re.MULTILINE))
+    assert {name: shlex.split(exports[name]) for name in asked} == {name: [value] for name, value in asked.items()}
+    _, _, rank = run_script(0, variables=asked)
+    assert {name: rank[name] for name in asked} == asked
+    with pytest.raises(ConfigError) as error:  # nobody would read what it writes
+        run(command, slurm=True)
+    assert error.value.code == "wait"
+    run(command, kubernetes=True, image="x", show=lambda stream, text: shown.append(text))
+    assert "PACELINE_ATTACH" not in shown[-1]
+    for name in asked:
+        monkeypatch.delenv(name)
+    run(command, slurm=True, dry_run=True, show=lambda stream, text: shown.append(text))
+    assert "PACELINE_ATTACH" not in shown[-1] and "PACELINE_WRAPPER" not in shown[-1]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,23 @@ def test_what_a_codec_computes_in_backward_shares_the_core_with_it():
     assert step.backward_s == pytest.approx(0.012) and step.over_s == pytest.approx(0.012 + WORDS_S)
 
 
+def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():
+    job = Job((Gradient("matrix", 40_000, shape=(100, 100)),), (0.010,), 0.010)
+    parts = ((0.003, 0.0), (0.002, 1e-7), (0.001, 0.0))
+    sending = Sending(parse("int8+hosts"), 4, parts, ranks_per_host=2)
+    step = simulate(job, [1], MachineCosts(line(ALPHA, RATE), sending=sending, inside=line(1e-4, 1e7)))
+    inside_s = 1e-4 + 20_000 / 1e7  # half an all-reduce
+    # 5000 numbers in 10 blocks for each of two hosts. Two ranks of a host send at once.
+    between_s = ALPHA + 2 * 2600 / RATE
+    codec_s = 0.003 + 0.002 + 20_000 * 1e-7 + 0.001
+    assert step.over_s == pytest.approx(0.010 + 2 * inside_s + 2 * between_s + codec_s + WORDS_S)
+    assert sending.count_sent(job, [1]) == 2 * 20_000 + 2 * 2600
+    # On one level, what each rank of a host sends in an all-to-all passes the link; an all-gather goes round once.
+    flat = [replace(sending, strategy=parse("int8"), ranks_per_host=num) for num in (1, 2, 4)]
+    alone, shared, on_host = ([load.num_bytes for load in one.list_messages(job.gradients)] for one in flat)
+    assert shared == [2 * alone[0], alone[1]] and on_host == alone
+
+
 def test_second_messages_queue_behind_first_ones_that_came_before():
     job = make_job([1024 * 4, 1024 * 4], [0.0, 0.0], 0.0)
     step = simulate(job, [1, 2], costs("int8"))
@@ -208,6 +225,20 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
     assert alone is not None and alone.large_factor == 1 and alone.parts[0] == (0.0, pytest.approx(2e-5))
     drawn = fit_sending(parse("topk:0.01"), 2, CODECS, Resample())
     assert drawn == found
+
+
+def test_two_levels_have_the_codec_of_as_many_ranks_as_there_are_hosts():
+    found, flat = (fit_sending(parse(f"topk:0.01{more}"), 8, CODECS, ranks_per_host=4) for more in ("+hosts", ""))
+    assert found is not None and flat is not None and found.has_levels and not flat.has_levels
+    two = fit_sending(parse("topk:0.01"), 2, CODECS)
+    assert two is not None and found.parts == two.parts != flat.parts and found.world_size == 8
+    assert fit_sending(parse("topk:0.01+hosts"), 8, CODECS, ranks_per_host=8) is None
+    alone = fit_sending(parse("topk:0.01+hosts"), 8, CODECS)
+    assert alone is not None and alone.parts == flat.parts and not alone.has_levels
+    dense = fit_sending(parse("hosts"), 8, CODECS, ranks_per_host=4)
+    assert dense is not None and dense.has_levels and not dense.parts
+    (line_of_hosts,) = (one for one in describe_strategies(make_job([4], [0.0], 0.0), [parse("hosts")], CODECS))
+    assert line_of_hosts.startswith("+hosts: ")
 
 
 def test_a_list_of_strategies_has_those_to_compare_with():

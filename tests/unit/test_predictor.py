@@ -458,3 +458,37 @@ def test_a_layout_is_the_simulated_one_or_not():
     assert same.same_layout and not other.same_layout
     assert point(1, 1.0).same_layout
     assert (point(1, 1.0).error, point(1, 1.0).exposed_s, point(1, 1.0).measured_s) == (None, None, None)
+
+
+def limit(sizes, ready_s, costs, cuts, backward_s=0.01, before_s=0.48):
+    job = make_job(sizes, ready_s, backward_s, before_s)
+    return Predictor(job, costs, [(job, costs)] * 2, job.local_s, 0.0).limit_gain(cuts)
+
+
+def test_what_buckets_can_save_is_limited_by_what_can_be_hidden():
+    """A long wait for data, and 1 MiB that takes 8 ms behind it: 1.6 % of the step."""
+    costs, early, late = MachineCosts(line(1e-4, 1.25e8)), (0.0, 0.005, 0.010), (0.008, 0.009, 0.010)
+    sizes = (MIB // 2, MIB // 4, MIB // 4)
+    found = limit(sizes, late, costs, (3,))
+    assert found.is_nothing and found.adds == pytest.approx(0.0171, abs=1e-3)  # only 2 ms of it can be hidden
+    # The same exposed time, of which most could be hidden.
+    assert limit(sizes, early, costs, (3,)).share > 0.011 and not limit(sizes, early, costs, (3,)).is_nothing
+
+
+def test_many_small_messages_that_slow_computing_leave_something_to_gain_although_none_is_exposed():
+    sizes, ready_s = (4 * KIB,) * 100, tuple(0.1 * (n + 1) / 101 for n in range(100))
+    costs = MachineCosts(line(1e-4, 1e9), launch_s=2e-5, contention=Contention((1,), (0.5,), (1.0,)))
+    each = tuple(range(1, 101))
+    step = simulate(make_job(sizes, ready_s, 0.1), each, costs)
+    assert max(bucket.done_s for bucket in step.buckets) <= step.backward_s  # no message is behind backward
+    assert limit(sizes, ready_s, costs, each, 0.1, 0.0).share > 0.03
+
+
+def test_what_is_not_known_raises_the_limit():
+    job, costs = make_job((MIB, MIB), (0.008, 0.010), 0.01, 0.2), MachineCosts(line(1e-4, 1e9))
+    slower = replace(costs, curve=line(2e-3, 1e9), contention=Contention((1,), (0.5,), (1.0,)))
+    calm, doubtful = (
+        Predictor(job, costs, [(job, costs), (job, other)], job.local_s, 0.0).limit_gain((1, 2))
+        for other in (costs, slower)
+    )
+    assert calm.share < doubtful.share <= doubtful.adds and calm.adds < doubtful.adds

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from paceline.predict.race import Interval, Race, estimate_ratio, is_look, judge_race, list_looks, spend
+from paceline.predict.race import Interval, Limit, Race, estimate_ratio, is_look, judge_race, list_looks, spend
 
 
 def make_times(source, factors, rounds, noise=0.1, spell=0.3):
@@ -157,11 +157,11 @@ def test_one_plan_alone_is_flat():
     assert race.verdict == "flat" and race.is_decided and race.gain == Interval(1.0, 1.0, 1.0)
 
 
-def make_race(a=(0.97, 0.95, 1.01), left=("default", "a")):
+def make_race(a=(0.97, 0.95, 1.01), left=("default", "a"), limit=Limit()):
     """A race whose leader is `a`, after 100 rounds."""
     same, there = Interval(1.0, 1.0, 1.0), Interval(*a)
     ratios = {("default", "default"): same, ("a", "a"): same, ("a", "default"): there}
-    return Race("default", "a", left, ratios | {("default", "a"): Interval(1 / a[0], 1 / a[2], 1 / a[1])}, 100)
+    return Race("default", "a", left, ratios | {("default", "a"): Interval(1 / a[0], 1 / a[2], 1 / a[1])}, 100, limit)
 
 
 def test_undecided_says_how_far_from_the_best_the_default_may_be():
@@ -214,3 +214,21 @@ def test_a_true_gain_is_found():
             assert race.gain.low <= 0.97
     assert found >= 38
     assert statistics.median(gains) == pytest.approx(0.05, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("share", "a", "verdict"),
+    [
+        (0.008, (1.0, 0.95, 1.05), "flat"),
+        (0.02, (1.0, 0.95, 1.05), "undecided"),  # a plan could gain
+        (0.008, (0.97, 0.95, 1.01), "undecided"),  # the race does not look like it
+        (0.008, (0.97, 0.95, 0.99), "use"),  # it shows otherwise
+        (0.008, (1.05, 1.02, 1.08), "default"),  # and that the other is slower
+        (0.008, (1.005, 1.001, 1.02), "flat"),
+        (0.02, (1.005, 1.001, 1.02), "default"),
+    ],
+)
+def test_where_no_plan_can_save_one_percent_few_rounds_are_flat(share, a, verdict):
+    race = make_race(a, limit=Limit(share, 0.015))
+    assert race.verdict == verdict and not race.is_level
+    assert "0.8%" in str(Limit(0.008, 0.015)) and "1.5%" in str(Limit(0.008, 0.015))

@@ -218,8 +218,7 @@ def test_a_saved_comm_table_reads_its_curves_again(build):
 def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_own(
     build, build_environment, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 1e6)
+    monkeypatch.setattr("paceline.machine.find_load", lambda: 1e6)
     names = {"quiet": 0.0, "busy": 16.0}
     for name, load in names.items():
         (tmp_path / name).mkdir()

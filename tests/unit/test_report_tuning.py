@@ -366,3 +366,11 @@ def test_an_old_run_without_its_plan_is_refused(tmp_path):
     shutil.copy(RESULTS / "neoverse-n1-2-cores" / "tuning" / "cnn-gloo" / "run.json", tmp_path)
     with pytest.raises(RecordError):
         _ = load_result(tmp_path).answer
+
+
+def test_rounds_that_show_nothing_are_flat_where_communication_adds_nothing():
+    times_s = {"default": 0.070, "cap 8 MiB": 0.0701}
+    tuning = tune(FREE, (0.070, 0.071, 0.070), times_s, NOISY)
+    assert tuning.race.limit.is_nothing and tuning.verdict == "flat" and not tuning.race.is_level
+    assert describe_answer(tuning).startswith(f"flat: {tuning.race.limit}, predicted; 40 rounds")
+    assert tune(SLOW, (0.070, 0.071, 0.070), times_s, NOISY).verdict == "undecided"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.plan import cut_by_cap
-from paceline.predict.search import choose_caps, enumerate_caps, find_best_cuts, find_cuts
+from paceline.predict.curves import MeasuredCurve
+from paceline.predict.search import choose_caps, enumerate_caps, estimate_least_s, find_best_cuts, find_cuts
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from tests.unit.made_jobs import line, make_job
+from tests.unit.test_simulate import steps
 
 sizes_lists = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
 
@@ -83,3 +86,22 @@ def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate,
     cuts, step = find_best_cuts(job, costs, seeds=[best_cap])
     assert step.step_s <= by_cap[best_cap] + 1e-12
     assert cuts[-1] == len(sizes) and list(cuts) == sorted(set(cuts))
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps(), st.lists(st.floats(1e-6, 1e-2), min_size=4, max_size=4), st.booleans())
+def test_no_buckets_make_a_step_shorter_than_the_least(case, seconds, is_measured):
+    job, costs = case
+    if is_measured:  # neither convex nor monotone
+        costs = replace(costs, curve=MeasuredCurve((1000, 30_000, 10**6, 3 * 10**7), tuple(seconds)))
+    least_s, count = estimate_least_s(job, costs), len(job.sizes)
+    for length in range(count):
+        for chosen in itertools.combinations(range(1, count), length):
+            assert simulate(job, [*chosen, count], costs).step_s >= least_s - 1e-9
+
+
+def test_the_least_is_reached_where_all_bytes_move_in_one_message_or_the_last_one_follows():
+    job = make_job([10, 10], [0.0, 1.0], 1.0)
+    slow, quick = MachineCosts(line(0.0, 1.0)), MachineCosts(line(0.5, 100.0))
+    assert estimate_least_s(job, slow) == pytest.approx(20.0) == simulate(job, (1, 2), slow).step_s
+    assert estimate_least_s(job, quick) == pytest.approx(1.6) == simulate(job, (1, 2), quick).step_s

@@ -20,6 +20,9 @@ def test_a_text_says_what_is_sent_when_and_where():
     assert (both.codec, both.fragments, both.delay, both.is_hook, both.is_exact) == ("int8", 4, 2, False, False)
     sharded = Strategy.parse("zero1")
     assert sharded.is_sharded and sharded.is_exact and not sharded.is_hook
+    levels = Strategy.parse("hosts")
+    assert levels.between_hosts and levels.is_exact and levels.is_hook and not levels.is_dense
+    assert Strategy.parse("int8+hosts").codec == "int8" and not Strategy.parse("int8+hosts").is_exact
     assert not Strategy.parse("zero1+bf16").is_exact and Strategy.parse("powersgd:4").is_hook
 
 
@@ -41,6 +44,9 @@ def test_a_text_says_what_is_sent_when_and_where():
         ("diloco:10+zero1", "choose one of them"),
         ("diloco:10+topk:0.1", "use bf16, int8 or int4"),
         ("diloco:4,fragments=9", "more fragments than steps"),
+        ("localsgd:8+hosts", "each rank steps alone"),
+        ("diloco:8+int8+hosts", "each rank steps alone"),
+        ("zero1+hosts", "cuts the optimizer's state"),
         ("", "'' is not known"),
     ],
 )

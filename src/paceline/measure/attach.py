@@ -91,28 +91,31 @@ class Observer:
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
 
-    def _patch(self, kind: Any, name: str, around: Callable[..., Any]) -> None:
-        """Call `around(original, args, kwargs)` instead of this method, until all is observed."""
+    def _patch(self, kind: Any, name: str, build: Callable[[Any], Callable[..., Any]]) -> None:
+        """Call `build(original)` instead of this method, until all is observed."""
         original = getattr(kind, name)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return around(original, args, kwargs)
-
-        setattr(kind, name, call)
+        setattr(kind, name, functools.wraps(original)(build(original)))
         self._undo.append(lambda: setattr(kind, name, original))
 
-    def _note_wrapper(self, original: Any, args: Any, kwargs: Any) -> None:
-        original(*args, **kwargs)
-        self._wrapped.append(weakref.ref(args[0] if args else kwargs["self"]))
+    def _note_wrapper(self, original: Any) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self._wrapped.append(weakref.ref(args[0] if args else kwargs["self"]))
 
-    def _time_data(self, original: Any, args: Any, kwargs: Any) -> Any:
-        begin_s = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if threading.get_ident() == self._thread:
-                self._data_s += time.perf_counter() - begin_s
+        return call
+
+    def _time_data(self, original: Any) -> Callable[[Any], Any]:
+        clock, identify = time.perf_counter, threading.get_ident  # once in every step, or more often
+
+        def call(iterator: Any) -> Any:
+            begin_s = clock()
+            try:
+                return original(iterator)
+            finally:
+                if identify() == self._thread:
+                    self._data_s += clock() - begin_s
+
+        return call
 
     def _before_optimizer(self, *_: Any) -> None:
         # Here, not at the end of a step: there the range of the optimizer is still open.
@@ -209,11 +212,15 @@ class Observer:
         self._mark()
         self._patch(profile, "start", self._make_way)
 
-    def _make_way(self, original: Any, args: Any, kwargs: Any) -> Any:
+    def _make_way(self, original: Any) -> Callable[..., Any]:
         """The program's own profile comes first."""
-        if self._profiler is not None:
-            self._stop_recording()
-        return original(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._profiler is not None:
+                self._stop_recording()
+            return original(*args, **kwargs)
+
+        return call
 
     def _mark(self) -> None:
         """A range for each step, up to the last that is recorded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -144,6 +144,14 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=is_part)
     except ValueError:
         return None
+    weakref.finalize(owner, _destroy_group, group).atexit = False
+    return cast(dist.ProcessGroup, group)
+
+
+def open_part(ranks: Sequence[Sequence[int]], backend: str, owner: object) -> dist.ProcessGroup:
+    """That of these groups that this rank is in, until `owner` goes. Collective: every rank of the world must call
+    this, with the same groups."""
+    group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
     weakref.finalize(owner, _destroy_group, group).atexit = False
     return cast(dist.ProcessGroup, group)
 

@@ -101,6 +101,11 @@ class Codec:
     def _average(self, names: Sequence[str], vectors: Vectors, shapes: Sequence[torch.Size]) -> Exchange:
         raise NotImplementedError
 
+    def check(self, averages: torch.Tensor) -> None:
+        """These belong to the averages of the step, too."""
+        if self.strategy.codec not in ("dense", "bf16"):  # they keep nothing
+            self._finite.append(_are_finite(averages))
+
     def _load(self, names: Sequence[str], vectors: Vectors, kind: str = "") -> list[torch.Tensor]:
         """The errors of these parameters."""
         for name, vector in zip(names, vectors, strict=True):

@@ -25,8 +25,9 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, SWAP, Exchange
 from paceline.parallel.flat import FlatGradients
+from paceline.parallel.levels import SCATTER
 from paceline.parallel.replicas import Replica, list_some
-from paceline.parallel.strategies import SCATTER, Exchanges, start_message
+from paceline.parallel.strategies import Exchanges, start_message
 from paceline.plan import Plan
 from paceline.strategy import Message, Strategy
 from paceline.transport.group import PacelineGroup

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +19,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.channel import Channel, Sent, alias, open_group
 from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
+from paceline.parallel.levels import NUM_STAGES, SCATTER, Inside, Levels
 from paceline.parallel.replicas import Replica, read_replica
 from paceline.parallel.timeline import StrategyCosts
-from paceline.strategy import Message, Strategy
+from paceline.strategy import DENSE, Message, Strategy
 from paceline.transport.group import PacelineGroup
-
-# Where the backend has it: the sum of the ranks' rows of this rank's number.
-SCATTER = "reduce-scatter"
 
 
 class Exchanges:
@@ -32,16 +31,18 @@ class Exchanges:
 
     Every rank must start its messages in the same order, and callbacks run in any. So the first messages of all
     exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
-    After an error nothing more is sent: it would be taken for what is missing.
+    With two levels there are two more, inside a host. After an error nothing more is sent: it would be taken for what
+    is missing.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, levels: Levels | None = None) -> None:
         self._channel = channel
+        self._levels = levels if levels is not None and levels.are_two else None
         # As it is now: later the channel may have a group of its own, for the control words, which report errors.
-        self._groups: list[dist.ProcessGroup] = [channel.group]
+        self._groups: list[tuple[dist.ProcessGroup, int]] = [(channel.group, channel.world_size)]
         self._is_open = False
         self._lock = threading.RLock()
-        self._reached: dict[int, int] = {}  # of each exchange under way: how many messages it has started
+        self._reached: dict[int, int] = {}  # of each exchange under way: the stage of its next message, or a later one
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
         self._error: Exception | None = None
@@ -60,9 +61,11 @@ class Exchanges:
         collective."""
         if self._error is not None:
             raise self._error
-        if not self._is_open and self._channel.world_size > 1:
+        if not self._is_open and self._levels is not None:
+            self._groups = self._levels.open_groups(self._channel, self)
+        elif not self._is_open and self._channel.world_size > 1:
             other = open_group(self._channel, self)
-            self._groups += [] if other is None else [other]
+            self._groups += [] if other is None else [(other, self._channel.world_size)]
         self._is_open = True
         device = self._channel.device
         future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)  # type: ignore[var-annotated]
@@ -110,24 +113,34 @@ class Exchanges:
         for each in waiting:
             each.set_exception(error)
 
+    def _find_stage(self, number: int) -> int:
+        """Of the message that waits."""
+        reached, last = self._reached[number], NUM_STAGES - 1
+        if self._levels is None:
+            return reached
+        if isinstance(self._waiting[number][0], Inside):
+            return last if reached else 0
+        return min(reached, last - 1)
+
     def _is_turn(self, number: int) -> bool:
-        stage, is_alone = self._reached[number], len(self._groups) == 1
+        stage, is_alone = self._find_stage(number), len(self._groups) == 1
         return all(not is_alone and reached > stage for other, reached in self._reached.items() if other < number)
 
     def _send(self, number: int) -> None:
+        stage = self._find_stage(number)
         kind, tensor, exchange, future = self._waiting.pop(number)
-        group = self._groups[min(self._reached[number], len(self._groups) - 1)]
-        self._reached[number] += 1
+        group, size = self._groups[min(stage, len(self._groups) - 1)]
+        self._reached[number] = stage + 1
         try:
             if self._error is not None:
                 raise self._error
-            work, result = start_message(kind, tensor, group, self._channel.world_size)
+            work, result = start_message(kind, tensor, group, size)
         except Exception as error:
             self._fail(error, number, future)
             return
         self.num_messages += 1
         self.num_bytes += tensor.nbytes
-        self.sent_bytes += Message(kind, tensor.nbytes).sent_bytes(self._channel.world_size)
+        self.sent_bytes += Message(kind, tensor.nbytes).sent_bytes(size)
 
         def go_on(done: Any) -> None:
             try:
@@ -183,12 +196,17 @@ class StrategyState:
             if param.is_complex():
                 text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
                 raise ConfigError(f"{text}: use strategy='dense'", code="strategy")
-        self.codec: Codec = build_codec(strategy, channel.rank, channel.world_size)
-        if isinstance(self.codec, BFloat16):
+        self.levels = levels = Levels.find(strategy, channel)
+        if levels is not None and levels.are_two:
+            self.codec: Codec = build_codec(strategy, levels.places[channel.rank][0], len(levels.hosts))
+        else:
+            runs = DENSE if levels is not None and len(levels.hosts) == 1 else strategy
+            self.codec = build_codec(runs, channel.rank, channel.world_size)
+        if isinstance(self.codec, BFloat16) and self.codec.world_size == channel.world_size:
             # In shared memory ranks add in float32 and round once. gloo and NCCL round at every hop of a ring.
             is_shared = isinstance(channel.group, PacelineGroup) and channel.group.shares_memory
             self.codec.sums_precisely = is_shared and channel.device.type == "cpu"
-        self.exchanges, self.step, self._first_step = Exchanges(channel), 0, 0
+        self.exchanges, self.step, self._first_step = Exchanges(channel, levels), 0, 0
         self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that update the parameters
         self._is_first = True  # the next bucket is the first of a step
@@ -252,7 +270,8 @@ class StrategyState:
         memory = self.codec.common, self.codec.errors
         common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
         rates = {name: float(rate) for name, rate in self._rates.items()}
-        return {"strategy": self.strategy.text, "step": self.step, "rates": rates, "common": common, "rank": errors}
+        state = {"strategy": self.strategy.text, "step": self.step, "rates": rates, "common": common, "rank": errors}
+        return state if self.levels is None else {**state, "place": self.levels.places[self._rank]}
 
     @property
     def sent(self) -> Sent:
@@ -273,6 +292,9 @@ class StrategyState:
         if found := [state["strategy"] for state in states if state["strategy"] != self.strategy.text]:
             text = f"the state is of strategy {found[0]!r}, and this is {self.strategy.text!r}"
             raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+        if self.levels is not None:
+            self._load_parts(states, self.levels)
+            return
         if len(states) == self._world_size:
             self._take(states[0], states[self._rank]["rank"])
             return
@@ -283,9 +305,26 @@ class StrategyState:
             mean[name] = (torch.stack(parts).sum(0) / len(states)).to(states[0]["rank"][name].dtype)
         self._take(states[0], mean)
 
+    def _load_parts(self, states: Sequence[dict[str, Any]], levels: Levels) -> None:
+        """On the same hosts each rank has its own part, also of what ranks of one number have alike. On others the mean
+        over the hosts is cut anew."""
+        places = [tuple(state["place"]) for state in states]
+        if places == levels.places:
+            self._take(states[self._rank], states[self._rank]["rank"])
+            return
+        by_host = [[rank for rank, place in enumerate(places) if place[0] == host] for host in dict(places)]
+        before = replace(levels, hosts=tuple(map(tuple, by_host)))
+        errors = before.join([state["rank"] for state in states], self._shapes)
+        if errors and len(levels.hosts) == 1:
+            text = f"the state of strategy {self.strategy.text!r} has errors of {len(by_host)} hosts"
+            raise ConfigError(f"{text}, which one host never sends: use several, or start without it", code="strategy")
+        self._take(states[0], levels.cut(errors, self._shapes))
+
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         for name, error in errors.items():
             shape = self._shapes.get(name.rpartition(" ")[2])
+            if shape is not None and self.levels is not None:
+                shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
             if shape is None or shape.numel() != error.numel():
                 text = (
                     f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements for {name}"
@@ -302,7 +341,10 @@ class StrategyState:
         names = [self._names[id(param)] for param in bucket.parameters()]
         if self._is_first:
             self._follow_rates()
-        exchange = self.codec.average(names, grads, self.step)
+        if self.levels is not None and self.levels.are_two:
+            exchange = self.levels.average(self.codec, names, grads, self.step)
+        else:
+            exchange = self.codec.average(names, grads, self.step)
         self._is_first = bucket.is_last()
         self.step += self._is_first
         future: torch.futures.Future[torch.Tensor] = self.exchanges.start(exchange).then(

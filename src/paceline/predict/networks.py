@@ -230,8 +230,7 @@ class AssumedFabric:
             return self._on(self.network, flat, world_size)
         if world_size <= per_node and per_node > 1:
             return self._on(inside, ("ring",) if asked == "two-level" else flat, world_size, "inside")
-        nodes = self._on(self.network, ("ring", "tree"), math.ceil(world_size / per_node))
-        two_level = curves.join_levels(self._on(inside, ("ring",), per_node), nodes)
+        two_level = curves.join_levels(*self.build_levels(world_size))
         is_measured = isinstance(inside, MeasuredFabric) or bool(inside.sweeps or self.network.sweeps)
         if asked == "two-level" or (per_node > 1 and is_measured):
             return two_level
@@ -243,6 +242,13 @@ class AssumedFabric:
             slower = replace(slower, latency_s=latency_s, bandwidth_bytes_per_s=rate)
         found = self._on(slower, flat, world_size)
         return curves.choose_best([found, two_level]) if asked == "auto" and per_node > 1 else found
+
+    def build_levels(self, world_size: int) -> tuple[CostCurve, CostCurve]:
+        """What messages cost inside a node, and between nodes."""
+        if self.network.ranks_per_node > 1:
+            raise _no_levels(self.name)
+        nodes = self._on(self.network, ("ring", "tree"), math.ceil(world_size / self.ranks_per_node))
+        return self._on(self.inside, ("ring",), self.ranks_per_node), nodes
 
     def _on(self, network: Network | MeasuredFabric, names: Iterable[str], count: int, place: str = "") -> CostCurve:
         """What a network costs on this many ranks: as measured, or the best of some algorithms."""
@@ -264,6 +270,11 @@ class AssumedFabric:
         """The fabric as it might be, or with this shift."""
         inside = self.inside.draw(source, shift) if isinstance(self.inside, MeasuredFabric) else self.inside
         return replace(self, shift=source.gauss(0, 1) if shift is None else shift, inside=inside)
+
+
+def _no_levels(name: str) -> ConfigError:
+    text = f"{name} was measured inside nodes and between them at once, and +hosts sends something else in each"
+    return ConfigError(f"{text}: name a link such as hdr or 10gbe with --ranks-per-node", code="strategy")
 
 
 @functools.cache
@@ -365,6 +376,9 @@ class MeasuredFabric:
             return math.exp(self.shift * whole) * curves.interpolate_sizes(FIRST_NODE, num_bytes) ** power
 
         return curves.multiply_curve(scaled, vary, doubt)
+
+    def build_levels(self, world_size: int) -> tuple[CostCurve, CostCurve]:
+        raise _no_levels(self.name)
 
     def draw(self, source: random.Random, shift: float | None = None) -> MeasuredFabric:
         """The fabric as it might be, or with this shift."""

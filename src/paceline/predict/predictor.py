@@ -16,7 +16,8 @@ from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
 from paceline.predict.curves import CostCurve, Resample, fit_curve, hold_draws, median_noise
 from paceline.predict.job import Job
-from paceline.predict.search import estimate_caps, find_best_cuts
+from paceline.predict.race import Limit
+from paceline.predict.search import estimate_caps, estimate_least_s, find_best_cuts
 from paceline.predict.simulate import MODEL_ERROR, SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.units import format_bytes, format_duration, format_ms
@@ -211,6 +212,12 @@ class Estimate:
     def num_buckets(self) -> int:
         return len(self.cuts)
 
+    def stretch(self, factor: float) -> Estimate:
+        """The same on a machine that takes this many times as long for all of it."""
+        names = ("before_s", "backward_s", "over_s", "after_s", "local_s")
+        step = replace(self.step, **{name: factor * getattr(self.step, name) for name in names})
+        return Estimate(self.cuts, factor * self.low_s, factor * self.high_s, factor * self.exposed_s, step)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -236,6 +243,7 @@ class Predictor:
         self, job: Job, costs: MachineCosts, draws: Sequence[tuple[Job, MachineCosts]], plain_s: float, noise: float
     ) -> None:
         self.job, self.costs, self.draws, self.plain_s, self.noise = job, costs, draws, plain_s, noise
+        self._limits: dict[tuple[int, ...], Limit] = {}
 
     @classmethod
     def fit(cls, evidence: Evidence, curve: CostCurve | None = None) -> Predictor:
@@ -259,15 +267,27 @@ class Predictor:
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
 
     def estimate_gain(self, cuts: Sequence[int], other: Sequence[int]) -> tuple[float, float, float]:
-        """The share of the step with other cuts that these save, and its 90 % interval: at most what those expose."""
+        """The share of the step with other cuts that these save, and its 90 % interval: at most what any can save."""
         (mine, theirs), *drawn = (
             [simulate(job, each, costs) for each in (cuts, other)]
             for job, costs in [(self.job, self.costs), *self.draws]
         )
         gain, model = 1 - mine.step_s / theirs.step_s, MODEL_ERROR * abs(mine.step_s - theirs.step_s) / theirs.step_s
         sd = math.hypot(statistics.stdev(1 - here.step_s / there.step_s for here, there in drawn), model)
-        adds, *added = (there.exposed_s / there.step_s for _, there in [(mine, theirs), *drawn])
-        return gain, gain - _Z90 * sd, max(gain, min(gain + _Z90 * sd, hold_draws(adds, added)[1]))
+        return gain, gain - _Z90 * sd, max(gain, min(gain + _Z90 * sd, self.limit_gain(other).share))
+
+    def limit_gain(self, cuts: Sequence[int]) -> Limit:
+        """What any other buckets can save of the step with these cuts at most, whatever they are."""
+        if (found := self._limits.get(tuple(cuts))) is None:
+            shares, adds = [], []
+            for job, costs in [(self.job, self.costs), *self.draws]:
+                step = simulate(job, cuts, costs)
+                adds.append(step.exposed_s / step.step_s)
+                shares.append(max(0.0, 1 - estimate_least_s(job, costs) / step.step_s))
+            share, most = shares[0], hold_draws(adds[0], adds[1:])[1]
+            sd = math.hypot(statistics.stdev(shares[1:]), MODEL_ERROR * share)
+            found = self._limits[tuple(cuts)] = Limit(max(share, min(share + _Z90 * sd, most)), max(0.0, most))
+        return found
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
         """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""

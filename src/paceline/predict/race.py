@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.predict.search import PLATEAU
@@ -20,6 +20,22 @@ from paceline.predict.search import PLATEAU
 _ALPHA, _FIRST_LOOK = 0.05, 16
 _EXACT = 1000  # rounds up to which the binomial distribution is summed; then it is normal
 VERDICTS = ("use", "default", "flat", "undecided")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What no plan can exceed, as shares of the default's step by the upper ends of 90 % intervals: `share` is what one
+    can save at most, and `adds` what communication adds, all of which none can save."""
+
+    share: float = math.inf
+    adds: float = math.inf
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.share <= PLATEAU
+
+    def __str__(self) -> str:
+        return f"no buckets can save more than {self.share:.1%}: communication adds at most {self.adds:.1%} to the step"
 
 
 @dataclass(frozen=True)
@@ -96,18 +112,34 @@ def _estimate_inflation(values: Sequence[float]) -> float:
     return max(1.0, found) if n >= _FIRST_LOOK else 1.0
 
 
+def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Iterable[Interval] | None = None) -> str:
+    """The verdict on plans by their times over the default's: `use` one that is faster; the `default` is best; all are
+    `flat`, within 1 % of it, or none can save that, none seems to, and none is shown to lose it; or `undecided`.
+    `left`: those that may still be the best."""
+    found = list(ratios)
+    if all(interval.is_flat for interval in found):
+        return "flat"
+    if is_faster:
+        return "use"
+    if limit.is_nothing and all(interval.value >= 1 - PLATEAU for interval in found):
+        return "default" if any(interval.low > 1 + PLATEAU for interval in found) else "flat"
+    rest = found if left is None else list(left)
+    return "default" if rest and all(interval.low >= 1 - PLATEAU for interval in rest) else "undecided"
+
+
 @dataclass(frozen=True)
 class Race:
     """Where a race stands after its last look. `left` are the plans that were not shown to be slower than another one;
     the default runs on as the reference when it is. The leader is the fastest, by the median, of those that are shown
     to be faster than the default, or else of those that are left. `ratios` has the time of a plan over that of
-    another, for each pair."""
+    another, for each pair. `limit` is what is known besides of any plan."""
 
     default: str
     leader: str
     left: tuple[str, ...]
     ratios: Mapping[tuple[str, str], Interval]
     num_rounds: int
+    limit: Limit = Limit()
 
     @property
     def to_default(self) -> dict[str, Interval]:
@@ -116,15 +148,15 @@ class Race:
 
     @property
     def verdict(self) -> str:
-        """`use` the leader, which is shown to be faster than the default; the `default` is best; all are `flat`, within
-        1 % of the default; or `undecided`."""
+        """One of `VERDICTS`; `use` the leader."""
         to_default = self.to_default
-        if all(interval.is_flat for interval in to_default.values()):
-            return "flat"
-        if to_default[self.leader].high < 1:
-            return "use"
-        is_best = all(to_default[label].low >= 1 - PLATEAU for label in self.left)
-        return "default" if self.default in self.left and is_best else "undecided"
+        left = [to_default[label] for label in self.left] if self.default in self.left else []
+        return judge(to_default.values(), to_default[self.leader].high < 1, self.limit, left)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all plans are shown to be within 1 % of the default."""
+        return all(interval.is_flat for interval in self.to_default.values())
 
     @property
     def is_decided(self) -> bool:
@@ -161,7 +193,7 @@ class Race:
         return max(_FIRST_LOOK, math.ceil(self.num_rounds * (most - 1))) if math.isfinite(most) else _FIRST_LOOK
 
 
-def judge_race(times: Mapping[str, Sequence[float]], default: str) -> Race:
+def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit = Limit()) -> Race:
     """The race of these plans: for each the time of its turn in every round until it was dropped. What is shown at a
     look stands at all later ones; a plan that is shown to be slower than another one leaves the race."""
     num_rounds, left = len(times[default]), list(times)
@@ -178,7 +210,7 @@ def judge_race(times: Mapping[str, Sequence[float]], default: str) -> Race:
         slower = {mine for mine, theirs in itertools.permutations(left, 2) if ratios[mine, theirs].low > 1}
         left = [label for label in left if label not in slower] or left
     leader = min(left, key=lambda label: (ratios[label, default].high >= 1, ratios[label, default].value))
-    return Race(default, leader, tuple(left), ratios, num_rounds)
+    return Race(default, leader, tuple(left), ratios, num_rounds, limit)
 
 
 def _narrow(before: Interval, now: Interval) -> Interval:

@@ -144,6 +144,20 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
     return changes
 
 
+def estimate_least_s(job: Job, costs: MachineCosts) -> float:
+    """No buckets make the step shorter than this. All of the rank's own work and one launch are in it; behind the last
+    gradient at least one message follows; and from the first gradient on all bytes must move, at the best rate."""
+    own_s, curve = costs.launch_s + costs.gather_s_per_byte * job.num_bytes, costs.curve
+    last_s = min(curve.estimate_s(job.num_bytes - total) for total in job.totals[:-1])
+    # Between the points of a curve the rate rises or falls.
+    least, most = min(size for size in job.sizes if size), job.num_bytes
+    known = curve.sizes if isinstance(curve, MeasuredCurve) else (least << n for n in range(1, 64))
+    sizes = (least, most, *(size for size in known if least < size < most))
+    moved_s = most * min(curve.estimate_s(size) / size for size in sizes) / max(1.0, costs.servers * costs.pair_rate)
+    ends = job.backward_s + own_s, job.latest_s[-1] + own_s + last_s, job.latest_s[0] + costs.launch_s + moved_s
+    return job.before_s + max(ends) + costs.finish_s + job.after_s
+
+
 def estimate_closed_form(job: Job, alpha_s: float) -> float:
     """The best bucket size, in bytes, where communication is the bottleneck: B sqrt(alpha / T).
 

@@ -115,28 +115,50 @@ class Contention:
 LARGE_BYTES = 32 << 20
 
 
+class Load(NamedTuple):
+    """A message, as the bytes of the all-reduce that moves as much, of all ranks or of those inside a host."""
+
+    num_bytes: int
+    is_inside: bool = False
+
+
 @dataclass(frozen=True)
 class Sending:
     """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
     share the memory of the parameters, so that a sharded update needs no gathering. `large_factor`: how many times as
-    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step."""
+    much a codec costs for a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host`
+    ranks share the link of their host."""
 
     strategy: Strategy
     world_size: int
     parts: tuple[tuple[float, float], ...] = ()
     is_in_place: bool = False
     large_factor: float = 1.0
+    ranks_per_host: int = 1
 
-    def list_messages(self, gradients: Sequence[Gradient]) -> tuple[int, ...]:
-        """The messages that a bucket becomes, each as the bytes of the all-reduce that moves as much. A sharded update
-        gathers later."""
-        found = self.strategy.traffic(gradients, self.world_size)
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are messages inside hosts, and between them others."""
+        return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
+
+    def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
+        """The messages that a bucket becomes. A sharded update gathers later. An all-reduce and an all-gather go from
+        host to host once; of an all-to-all, and of what each rank sends between two levels, all passes the link."""
+        found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host)
         found = found[:1] if self.strategy.is_sharded else found
-        return tuple(message.as_all_reduce(self.world_size) for message in found)
+        loads = []
+        for message in found:
+            shares = not message.is_inside and (self.has_levels or message.kind == "all-to-all")
+            times = self.ranks_per_host if shares and self.ranks_per_host < self.world_size else 1
+            loads.append(Load(times * message.as_all_reduce(self.world_size), message.is_inside))
+        return tuple(loads)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
         """Seconds of the codec before the first of `count` messages of a bucket, and after each."""
+        if self.has_levels:  # between the messages inside a host, for a part of the bucket
+            between = replace(self, ranks_per_host=1)
+            return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]
         if not self.parts:
             return [0.0] * (count + 1)
         chosen = [*self.parts[:count], self.parts[-1]]
@@ -150,7 +172,7 @@ class Sending:
         messages = (
             message
             for group in (self.list_fragments(job) if self.strategy.outer else groups)
-            for message in self.strategy.traffic(group, self.world_size)
+            for message in self.strategy.traffic(group, self.world_size, self.ranks_per_host)
             if not (self.is_in_place and message.kind == "all-gather")
         )
         return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
@@ -167,7 +189,7 @@ class MachineCosts:
     are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per bucket. `gather_s_per_byte`:
     the copies into a bucket and out of it. `contention`: how messages and arithmetic slow each other. `pair_rate`: how
     fast each of two messages moves. `finish_s`: what follows the last message. `sending`: None sends each bucket in one
-    all-reduce."""
+    all-reduce. `inside`: with two levels, messages inside a host; then `curve` is of those between hosts."""
 
     curve: CostCurve
     servers: int = 1
@@ -177,6 +199,7 @@ class MachineCosts:
     pair_rate: float = 1.0
     finish_s: float = 0.0
     sending: Sending | None = None
+    inside: CostCurve | None = None
 
     def __post_init__(self) -> None:
         if self.servers < 1 or not 0 < self.pair_rate <= 1:
@@ -195,7 +218,7 @@ class Layout(NamedTuple):
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
-    messages: tuple[tuple[int, ...], ...] = ()
+    messages: tuple[tuple[Load, ...], ...] = ()
 
 
 @dataclass
@@ -244,7 +267,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
         return _simulate_period(job, costs, sending)
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
     run, done = _Run(costs), [BucketSpan(size) for size in layout.num_bytes]
-    messages = layout.messages or tuple((size,) for size in layout.num_bytes)
+    messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
     # Computing, with buckets handed over as they are complete. In-order launch: a bucket does not leave before the ones
     # in front of it, so it is complete with the latest gradient so far. Handing a bucket over is computing, too.
     computed_s = 0.0
@@ -314,7 +337,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -
 @dataclass(eq=False, slots=True)
 class _Task:
     """Something under way for a bucket: a message, or what its codec computes when one has arrived. The undisturbed
-    seconds that are left of it, its rates (see `Contention.rates`), and what follows: (is a message, bytes or seconds).
+    seconds that are left of it, its rates (see `Contention.rates`), and what follows: messages, or seconds of a codec.
     """
 
     bucket: BucketSpan
@@ -322,7 +345,7 @@ class _Task:
     left_s: float
     compute_rate: float
     message_rate: float
-    then: deque[tuple[bool, float]]
+    then: deque[Load | float]
 
 
 @dataclass
@@ -342,32 +365,35 @@ class _Run:
             rate = min([task.compute_rate for task in self.moving], default=1.0)
             work_s -= self._move(work_s / rate, True) * rate
 
-    def hand_over(self, bucket: BucketSpan, messages: Sequence[int], own_s: float) -> None:
+    def hand_over(self, bucket: BucketSpan, messages: Sequence[Load], own_s: float) -> None:
         """Encode a bucket, which takes `own_s` besides, and send its messages one after the other."""
         sending, count = self.costs.sending, len(messages)
         works = [0.0] * (count + 1) if sending is None else sending.list_works(bucket.num_bytes, count)
         self.compute(own_s + works[0])
         bucket.launch_s, bucket.start_s = self.now_s, math.inf
         pairs = zip(messages, works[1:], strict=True)
-        self._follow(bucket, deque(task for size, work_s in pairs for task in ((True, float(size)), (False, work_s))))
+        self._follow(bucket, deque(task for pair in pairs for task in pair))
         self._admit()
 
     def drain(self) -> None:
         while self.moving:
             self._move(math.inf, is_computing=False)
 
-    def _follow(self, bucket: BucketSpan, tasks: deque[tuple[bool, float]]) -> None:
+    def _follow(self, bucket: BucketSpan, tasks: deque[Load | float]) -> None:
         """What comes next for this bucket waits for its turn; with nothing left the bucket is done."""
-        while tasks and tasks[0] == (False, 0.0):
+        while tasks and tasks[0] == 0.0:
             tasks.popleft()
         if not tasks:
             bucket.done_s, bucket.start_s = self.now_s, min(bucket.start_s, self.now_s)
             return
-        is_message, amount = tasks.popleft()
-        costs, rates = self.costs, (_CALLBACK_RATE, _CALLBACK_RATE)
-        if is_message:
-            amount, rates = costs.curve.estimate_s(amount), costs.contention.rates(max(1, int(amount)))
-        self.waiting[is_message].append(_Task(bucket, is_message, amount, *rates, tasks))
+        task, costs = tasks.popleft(), self.costs
+        if isinstance(task, Load):
+            curve = costs.inside if task.is_inside and costs.inside is not None else costs.curve
+            left_s, rates = curve.estimate_s(task.num_bytes), costs.contention.rates(max(1, task.num_bytes))
+        else:
+            left_s, rates = task, (_CALLBACK_RATE, _CALLBACK_RATE)
+        is_message = isinstance(task, Load)
+        self.waiting[is_message].append(_Task(bucket, is_message, left_s, *rates, tasks))
 
     def _admit(self) -> None:
         """A message starts as soon as a server is free; what codecs compute comes one at a time."""

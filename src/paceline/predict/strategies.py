@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
 from paceline.predict.curves import Resample, hold_draws
@@ -63,12 +63,16 @@ def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
 
 def fit_sending(
     strategy: Strategy, world_size: int, records: Sequence[CodecRecord], resample: Resample | None = None,
-    factor: float = 1.0, is_in_place: bool = False,
+    factor: float = 1.0, is_in_place: bool = False, ranks_per_host: int = 1,
 ) -> Sending | None:  # fmt: skip
     """How ranks send by a strategy, with the costs of its codec by medians, times a factor; None where they send as
     always, or nothing. What a bucket costs, and what its bytes do, is separated by one bucket and many; what grows
     with the ranks, by few of them and many."""
-    if world_size == 1 or strategy.is_dense:
+    if strategy.between_hosts and world_size > ranks_per_host > 1:
+        flat = replace(strategy, between_hosts=False)
+        found = fit_sending(flat, world_size // ranks_per_host, records, resample, factor) or Sending(flat, world_size)
+        return replace(found, strategy=strategy, world_size=world_size, ranks_per_host=ranks_per_host)
+    if world_size == 1 or strategy.is_dense or (strategy.between_hosts and ranks_per_host > 1):
         return None
     resample, name = resample or Resample(), find_codec(records, strategy)
     mine = sorted((r for r in records if r.strategy == name), key=lambda r: (r.world_size, r.num_buckets))
@@ -78,7 +82,7 @@ def fit_sending(
     else:  # one gradient that is large itself
         large = []
     if not mine:
-        return Sending(strategy, world_size, is_in_place=is_in_place)
+        return Sending(strategy, world_size, (), is_in_place, 1.0, ranks_per_host)
     count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
     one, each = mine[0], [record for record in mine if record.world_size == count][-1]
     more = max(1, each.num_buckets - one.num_buckets)
@@ -103,7 +107,7 @@ def fit_sending(
         here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = tuple((factor * bucket_s, factor * rate) for bucket_s, rate in zip(fixed, rates, strict=True))
-    return Sending(strategy, world_size, parts, is_in_place, large_factor)
+    return Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host)
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
@@ -123,6 +127,8 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
             lines.append(f"{what}: profile the layers again")
     if any(one.outer for one in strategies):
         lines.append("with a period: the mean step; an exchange blocks, and what the outer optimizer computes is free")
+    if any(one.between_hosts for one in strategies):
+        lines.append("+hosts: the ranks of a host share its link, and what they copy for their parts is free")
     if any(one.is_sharded for one in strategies):
         gathers = "parameters are gathered behind the next forward, on one host with shared memory not at all"
         lines.append(f"zero1: the optimizer takes 1/n of its time; {gathers}")

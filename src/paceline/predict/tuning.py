@@ -112,6 +112,9 @@ class TuneSettings:
              f"--strategy races in --wrapper paceline, not {self.wrapper}"),
             (self.strategies and self.network is not None,
              f"--strategy with --network {self.network}: codecs need ranks; use `paceline predict --strategy` for it"),
+            (any("hosts" in one.split("+") for one in self.strategies),
+             "--strategy with +hosts: messages inside a host and between hosts are not told apart here; use `paceline "
+             "predict --strategy` with --ranks-per-node"),
             code="strategy",
         )  # fmt: skip
         self.build_curve()
@@ -430,7 +433,8 @@ def judge_tuning(
     kept = kept if ran or strategies else kept[:_MOST_CANDIDATES]
     race = whole = None
     if DEFAULT in confirmed:
-        race = judge_race({c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}, DEFAULT)
+        turns_s = {c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}
+        race = judge_race(turns_s, DEFAULT, model.limit_gain(choice.default.cuts))
         whole = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if strategies else None
     return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race, whole, predicted)
 

@@ -98,6 +98,12 @@ def _is_on_host(fabric: Fabric) -> bool:
     return isinstance(fabric, MeasuredFabric) and not 0 < fabric.ranks_per_node < max(fabric.ranks)
 
 
+def count_per_host(fabric: Fabric, world_size: int) -> int:
+    """How many ranks share a host: all, where nobody says of a sweep that it has several."""
+    given = fabric.ranks_per_node or world_size
+    return min(world_size, given if isinstance(fabric, MeasuredFabric) else max(given, fabric.network.ranks_per_node))
+
+
 def is_shared(fabric: Fabric) -> bool:
     """Whether ranks reduce in memory that they share."""
     return isinstance(fabric, MeasuredFabric) and fabric.fits[0].algorithm == "shared"
@@ -106,12 +112,16 @@ def is_shared(fabric: Fabric) -> bool:
 def _build_costs(
     job: Job, fabric: Fabric, world_size: int, rank: RankCosts, sending: Sending | None = None
 ) -> MachineCosts:
-    curve, contention = fabric.build_curve(world_size), rank.contention or Contention()
+    inside, contention = None, rank.contention or Contention()
+    if sending is not None and sending.has_levels:
+        inside, curve = fabric.build_levels(world_size)
+    else:
+        curve = fabric.build_curve(world_size)
     if job.device != "cpu" or not _is_on_host(fabric):  # cores move the messages of a CPU host all along
         contention = contention.spread_over(curve)
     own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
     # Messages that are under way at once share the link: together they are no faster than one.
-    return MachineCosts(curve, fabric.servers, *own, contention, 1 / fabric.servers, sending=sending)
+    return MachineCosts(curve, fabric.servers, *own, contention, 1 / fabric.servers, sending=sending, inside=inside)
 
 
 def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:

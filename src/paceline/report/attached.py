@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
-from paceline.predict.race import Race, judge_race
+from paceline.predict.race import Limit, Race, judge_race
 from paceline.predict.traces import Lateness
 from paceline.records import StepRecord, TracedStepRecord
 from paceline.records.samples import group_by
@@ -92,7 +92,8 @@ class AttachedResult(Result):
             self.cap_mib = self.buckets.best.cap_mib if self.verdict == "use" else None
         self.raced = {record.label: record for record in timed if record.note == RACED}
         if self.raced:
-            self.race = judge_race({label: record.turns_s for label, record in self.raced.items()}, NOW)
+            turns_s = {label: record.turns_s for label, record in self.raced.items()}
+            self.race = judge_race(turns_s, NOW, Limit() if self.buckets is None else self.buckets.limit)
             self.verdict, gain = self.race.verdict, self.race.gain
             self.saves = 1 - gain.value, 1 - gain.high, 1 - gain.low
             self.cap_mib = self.config["plans"][self.race.winner]
@@ -183,6 +184,8 @@ class AttachedResult(Result):
         basis = "predicted, 90 %" if race is None else f"measured in {format_number_of(race.num_rounds, 'round')}, 95 %"
         if self.verdict == "use":
             return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} it takes {gain} less ({basis})."
+        if self.verdict == "flat" and self.buckets.limit.is_nothing and not (race and race.is_level):
+            return f"Flat: {self.buckets.limit} (predicted, 90 %)."
         if self.verdict == "flat":
             return f"Flat: all other buckets are within 1 % ({basis})."
         if self.verdict in ("keep", "default"):
@@ -209,9 +212,11 @@ class AttachedResult(Result):
 
     def _list_race(self, race: Race) -> list[RaceRow]:
         assert self.buckets is not None
-        rows = []
+        # The machine changes between two runs: what is predicted starts from its own buckets in the run of the race.
+        rows, factor = [], self.raced[NOW].timing.median_s / self.buckets.now.estimate.step_s
         for label, record in self.raced.items():
             candidate = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
+            candidate = replace(candidate, estimate=candidate.estimate.stretch(factor))
             rows.append(RaceRow(candidate, record, race.to_default[label], say_status(race, label)))
         return rows
 

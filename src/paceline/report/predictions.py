@@ -548,9 +548,10 @@ class RaceRow:
 
 class TuneResult(Result):
     """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans of the
-    race take the same time) or "undecided". `gain` is the time of the plan over the default's with its interval, and
-    `regret` how much longer than the best plan it may take, with its upper bound; None where no plan ran. `candidates`
-    are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of the race."""
+    race take the same time, or none can save 1 %) or "undecided". `gain` is the time of the plan over the default's
+    with its interval, and `regret` how much longer than the best plan it may take, with its upper bound; None where no
+    plan ran. `candidates` are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of
+    the race."""
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -799,6 +800,8 @@ def describe_answer(tuning: Tuning) -> str:
     if race.verdict == "use":
         less = f"{1 - race.gain.value:.1%} less than the default [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
         return f"use {what}: {less}, {rounds} in turns; {regret}"
+    if race.verdict == "flat" and not race.is_level:
+        return f"flat: {race.limit}, predicted; {rounds} in turns show no other; keep {what}"
     if race.verdict == "flat":
         return f"flat: all {count} plans of the race are within ±1 % of {what}, {rounds} in turns; keep it"
     if race.verdict == "default":

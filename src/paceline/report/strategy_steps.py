@@ -22,7 +22,7 @@ from paceline.predict.strategies import (
     prefer,
     sweep_bandwidths,
 )
-from paceline.predict.whatif import is_shared
+from paceline.predict.whatif import count_per_host, is_shared
 from paceline.records import CodecRecord
 from paceline.report.plots import draw_line, label_values, new_figure, place_legend
 from paceline.report.predictions import PredictResult
@@ -123,21 +123,25 @@ class StrategyStepsResult(PredictResult):
 
     def _send_by(self, strategy: Strategy, fabric: Fabric, most_caps: int) -> dict[str, Any]:
         def send(world_size: int, factor: float, resample: Any) -> Any:
-            return fit_sending(strategy, world_size, self.codecs, resample, factor, is_shared(fabric))
+            per_host = count_per_host(fabric, world_size)
+            return fit_sending(strategy, world_size, self.codecs, resample, factor, is_shared(fabric), per_host)
 
         return {"send": send, "most_caps": most_caps}
 
     @cached_property
     def sweeps(self) -> dict[int, Sweep]:
-        """By ranks: the steps on links of many bandwidths, with the latency of the first network."""
+        """By ranks: the steps on links of many bandwidths, with the latency of the first network, and its nodes."""
         config = self.config
         named = find_networks(config["network"])[0].latency_s if config["network"] is not None else _LATENCY_S
         latency = f"{1e6 * (named or _LATENCY_S):g}us"
-        ordered = prefer(self.strategies)
+        ordered, per_node = prefer(self.strategies), config["ranks_per_node"] or 1
+        joined = (f.inside for f in self.fabrics if isinstance(f, AssumedFabric) and f.network.ranks_per_node == 1)
+        inside = next(joined, None)
 
         def estimate(world_size: int, rate: float) -> dict[str, float]:
             link = find_network(f"{rate / 1e9:.6g}Gb/s,{latency}")
-            fabric, found = AssumedFabric(link, link), dict[str, float]()
+            fabric = AssumedFabric(link, inside, per_node) if inside is not None else AssumedFabric(link, link)
+            found = dict[str, float]()
             for one in ordered:
                 (row,) = self._simulate_on(fabric, (), [world_size], **self._send_by(one, fabric, _SWEPT_CAPS))
                 found[one.text] = row.step_s

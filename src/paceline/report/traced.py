@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.predictor import Estimate
+from paceline.predict.race import Interval, Limit, judge
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_cuts
 from paceline.predict.simulate import simulate
 from paceline.predict.traced_job import TracedJob
@@ -82,7 +83,8 @@ MESSAGES = (
 class TracedResult(Result):
     """`predict --trace`: `best` is the bucket size to use and `now` the traced buckets, with their predicted steps;
     `verdict` is "use", "keep" (by its interval no bucket size saves more than 1 %), "flat" (by theirs all are within
-    1 %) or "undecided". `rows` are bucket sizes, `elsewhere` networks and numbers of ranks."""
+    1 %, or by `limit` none can save as much) or "undecided". `rows` are bucket sizes, `elsewhere` networks and numbers
+    of ranks."""
 
     def _derive(self) -> None:
         self.traced = TracedJob(self.only(TracedStepRecord))
@@ -95,10 +97,12 @@ class TracedResult(Result):
         self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self.build_row("best", choice.estimate.cuts)
-        lows, highs = zip(*(row.gain[1:] for row in self.rows), strict=True)
-        self.verdict = "undecided" if max(highs) > PLATEAU else "keep" if min(lows) < -PLATEAU else "flat"
-        if _is_sure(self.candidate.gain):
-            self.verdict = "undecided" if self.traced.is_off else "use"
+        # What does not reproduce the traced step limits nothing.
+        self.limit = Limit() if self.traced.is_off else self.model.limit_gain(self._now_cuts)
+        ratios = [Interval(1 - value, 1 - high, 1 - low) for value, low, high in (row.gain for row in self.rows)]
+        self.verdict = judge(ratios, _is_sure(self.candidate.gain), self.limit).replace("default", "keep")
+        if self.verdict == "use" and self.traced.is_off:
+            self.verdict = "undecided"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
@@ -152,7 +156,7 @@ class TracedResult(Result):
         saves = "{} saves {:.1%} (90 %: {:.1%} to {:.1%})".format(other.name, *other.gain)
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
-            "flat": f"all bucket sizes are within 1 %: {saves}",
+            "flat": str(self.limit) if self.limit.is_nothing else f"all bucket sizes are within 1 %: {saves}",
             "undecided": f"{saves}, which is not sure",
         }[self.verdict]
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,10 +80,7 @@ class PacelineGroup(_TorchGroup):
 
     def _exchange_places(self) -> list[dict[str, Any]]:
         """Every rank's host, process, cores and requested lanes, in rank order."""
-        # To share memory, ranks need one kernel, one user, and namespaces in which they find each other.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
-        place = {"host": " ".join([boot, str(os.geteuid()), *spaces]), "pid": os.getpid()}
+        place: dict[str, Any] = {"host": machine.name_host(), "pid": os.getpid()}
         place |= {"cores": machine.count_cores(), "lanes": os.environ.get("PACELINE_LANES", "")}
         self._store.set(f"place/{self._rank}", json.dumps(place))
         return [json.loads(self._store.get(f"place/{other}")) for other in range(self._size)]

@@ -63,11 +63,14 @@ def run(
     strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))
     refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
-    variables, show = parse_variables(env), show or (lambda stream, text: None)
+    # What observes the program or replaces its wrapper is for the ranks, as with torchrun alone; a pod sees no folder.
+    passed = () if kubernetes else ("PACELINE_ATTACH", "PACELINE_WRAPPER", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    variables = {key: os.environ[key] for key in passed if key in os.environ} | parse_variables(env)
+    refuse((slurm and "PACELINE_ATTACH" in variables and not (wait or dry_run),
+            "a job that is observed must be waited for: give --wait to paceline run"), code="wait")  # fmt: skip
+    show = show or (lambda stream, text: None)
     if way == "hosts":
-        # What observes the program or replaces its wrapper is for the ranks, as with torchrun alone.
-        asked = {key: os.environ[key] for key in ("PACELINE_ATTACH", "PACELINE_WRAPPER") if key in os.environ}
-        variables = asked | ({"PACELINE_RUN": name} if name else {}) | variables
+        variables = ({"PACELINE_RUN": name} if name else {}) | variables
         wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
         places, python = remote.parse_hosts(hosts), python or sys.executable
         program = remote.build_program(command, python)
