@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from paceline.verbs.doctor import doctor
     from paceline.verbs.predict import predict, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
+    from paceline.verbs.report import save_report
     from paceline.verbs.train import train
     from paceline.verbs.tune import tune
+    from paceline.verbs.watch import watch
     from paceline.workloads.data.sharding import EpochOrder
 
 __version__ = "0.1.0"
@@ -54,6 +56,7 @@ _HOMES = {
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.predict": ("predict_trace",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
+    "paceline.verbs.report": ("save_report",), "paceline.verbs.watch": ("watch",),
     "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
     "paceline.workloads.data.sharding": ("EpochOrder",),
 }  # fmt: skip
@@ -64,8 +67,8 @@ __all__ = [
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
     "bench", "comm_hook", "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run",
-    "predict", "predict_trace", "profile", "ranks", "run_ranks", "scale", "set_seed", "shutdown", "split_parameters",
-    "swap_wrapper", "trace", "train", "tune",
+    "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown",
+    "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
 PREPARED = {
     "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_run": "run:run", "_train": "train:train",
-    "_tune": "tune:tune",
+    "_tune": "tune:tune", "_watch": "watch:watch",
 }  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")
 

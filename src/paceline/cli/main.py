@@ -102,7 +102,7 @@ add_command(
     app, "train", _train,
     f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
     "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
-    "test_samples strategy workers profile:train compare:train resume save_every keep tensorboard",
+    "test_samples strategy workers profile:train compare:train resume save_every keep tensorboard watch",
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
 )  # fmt: skip
@@ -216,10 +216,31 @@ add_command(
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",
 )  # fmt: skip
+
+
+def _watch(*, command: list[str] | None = None, out: Path, **given: Any) -> Any:
+    from paceline.verbs.attach import attach
+    from paceline.verbs.watch import watch
+
+    words = command or []
+    is_run = len(words) == 1 and Path(words[0]).is_dir()
+    wrong = [find_flag(name) for name in given if name in (("every",) if is_run else ("port", "browser"))]
+    refuse((wrong, f"{', '.join(wrong)} with {'a run' if is_run else 'a command'}: leave it out"))
+    if is_run:
+        os.nice(5)  # the ranks come first
+        return watch(words[0], **given)
+    return attach(words, **{"every": 50, **given}, steps=0, out=out)
+
+
 add_command(
-    app, "watch", "attach:attach", "command:run every",
-    "Watch your own program: a line every few steps, and at its end where the time of a step went.\n\n"
-    "paceline watch -- torchrun --nproc-per-node 2 train.py", command=(), steps=0, every=50,
+    app, "watch", _watch, "command:watch every port:watch browser",
+    "Watch a training run on a live page, on this machine alone, and in the terminal: paceline watch FOLDER\n\n"
+    "Or your own program, a line every few steps, and at its end where the time of a step went: "
+    "paceline watch -- torchrun --nproc-per-node 2 train.py",
+)  # fmt: skip
+add_command(
+    app, "report", "report:save_report", "runs:report page -out",
+    "Show any run on one HTML page that needs nothing else; several runs are compared.",
 )  # fmt: skip
 
 

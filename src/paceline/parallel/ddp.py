@@ -44,7 +44,7 @@ from paceline.parallel.replicas import (
 )
 from paceline.parallel.sharding import Placement, ShardedOptimizer, scatter_hook, shard
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
-from paceline.parallel.timeline import Report
+from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.strategy import Strategy
 from paceline.transport.works import keep_from_compiler
@@ -425,6 +425,14 @@ class DDP(DistributedDataParallel):
     def exposed_s(self) -> float | None:
         """Seconds of communication after this rank's backward, in a recent step; None where it was not measured."""
         return None if self._planned is None else self._planned.timeline.exposed_s
+
+    def read_recorded(self) -> tuple[int, StepTimes] | None:
+        """The last step whose messages were timed, after how many others; None with a strategy, and where there is
+        none. On a GPU this waits for it."""
+        timeline = None if self._planned is None or self._strategy is not None else self._planned.timeline
+        age = None if timeline is None else timeline.age
+        times = None if timeline is None or age is None else timeline.read()
+        return None if age is None or times is None else (age, times)
 
     def time_next_step(self) -> None:
         """Time the end of every bucket in the next synchronised step, which is otherwise done in few steps only."""

@@ -63,6 +63,7 @@ class Timeline:
         self._marks: dict[tuple[str, int], Any] | None = None
         self._unread: tuple[float, dict[tuple[str, int], Any]] | None = None
         self._last: StepTimes | None = None
+        self._recorded = -1  # the number of the last step that was recorded
         self._exposed_s: float | None = None
 
     def begin(self) -> None:
@@ -98,6 +99,7 @@ class Timeline:
             self._exposed_s = time.perf_counter() - self._backward_s
         if self._marks is not None:
             self.mark("over")
+            self._recorded = self._num_steps
             self._unread = self._begin_s, self._marks
 
     @property
@@ -107,6 +109,11 @@ class Timeline:
             step = self.read()
             self._exposed_s = None if step is None else step.exposed_s
         return self._exposed_s
+
+    @property
+    def age(self) -> int | None:
+        """How many steps ago the last recorded one was: 0 is the last of all; None where there is none."""
+        return self._num_steps - self._recorded if self._recorded >= 0 else None
 
     def read(self) -> StepTimes | None:
         """The last recorded step. On a GPU this waits for its events."""

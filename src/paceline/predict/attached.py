@@ -31,6 +31,15 @@ def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
     return Lateness(rank, times / len(late_s), statistics.median(late_s))
 
 
+def find_late_by_waits(waits: Sequence[Sequence[float]]) -> Lateness | None:
+    """The rank that the others wait for, by how long each rank waits in each step (`waits[step][rank]`)."""
+    if not waits or len(waits[0]) < 2:
+        return None
+    rank, times = Counter(row.index(min(row)) for row in waits).most_common(1)[0]
+    late_s = [(sum(row) - row[rank]) / (len(row) - 1) - row[rank] for row in waits]
+    return Lateness(rank, times / len(waits), statistics.median(late_s))
+
+
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
     """Recorded steps as long, in the median of each rank, as those that were not recorded. What recording cost is taken
     from the rank's own work, which it slows evenly; messages leave earlier by that, and take as long. Where recorded

@@ -193,6 +193,16 @@ class Ratio:
         return self.noise is not None and abs(self.value - 1) > self.noise
 
 
+def compare_medians(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """The ratio of the medians of two things that were not timed in turns; intervals as in `compare_times`."""
+    value, parts = statistics.median(mine) / (statistics.median(theirs) or math.nan), []
+    for times in (sorted(mine), sorted(theirs)):
+        n, middle = len(times), statistics.median(times)
+        low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+        parts.append(max(times[n - 1 - low] - middle, middle - times[low]) / (middle or math.nan))
+    return Ratio(value, None if min(len(mine), len(theirs)) < 2 else value * math.hypot(*parts))
+
+
 def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """The ratio of two things that were timed in turns, repetition by repetition.
 

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples, check_known, group_by
+from paceline.records.steps import StepRecord
 from paceline.records.store import load_json, write_new
+from paceline.records.traced import TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
@@ -402,6 +404,51 @@ def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSumma
         test_loss=last.get("test_loss"), test_accuracy=last.get("test_accuracy"), test_f1=last.get("test_f1"),
         seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
+    )  # fmt: skip
+
+
+def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
+    """A time of each rank in this row; of a run of an older Paceline, of the slowest alone."""
+    found: list[float] = row.get("ranks", {}).get(name) or [row[name]]
+    return found
+
+
+def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of as many ranks as the last has: a run may be resumed on another number."""
+    rows = list(rows)
+    counts = [len(list_ranks(row, "step_s")) for row in rows]
+    return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]
+
+
+def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) -> list[Record]:
+    """The steps of a run, without the first ones, as records like those of a program that was observed."""
+    rows = pick_like_last(rows)
+    used = rows[min(5, len(rows) // 2) :]
+    times, waits = (tuple(tuple(list_ranks(row, name)) for row in used) for name in ("step_s", "data_wait_s"))
+    recorded = [(row, rank, one) for row in rows for rank, one in enumerate(row.get("messages", ()))]
+    labels |= {name: recorded[0][2][name] for name in ("backend", "device") if recorded}
+    step = StepRecord(world_size=world_size, batch_size=1, timing=Samples(times), data_wait=Samples(waits), **labels)
+    return [step, *(_build_traced(row, rank, world_size, one) for row, rank, one in recorded)]
+
+
+def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mapping[str, Any]) -> TracedStepRecord:
+    """The gradients of a bucket are taken to be ready evenly, by their bytes, since the bucket before was."""
+    backward_s, ready, messages, last_s, done_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0, 0.0
+    for sizes, *moments in zip(one["gradient_bytes"], one["ready_s"], one["launch_s"], one["done_s"], strict=True):
+        ready_s, until = min(moments[0], backward_s), 0
+        for size in sizes:
+            until += size
+            ready.append(last_s + (ready_s - last_s) * until / sum(sizes))
+        start_s = max(moments[1], min(done_s, moments[2]))
+        last_s, done_s = ready_s, max(start_s, moments[2])
+        messages.append(TracedMessage(sum(sizes), moments[1], start_s, done_s))
+    over_s = max(backward_s, done_s)
+    return TracedStepRecord(
+        rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host=one["host"],
+        number=row["step"], before_s=one["before_s"], backward_s=backward_s,
+        ready_s=tuple(min(at_s, backward_s) for at_s in ready),
+        after_s=max(0.0, list_ranks(row, "step_s")[rank] - one["before_s"] - over_s), messages=tuple(messages),
+        gradient_bytes=tuple(size for sizes in one["gradient_bytes"] for size in sizes), are_sizes_known=False,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import RecordError
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.race import Limit, Race, judge_race
+from paceline.predict.traces import Lateness
 from paceline.records import StepRecord, TracedStepRecord
 from paceline.records.samples import group_by
 from paceline.records.steps import RACED
@@ -24,6 +25,11 @@ from paceline.units import MIB, format_ms, format_number_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# What stands out, in words for a verdict.
+_WORDS = {
+    "data": "Waiting for data", "late rank": "A late rank", "buckets": "The size of the buckets",
+    "batch": "The small batch", "network": "Exposed communication",
+}  # fmt: skip
 # The plan of the program itself, in a race.
 NOW = "as it is"
 _ASKED = {"network": None, "ranks": None, "inside": None, "ranks_per_node": None, "algorithm": "auto"}
@@ -96,9 +102,12 @@ class AttachedResult(Result):
         if self.buckets is not None and self.verdict in ("use", "undecided"):  # what may well be, also where not sure
             cap = self.cap_mib or self.rival.cap_mib or 0.0
             saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
-        late, messages = find_late_rank(recorded), self._find_messages()
+        late, messages = self._find_late(recorded), self._find_messages()
         self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)
         self.bottleneck = self.bottlenecks[0]
+
+    def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
+        return find_late_rank(recorded)
 
     def _find_messages(self) -> tuple[float, float, float] | None:
         if self.buckets is None:
@@ -146,6 +155,17 @@ class AttachedResult(Result):
             "Accelerate": f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({cap})])",
             "Lightning": f"Trainer(strategy=DDPStrategy({cap}))",
         }
+
+    @property
+    def verdict_text(self) -> str:
+        """What bounds a step, in one sentence."""
+        if self.bottleneck.kind not in _WORDS:
+            return "Nothing stands out: a step is bound by what it computes."
+        return f"{_WORDS[self.bottleneck.kind]} stands out: {self.bottleneck.text}."
+
+    @property
+    def headline(self) -> str:
+        return f"{self.verdict_text} {self.answer}"
 
     @property
     def answer(self) -> str:

@@ -63,6 +63,7 @@ class Result:
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
+        self.page: Path | None = None  # the HTML page that was written of it
         self._derive()
 
     def _derive(self) -> None:
@@ -76,6 +77,15 @@ class Result:
         return f"{len(self.records)} records of `paceline {self.run.verb}`."
 
     @property
+    def headline(self) -> str:
+        """The answer on a page, whose first sentence is the verdict."""
+        return self.answer
+
+    @property
+    def caption(self) -> str:
+        return f"paceline {self.run.verb}" + (f": {self.folder}" if self.folder is not None else "")
+
+    @property
     def findings(self) -> Sequence[str]:
         """What else the records say, a sentence each."""
         return ()
@@ -83,6 +93,14 @@ class Result:
     def tables(self) -> list[Table]:
         """All tables; the first is the main one."""
         return []
+
+    def page_tables(self) -> list[Table]:
+        """The tables on a page."""
+        return self.tables()
+
+    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+        """What is drawn on a page, as `figures`."""
+        return self.figures()
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         """What can be drawn, by file name; nothing is drawn before it is called."""
@@ -100,7 +118,8 @@ class Result:
     @property
     def places(self) -> list[str]:
         """Where its files are, a line each."""
-        return [] if self.folder is None else [f"run: {self.folder}"]
+        found = {"run": self.folder, "page": self.page}
+        return [f"{name}: {path}" for name, path in found.items() if path is not None]
 
     @property
     def failure(self) -> str:

@@ -98,11 +98,11 @@ def text_columns(*paths: str, **options: Any) -> list[Column]:
 
 def ratio_columns(name: str | None, path: str, key: str, noise_key: str = "", priority: int = -1) -> list[Column]:
     """A `Ratio` with its noise for people, unless there is no name; both as numbers for programs."""
-    shown = [] if name is None else [Column(name, path, _format_ratio, priority=priority)]
+    shown = [] if name is None else [Column(name, path, format_ratio, priority=priority)]
     return [*shown, *raw_columns(**{key: f"{path}.value", noise_key or f"{key}_noise": f"{path}.noise"})]
 
 
-def _format_ratio(ratio: Any) -> str:
+def format_ratio(ratio: Any) -> str:
     """`=` marks a ratio that is 1 within the noise, `?` one of a single repetition."""
     if ratio.noise is None:
         return f"{ratio.value:.3f} ?"
@@ -207,7 +207,7 @@ class Table:
             dropped = ", ".join(one.column.name or "" for one in columns if one not in kept)
             lines = _lay_out(kept, width)
             lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
-        has_ratios = any(one.column.unit is _format_ratio for one in columns)
+        has_ratios = any(one.column.unit is format_ratio for one in columns)
         return "\n".join([*wrap(title, width), *lines, *wrap(_RATIO_NOTE if has_ratios else "", width)])
 
     def _show(self, rows: Sequence[Any]) -> list[_Shown]:

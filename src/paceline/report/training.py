@@ -10,14 +10,19 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError, refuse
+from paceline.predict.attached import find_late_by_waits
+from paceline.predict.traces import Lateness
+from paceline.records import TracedStepRecord
 from paceline.records import training as records
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.store import Run, write_new
-from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
+from paceline.report.attached import AttachedResult
+from paceline.report.plots import COLORS, build_panels, draw_line, new_figure, place_legend
 from paceline.report.result import Result, describe_job, list_differences, load_result
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_ms, format_number_of, format_speed
@@ -43,6 +48,32 @@ _COLUMNS = (
     Column("data wait", "data_wait_share", "percent.1", priority=-1),
     *raw_columns("exposed_comm_s", "data_wait_s"),
 )
+
+
+class ObservedTraining(AttachedResult):
+    """The steps of a training run, as those of a program that was attached to. Every row says how long each rank waited
+    for the others."""
+
+    def __init__(self, run: Run, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = rows
+        super().__init__(run)
+
+    @property
+    def _waits(self) -> list[list[float]]:
+        rows = records.pick_like_last(self._rows)[1:]
+        waits = [row["ranks"]["exposed_comm_s"] for row in rows if "ranks" in row]
+        return [row for row in waits if None not in row]
+
+    def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
+        return find_late_by_waits(self._waits)
+
+    def _find_messages(self) -> tuple[float, float, float] | None:
+        """No more is exposed than was measured over all steps, of which few were recorded."""
+        found, waits = super()._find_messages(), self._waits
+        if found is None or not waits:
+            return found
+        measured_s = min(statistics.median(times) for times in zip(*waits, strict=True))
+        return found[0], min(found[1], measured_s), found[2]
 
 
 class TrainRunResult(Result):
@@ -94,6 +125,20 @@ class TrainRunResult(Result):
             text += f"; {total.exposed_share:.0%} of the time is exposed communication"
         return f"{text}."
 
+    @cached_property
+    def observed(self) -> AttachedResult | None:
+        """Its steps, as those of a program that was attached to: what bounds them, and the buckets that they sent."""
+        if not self.rows or not self.total or not self.total.seconds:
+            return None
+        labels = {name: str(self.config[name]) for name in ("model", "wrapper", "backend", "device")} | self.outcome
+        labels = {name: labels[name] for name in ("model", "wrapper", "backend", "device")}
+        steps = records.build_steps(self.rows, self.world_size, **labels)
+        return ObservedTraining(dataclasses.replace(self.run, records=tuple(steps), warnings=()), self.rows)
+
+    @property
+    def headline(self) -> str:
+        return self.answer if self.observed is None else f"{self.observed.verdict_text} {self.answer}"
+
     @property
     def findings(self) -> Sequence[str]:
         phases = self.phases
@@ -112,6 +157,14 @@ class TrainRunResult(Result):
 
     def tables(self) -> list[Table]:
         return [Table("table", "", _COLUMNS, self.epochs, key="epochs")]
+
+    def page_tables(self) -> list[Table]:
+        return [*self.tables(), *(self.observed.tables() if self.observed is not None else ())]
+
+    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+        if self.observed is None:
+            return self.figures()
+        return {**self.figures(), "ranks": lambda: plot_ranks(self.rows, self.machine), **self.observed.figures()}
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         config, ranks = self.config, format_number_of(self.world_size, "rank")
@@ -349,17 +402,48 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
     """The loss of every step, and the test loss and accuracy where they were measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
     steps, losses = ([row[name] for row in rows] for name in ("step", "loss"))
-    axes.plot(steps, losses, color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss")
+    axes.plot(steps, losses, color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss", gid="loss")
     tested = [row for row in rows if row.get("test_loss") is not None]
     at, accuracy = [row["step"] for row in tested], [row.get("test_accuracy") for row in tested]
     if tested:
-        axes.plot(at, [row["test_loss"] for row in tested], color=COLORS[1], marker="o", label="test loss")
+        axes.plot(
+            at, [row["test_loss"] for row in tested], color=COLORS[1], marker="o", label="test loss", gid="test_loss"
+        )
     axes.set(xlabel="step", ylabel="loss")
     axes.set_ylim(bottom=0)
     if tested and None not in accuracy:
         right, percent = axes.twinx(), [100 * row["test_accuracy"] for row in tested]
-        right.plot(at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy")
+        right.plot(
+            at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy", gid="percent:test_accuracy"
+        )
         right.set(ylabel="test accuracy (%)", ylim=(0, 100))
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
+    return figure
+
+
+# On more ranks, these are drawn: the ones with the longest steps.
+_MOST_RANKS = 16
+
+
+def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
+    """The times of every step on each rank."""
+    rows = records.pick_like_last(rows)
+    names = {
+        name: list(zip(*(records.list_ranks(row, name) for row in rows), strict=True))
+        for name in _PARTS
+        if name in rows[-1]
+    }
+    panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]
+    figure, grid = build_panels(panels, "Each step, on each rank", f"{subtitle}; measured")
+    longest = sorted(range(len(names["step_s"])), key=lambda rank: -sum(names["step_s"][rank]))[:_MOST_RANKS]
+    for axes, (name, ranks) in zip(grid, names.items(), strict=True):
+        for rank in sorted(longest):
+            place = f"ranks.{name}.{rank}" if "ranks" in rows[-1] else name
+            times = [(row["step"], None if s is None else 1e3 * s) for row, s in zip(rows, ranks[rank], strict=True)]
+            label = f"rank {rank}" if "ranks" in rows[-1] else "slowest rank"
+            points = list(zip(*[(step, math.nan if ms is None else ms) for step, ms in times], strict=True))
+            axes.plot(*points, color=COLORS[rank % len(COLORS)], lw=0.9, alpha=0.8, label=label, gid=f"ms:{place}")
+        axes.set_xlabel("step", fontsize=9)
+    grid[0].set_ylabel("ms")
     return figure

@@ -425,7 +425,7 @@ def open_session(
             raise
 
 
-def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
+def lock_folder(folder: Path, timeout_s: float = 0.1) -> int:
     """Refuse a folder in which another process runs; the lock lasts until the handle is closed or this process ends."""
     handle, until_s = os.open(folder, os.O_RDONLY), time.monotonic() + timeout_s
     while True:

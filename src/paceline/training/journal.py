@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from paceline.training.step import PhaseTimes, StepOutcome
 
 _EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
+# Rows that have the messages of their step, and the digits of what a row has of every rank: microseconds.
+_MOST_RECORDED, _DIGITS = 16, 6
 
 
 @dataclass
@@ -95,6 +97,9 @@ class Journal:
     world: World
     request: StopRequest
     every: int = 1
+    # The messages of a recent step, after how many others; see `loop.read_messages`.
+    read_messages: Callable[[], tuple[int, dict[str, Any]] | None] = lambda: None
+    _num_recorded: int = 0
     _entries: list[_Entry] = field(default_factory=list)
 
     def add(self, taken: TakenStep, lap: PhaseTimes, phases: PhaseTimes, exposed_s: float | None) -> None:
@@ -130,6 +135,14 @@ class Journal:
             times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
             times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}
             sent.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
+        found = self.read_messages() if self._num_recorded < _MOST_RECORDED else None
+        if found is not None and found[0] < len(sent):  # the same on all ranks
+            self._num_recorded += 1
+            row, moments, times = sent[-1 - found[0]], entries[-1 - found[0]][2].moments, found[1]
+            before_s, begin_s = max(0.0, row["times"]["step_s"] - times["over_s"]), times.pop("begin_s")
+            if moments and isinstance(moments[0][1], float):  # what a GPU did before is not on the host's clock
+                before_s = begin_s - moments[0][1]
+            row["messages"] = {"before_s": before_s, **times}
         report = Exchange(tuple(sent), bad, self.request.number, is_save_due)
         reports: list[Exchange] = self.world.share(report)
         by_step = zip(*(report.rows for report in reports), strict=True)
@@ -143,7 +156,11 @@ class Journal:
 
 
 def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row of metrics: losses summed over ranks; times of the slowest rank; exposed communication on average."""
+    """One row of metrics: losses summed over ranks; times of the slowest rank; exposed communication on average; in
+    `ranks` the times of each, and in `messages`, of few steps, those of its buckets."""
+    each = {name: [round(rank["times"][name], _DIGITS) for rank in ranks] for name in ranks[0]["times"]}
+    each["exposed_comm_s"] = [None if (s := rank["exposed_s"]) is None else round(s, _DIGITS) for rank in ranks]
+    recorded = [rank["messages"] for rank in ranks if "messages" in rank]
     exposed = [rank["exposed_s"] for rank in ranks if rank["exposed_s"] is not None]
     correct = None if taken.outcome.num_correct is None else sum(rank["correct"] for rank in ranks)
     return {
@@ -153,6 +170,7 @@ def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str
         "samples": taken.num_samples, "lr": taken.rate,
         "exposed_comm_s": sum(exposed) / len(exposed) if exposed else None,
         **{name: max(rank["times"][name] for rank in ranks) for name in ranks[0]["times"]},
+        "ranks": each, **({"messages": recorded} if len(recorded) == len(ranks) else {}),
     }  # fmt: skip
 
 

@@ -233,7 +233,8 @@ def _count_elements(module: nn.Module) -> int:
 
 def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int]:
     """Train to the end; returns the last step, and the signal that ended the run there, or 0."""
-    journal, clock = Journal(job.world, request), PhaseClock(job.world.device)
+    read = functools.partial(read_messages, job.learner.model, job.world)
+    journal, clock = Journal(job.world, request, read_messages=read), PhaseClock(job.world.device)
     phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
     step, number = start.step, 0
     clock.enter("step")
@@ -315,3 +316,23 @@ def read_exposed(model: nn.Module, world_size: int) -> float | None:
     if not isinstance(model, DataParallel):
         return None if hasattr(model, "no_sync") else 0.0
     return model.exposed_s if world_size > 1 else 0.0
+
+
+def read_messages(model: nn.Module, world: World) -> tuple[int, dict[str, Any]] | None:
+    """When each bucket of a recent step was ready, sent and done on this rank, and after how many steps; None where the
+    wrapper did not record one, and where there is none."""
+    if not isinstance(model, DataParallel) or world.world_size == 1:
+        return None
+    found, plan = model.read_recorded(), model.plan
+    if found is None or plan is None:
+        return None
+    age, times = found
+    about: dict[str, Any] = {name: getattr(times, name) for name in ("begin_s", "backward_s", "over_s")}
+    about |= {
+        "backend": world.backend,
+        "device": world.device.type,
+        "host": str(world.hosts.index(world.hosts[world.rank])),
+    }
+    about["gradient_bytes"] = [[piece.num_bytes for piece in bucket.pieces] for bucket in plan.buckets]
+    moments = {name: [getattr(one, name) for one in times.buckets] for name in ("ready_s", "launch_s", "done_s")}
+    return age, about | moments

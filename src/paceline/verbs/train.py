@@ -24,6 +24,7 @@ from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts
+from paceline.verbs.watch import start_watching
 from paceline.workloads.data import parse_data
 
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
@@ -35,7 +36,7 @@ _CHANGEABLE = (
 
 def train(
     model: str | None = None, data: str | None = None, ranks: Counts | None = None, epochs: int | None = None, *,
-    resume: Place = None, out: Place = None, progress: bool | None = None, **settings: Any,
+    resume: Place = None, out: Place = None, progress: bool | None = None, watch: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
     """Train a model, and return its epochs, its metrics and where the time went (a `TrainRunResult`).
 
@@ -50,7 +51,8 @@ def train(
     `out`: save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
     written. Where a scheduler starts a job again, the variable PACELINE_RUN names that folder, and a run that is there
     is resumed. `resume`: the folder of a run, which resumes from its newest checkpoint; its own settings hold, and only
-    those that do not change the result may be given.
+    those that do not change the result may be given. `watch`: serve its live page (`paceline.watch`), from a process of
+    its own.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
     counts = () if ranks is None else list_counts(ranks)
@@ -67,6 +69,8 @@ def train(
          f"--momentum {momentum}: {optimizer} has moments of its own; leave it out, or use sgd"),
         (resume is not None and out is not None,
          f"--out {out} with --resume: a run stays in its own folder {resume}; leave out --out"),
+        (watch and (len(counts) > 1 or (out is None and resume is None)),
+         "--watch shows one run, which is saved: give one number of ranks, and --out"),
         (resume is not None and len(counts) > 1,
          f"--ranks {','.join(map(str, counts))} with --resume: a run is resumed on one number of ranks; give one"),
     )  # fmt: skip
@@ -76,10 +80,10 @@ def train(
     if resume is not None:
         wanted, num_before = _load_resumed(Path(resume), given)
         check_job(wanted)
-        return _train(wanted, progress, resume=resume, num_before=num_before)
+        return _train(wanted, progress, resume=resume, num_before=num_before, watch=watch)
     jobs = _build_jobs(choose_worlds(ranks, 1), given)
     if len(jobs) == 1:
-        return _train(jobs[0], progress, out, name)
+        return _train(jobs[0], progress, out, name, watch=watch)
     with open_session("train --compare", {}, ranks=max(counts), out=out, progress=progress) as session:
         parts: list[TrainRunResult] = []
         session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
@@ -134,7 +138,7 @@ def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSetti
 
 def _train(
     wanted: TrainSettings, progress: bool | None, out: Place = None, name: str = "", resume: Place = None,
-    num_before: int | None = None, whole: Session | None = None,
+    num_before: int | None = None, whole: Session | None = None, watch: bool = False,
 ) -> TrainRunResult:  # fmt: skip
     """One run, in a new folder in `out`, or the resumed one, which has taken `num_before` steps. `whole` is the session
     of which it is a part, and learns of a signal that came too late to stop it."""
@@ -151,15 +155,20 @@ def _train(
             if resume is None:
                 write_new(folder / CONFIG_FILE, render_config(config, session.environment))
             else:
-                update_config(folder, **{ends: getattr(wanted, ends)})
+                update_config(folder, end="", **{ends: getattr(wanted, ends)})
+            if watch:
+                start_watching(folder)
         rows_wanted = folder is None or session.place is not None
         try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
             outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
-        except BaseException:
+        except BaseException as error:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            elif folder is not None and session.is_leader:
+                text = f"failed: {str(error).partition(chr(10))[0]}" if isinstance(error, Exception) else "interrupted"
+                update_config(folder, end=text)
             raise
         mark = os.environ.get("PACELINE_SAVED")  # of `run --slurm`, which requeues the job
         if mark and outcome.signal in (signal.SIGTERM, signal.SIGUSR1):
@@ -167,6 +176,8 @@ def _train(
                 Path(mark).write_text("saved\n")
             if folder is not None or not session.is_leader:
                 raise SystemExit(0)
+        if outcome.signal and folder is not None and session.is_leader:
+            update_config(folder, end="interrupted")
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             _interrupt(session.signal or outcome.signal)
         if whole is not None:
@@ -188,12 +199,17 @@ def _interrupt(number: int) -> NoReturn:
 
 
 def update_config(
-    run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, **lengths: int
-) -> None:
-    """Note in `config.json` how a run ended and how busy the machine was, or that it is longer now."""
+    run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, end: str = "",
+    **lengths: int,
+) -> None:  # fmt: skip
+    """Note in `config.json` how a run ended and how busy the machine was, or that it is longer now. `end` says why one
+    has ended early."""
     document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
+    document.pop("end", None)
+    if end:
+        document["end"] = end
     if outcome is not None:
         document["outcome"] = outcome
     if environment is not None and document.get("environment"):

@@ -1,0 +1,279 @@
+"""Runs as one HTML page that needs nothing else: the verdict, figures drawn from their own data, and tables.
+
+What is on it comes from the results: their sentences, their tables, and the artists of their matplotlib figures, which
+`page.js` draws again, at the width of the screen. All of it is text there, whatever a run is called.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from paceline import __version__
+from paceline.errors import ConfigError
+from paceline.records.store import write_new
+from paceline.report.plots import COLORS
+from paceline.report.result import Result
+from paceline.report.table import Table
+
+PAGE_FILE = "report.html"
+_GENERATOR = '<meta name="generator" content="paceline'
+# A longer table is folded away.
+_LONG = 24
+_DIGITS = 9
+_TRACES = ("trace.json.gz", "trace.json")
+# Greys of the figures, by what they are on a page that may be dark.
+_GREYS = {"#000000": "ink", "#333333": "ink", "#555555": "muted", "#dddddd": "line", "#ffffff": "paper"}
+Marks = list[dict[str, Any]]
+
+
+class Numbers:
+    """The numbers of all figures, each list of them once: lines of one panel have the same steps."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[float | None]] = []
+        self._known: dict[tuple[float | None, ...], int] = {}
+
+    def add(self, values: Iterable[Any]) -> int:
+        found = tuple(_round(value) for value in values)
+        if found not in self._known:
+            self._known[found] = len(self.lists)
+            self.lists.append(list(found))
+        return self._known[found]
+
+
+def _round(value: Any) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    number = float(f"{value:.{_DIGITS}g}")
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number
+
+
+def read_figure(name: str, figure: Any, numbers: Numbers) -> dict[str, Any]:
+    """What a figure shows, as data: panels with axes and marks. Nothing is rendered."""
+    panels: Marks = []
+    for axes in figure.axes:
+        if not axes.get_visible():
+            continue
+        marks = _read_marks(axes, numbers)
+        if panels and axes.yaxis.get_label_position() == "right":  # a second axis of the panel before
+            panels[-1]["right"] = _read_axis(axes.yaxis)
+            panels[-1]["marks"] += [mark | {"right": 1} for mark in marks]
+            continue
+        about = {"title": axes.get_title("left"), "x": _read_axis(axes.xaxis), "y": _read_axis(axes.yaxis)}
+        panels.append({**about, "marks": marks})
+    words = (_join(getattr(figure, "get_" + part)()) for part in ("suptitle", "supxlabel"))
+    return {"name": name, **dict(zip(("title", "subtitle"), words, strict=True)), "panels": panels}
+
+
+def _join(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _read_axis(axis: Any) -> dict[str, Any]:
+    from matplotlib.ticker import FixedLocator
+
+    lim = [float(end) for end in axis.get_view_interval()]
+    found: dict[str, Any] = {"label": _join(axis.get_label().get_text()), "lim": lim}
+    if axis.get_inverted():
+        found["lim"].reverse()
+    if axis.get_scale() != "linear":
+        found["log"] = 1
+    if isinstance(axis.get_major_locator(), FixedLocator):
+        places = [float(place) for place in axis.get_majorticklocs()]
+        labels = axis.get_major_formatter().format_ticks(places)
+        found["ticks"] = [[place, label] for place, label in zip(places, labels, strict=True)]
+    return found
+
+
+def _read_marks(axes: Any, numbers: Numbers) -> Marks:
+    """The artists of one pair of axes, as lines, areas and words in the coordinates of the data; `fx` and `fy` say that
+    a coordinate is a share of the panel instead."""
+    from matplotlib.collections import LineCollection, PolyCollection
+    from matplotlib.colors import to_hex
+
+    named = {id(part): whole.get_label() for whole in axes.containers for part in _list_parts(whole)}
+    marks: Marks = []
+
+    def add(artist: Any, kind: str, color: Any, points: Any, **more: Any) -> None:
+        hexed = to_hex(color).lower()
+        places = {known.lower(): f"c{number}" for number, known in enumerate(COLORS)} | _GREYS
+        label = str(artist.get_label() or "")
+        label = str(named.get(id(artist), "") or "") if label.startswith("_") or not label else label
+        is_data = artist.get_transform().contains_branch_seperately(axes.transData)
+        mark = {"kind": kind, "color": places.get(hexed, hexed), **more}
+        if not label.startswith("_") and label:
+            mark["label"] = label
+        for axis, is_free, values in zip("xy", is_data, zip(*points, strict=True), strict=True):
+            mark |= {axis: numbers.add(values), **({} if is_free else {f"f{axis}": 1})}
+        if (alpha := artist.get_alpha()) is not None:
+            mark["alpha"] = float(alpha)
+        marks.append(mark)
+
+    for line in axes.get_lines():
+        points = list(zip(*line.get_data(orig=False), strict=True))
+        style: dict[str, Any] = {"w": float(line.get_linewidth())}
+        style |= {"dash": line.get_linestyle()} if line.get_linestyle() in ("--", ":", "-.") else {}
+        style |= {"w": 0} if line.get_linestyle() in ("None", "none", "") else {}
+        if line.get_marker() not in ("", "None", "none", None):
+            style |= {"marker": str(line.get_marker()), "ms": float(line.get_markersize())}
+            style |= {"hollow": 1} if to_hex(line.get_markerfacecolor(), True)[:7] == "#ffffff" else {}
+            style |= {"every": list(every)} if isinstance(every := line.get_markevery(), list) else {}
+        style |= {"step": 1} if "steps" in line.get_drawstyle() else {}
+        style |= {"gid": line.get_gid()} if line.get_gid() else {}
+        if points:
+            add(line, "line", line.get_color(), points, **style)
+    for group in axes.collections:
+        if isinstance(group, LineCollection):
+            for segment in group.get_segments():
+                add(group, "line", group.get_colors()[0], segment, w=1.2, quiet=1)
+        elif isinstance(group, PolyCollection):
+            for path in group.get_paths():
+                add(group, "area", group.get_facecolor()[0], path.vertices)
+    for patch in axes.patches:
+        hatch = {"hatch": 1} if patch.get_hatch() else {}
+        path = patch.get_patch_transform().transform_path(patch.get_path())
+        add(patch, "area", patch.get_facecolor(), path.vertices[:-1], **hatch)
+    for text in axes.texts:
+        # An annotation has its place in the data, and its text by so many points from there.
+        place, offset = getattr(text, "xy", text.get_position()), (0.0, 0.0)
+        if getattr(text, "anncoords", "") == "offset points":
+            offset = text.xyann
+        words = {"text": text.get_text(), "side": text.get_ha(), "dx": offset[0], "dy": offset[1]}
+        free = {"fy": 1} if not text.get_transform().contains_branch_seperately(axes.transData)[1] else {}
+        if not offset[0] and not offset[1] and hasattr(text, "xy"):
+            continue
+        kept = {} if hasattr(text, "xy") else free
+        marks.append({"kind": "text", "color": "ink", "x": numbers.add([place[0]]), "y": numbers.add([place[1]])})
+        marks[-1] |= words | kept
+    return marks
+
+
+def _list_parts(container: Any) -> Iterable[Any]:
+    for part in container:
+        if isinstance(part, tuple | list):
+            yield from part
+        elif part is not None:
+            yield part
+
+
+def _say(text: Any) -> str:
+    return html.escape(str(text))
+
+
+def split_verdict(text: str) -> tuple[str, str]:
+    """The first sentence, and the others."""
+    first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
+    return first, rest
+
+
+def _render_list(lines: Sequence[str], kind: str) -> str:
+    items = f'<ul class="{kind}">{"".join(f"<li>{_say(line)}</li>" for line in lines)}</ul>' if lines else ""
+    if kind == "findings" or len(lines) < 3:
+        return items
+    return f"<details><summary>{len(lines)} {kind}</summary>{items}</details>"
+
+
+def render_table(table: Table) -> str:
+    """A table that scrolls where it is too wide, with its data."""
+    if not table.rows:
+        return ""
+    name = table.title or table.name.replace("_", " ")
+    body = f'<div class="wide" tabindex="0" role="region" aria-label="{_say(name)}">{table.html()}</div>'
+    data = base64.b64encode(table.csv().encode()).decode()
+    link = f'<a class="data" download="{_say(table.name)}.csv" href="data:text/csv;base64,{data}">CSV</a>'
+    if len(table.rows) > _LONG:
+        body = f"<details><summary>{_say(name)}: {len(table.rows)} rows</summary>{body}</details>"
+    return f'<div class="table">{body}{link}</div>'
+
+
+def _render_figure(number: int, figure: dict[str, Any], trace: str) -> str:
+    link = f'<a class="data" href="#" data-figure="{number}" download="{_say(figure["name"])}.csv">Data (CSV)</a>'
+    if trace and figure["name"] == "timeline":
+        link += f' <a class="data" href="{_say(trace)}" download>Trace for ui.perfetto.dev</a>'
+    return (
+        f'<figure id="figure-{number}"><figcaption><b>{_say(figure["title"])}</b></figcaption>'
+        f'<ul class="legend"></ul><div class="panels"></div><p class="sub">{_say(figure["subtitle"])}</p>'
+        f"{link}</figure>"
+    )
+
+
+def _find_trace(folder: Path | None, page: Path | None) -> str:
+    """The trace of a run, as a link from the page."""
+    found = next((folder / name for name in _TRACES if (folder / name).exists()), None) if folder else None
+    if found is None:
+        return ""
+    return quote(os.path.relpath(found.absolute(), page.absolute().parent if page else Path.cwd()))
+
+
+def _render_origin(result: Result) -> str:
+    environment, run = result.run.environment, result.run
+    facts = {
+        "command": environment.command_line, "run": result.folder, "saved": run.created if result.records else "",
+        "machine": environment.machine_and_torch, "commit": environment.git_commit,
+    }  # fmt: skip
+    rows = "".join(f"<dt>{name}</dt><dd>{_say(value)}</dd>" for name, value in facts.items() if value)
+    return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
+
+
+def render_page(
+    results: Sequence[Result], page: Path | None = None, live: dict[str, Any] | None = None, now: str = ""
+) -> str:
+    """The page of these results, the first of which has the verdict. `page` is where it will be: links to traces are
+    relative to that. `live`: it follows a run, and starts with the table `now`."""
+    numbers, figures, sections = Numbers(), list[dict[str, Any]](), []
+    for place, result in enumerate(results):
+        verdict, rest = split_verdict(result.headline)
+        trace = _find_trace(result.folder, page)
+        drawn = [read_figure(name, draw(), numbers) for name, draw in result.page_figures().items()]
+        shown = [_render_figure(len(figures) + number, figure, trace) for number, figure in enumerate(drawn)]
+        figures += drawn
+        head = f"<h1>{_say(verdict)}</h1>" if not place else f"<h2>{_say(result.caption)}</h2><p>{_say(verdict)}</p>"
+        kicker = f'<p class="kicker">{_say(result.caption)}</p>' if not place else ""
+        link = f'<p><a href="{_say(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
+        sections.append(
+            f"<section>{kicker}{head}{f'<p>{_say(rest)}</p>' if rest else ''}"
+            + (f'<p id="status" role="status" class="{live["how"]}">{_say(live["status"])}</p>' if live else "")
+            + (f'<div id="now">{now}</div>' if live else "")
+            + _render_list(result.warnings, "warnings")
+            + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
+            + _render_list(result.findings, "findings")
+            + "".join(f"<p>next: <code>{_say(step)}</code></p>" for step in result.next_steps)
+            + f"{_render_origin(result)}</section>"
+        )
+    data = {"lists": numbers.lists, "figures": figures, "live": live}
+    packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
+    script, style = ((Path(__file__).parent / name).read_text() for name in ("page.js", "page.css"))
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; img-src data:"
+    policy += "; connect-src 'self'" if live else ""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{_GENERATOR} {__version__}">'
+        f'<link rel="icon" href="data:,"><title>{_say(results[0].caption)}</title><style>{style}</style></head>'
+        f'<body><main>{"".join(sections)}</main><div id="tip" role="tooltip" hidden></div>'
+        f"<noscript>Figures need JavaScript; the tables do not.</noscript>"
+        f'<script type="text/plain" id="data">{base64.b64encode(packed).decode()}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def save_page(results: Sequence[Result], page: Path) -> Path:
+    """Write the page of these results. A page is replaced, and any other file is not."""
+    if page.is_dir():
+        page = page / PAGE_FILE
+    if page.exists() and _GENERATOR not in page.read_text(errors="replace")[:2000]:
+        raise ConfigError(f"{page} is no page of Paceline, and stays: choose another name", code="exists")
+    write_new(page, render_page(results, page), replace=True)
+    return page

@@ -1,0 +1,31 @@
+"""`paceline.save_report`: runs, whatever they measured, as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import refuse
+from paceline.report.compared import ComparedResult
+from paceline.report.page import PAGE_FILE, save_page
+from paceline.report.result import Result, load_result
+from paceline.verbs.jobs import Place
+from paceline.verbs.profile import compare
+
+
+def save_report(
+    runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None
+) -> Result:
+    """Write one page of these runs (folders, or results), and return its first result: the comparison of several.
+
+    `page`: the file to write; by default `report.html` in the folder of the run or, of several, in this one.
+    """
+    refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
+    results = [run if isinstance(run, Result) else load_result(run) for run in runs]
+    one = results[0].folder if len(results) == 1 else None
+    if len({result.run.verb for result in results}) == 1 < len(results):
+        compared = ComparedResult(results)
+        is_of_traces = not compared.rows and len(results) == 2 and results[0].run.verb.startswith("profile")
+        results.insert(0, compare(*results) if is_of_traces else compared)
+    results[0].page = save_page(results, Path(page) if page is not None else (one or Path()) / PAGE_FILE)
+    return results[0]

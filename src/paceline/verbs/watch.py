@@ -1,0 +1,309 @@
+"""`paceline.watch`: the page of a training run while it runs, served on loopback, and the same numbers in a terminal.
+
+It reads what the run writes, four times a second by its ranks, and sends nothing to it. It goes on when the run has
+ended or was killed, and says which it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import hmac
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qs, urlsplit
+
+from paceline.errors import ConfigError, RecordError, refuse
+from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last, summarize_rows
+from paceline.report.attached import WHERE, RankRow
+from paceline.report.page import render_page, render_table, save_page, split_verdict
+from paceline.report.result import load_result
+from paceline.report.table import Table
+from paceline.report.training import TrainRunResult, load_training
+from paceline.units import format_duration, format_speed
+
+_POLL_S, _BEAT_S, _LINGER_S = 0.4, 5.0, 60.0
+# So many of the last steps are the present; a run without a step for so long is asked whether it still runs.
+_RECENT, _SILENT_S = 50, 2.0
+# A verdict takes at most this share of one core.
+_SHARE = 0.002
+_MOST_VIEWERS = 16
+
+
+class Follower:
+    """What a training run has written until now. `how` is "running", "finished", "stopped" or "killed"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.place, self._lock = folder, 0, threading.Lock()
+        self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT)
+        self._seen_s, self._due_s, self._begun_s = time.monotonic(), 0.0, time.time()
+        self.how, self.text, self.verdict = "running", "", ""
+        self.update()
+
+    def read(self, place: int) -> tuple[list[str], int]:
+        """The whole lines of its metrics from this byte on, and where they end; from the start where it is shorter."""
+        try:
+            with (self.folder / METRICS_FILE).open("rb") as file:
+                place = 0 if file.seek(0, os.SEEK_END) < place else place
+                file.seek(place)
+                content = file.read()
+        except FileNotFoundError:
+            return [], 0
+        whole = content[: content.rfind(b"\n") + 1]
+        return whole.decode().splitlines(), place + len(whole)
+
+    def update(self) -> None:
+        """Look at what is new."""
+        with self._lock:
+            lines, place = self.read(self.place)
+            if place < self.place:
+                self._recent.clear()
+            self._recent.extend(map(json.loads, lines[-_RECENT:]))
+            now_s, self.place = time.monotonic(), place
+            self._seen_s = now_s if lines else self._seen_s
+            if not lines and self.text and now_s - self._seen_s < _SILENT_S:
+                return
+            document = load_config(self.folder)
+            step, ended = self._recent[-1]["step"] if self._recent else 0, document.get("end", "")
+            if not lines and not _is_locked(self.folder):
+                is_whole = (document.get("outcome") or {}).get("steps") == step and step > 0
+                self.how = "finished" if is_whole else "stopped" if ended else "killed"
+            else:
+                self.how = "running"
+            said = {
+                "finished": "Finished", "stopped": f"Ended early: {ended}",
+                "killed": "Killed, or its machine stopped: it ended without a word", "running": "Running",
+            }  # fmt: skip
+            self.text = f"{said[self.how]}: {self._describe(step)}."
+            if self._recent and now_s > self._due_s:
+                with contextlib.suppress(RecordError):
+                    self.verdict = split_verdict(load_training(self.folder).headline)[0]
+                self._due_s = time.monotonic() + max(10.0, (time.monotonic() - now_s) / _SHARE)
+
+    def _describe(self, step: int) -> str:
+        if not self._recent:
+            return "no step was taken yet"
+        last = self._recent[-1]
+        found = f"step {step} in epoch {last['epoch'] + 1}"
+        if isinstance(last["loss"], float):
+            found += f", loss {last['loss']:.4f}"
+        recent = summarize_rows([row for row in self._recent if row.get("loss") is not None] or [last | {"loss": 0.0}])
+        found += f", {format_speed(recent.samples_per_s)} samples/s, data wait {recent.data_wait_share:.1%}"
+        if recent.exposed_share is not None:
+            found += f", exposed communication {recent.exposed_share:.1%}"
+        bad = [row["step"] for row in self._recent if "not_finite" in row]
+        silent_s = time.monotonic() - self._seen_s
+        found += f"; warning: the loss of step {bad[0]} is not finite" if bad else ""
+        return found + (f"; no step for {format_duration(silent_s)}" if silent_s > 10 and self.how == "running" else "")
+
+    @property
+    def now(self) -> Table:
+        """Where the last steps went, rank by rank."""
+        rows = pick_like_last(self._recent)
+        names = ("step_s", "data_wait_s", "forward_s", "backward_s", "exposed_comm_s", "optimizer_s")
+        found: dict[int, list[float | None]] = {}
+        for name in names if rows else ():
+            by_rank = zip(*(list_ranks(row, name) for row in rows if name in row), strict=False)
+            for rank, values in enumerate(by_rank):
+                known = [value for value in values if value is not None]
+                of = found.setdefault(rank, [None] * len(names))
+                of[names.index(name)] = statistics.median(known) if known else None
+        ranks = [RankRow(rank, step_s or 0.0, data_s or 0.0, *rest) for rank, (step_s, data_s, *rest) in found.items()]
+        return Table("now", f"the last {len(rows)} steps, median of each rank", WHERE, ranks)
+
+    def render(self) -> str:
+        place, about = self.place, {"status": self.text, "how": self.how}
+        result = load_training(self.folder)
+        return render_page([result], live={"from": place, **about}, now=render_table(self.now))
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether the process of the run holds its folder; a run that starts now waits longer than this asks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks: nothing tells
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+class Server(ThreadingHTTPServer):
+    """The page and its events, on loopback, for who knows the token."""
+
+    daemon_threads = False  # all of them end when it closes
+
+    def __init__(self, follower: Follower, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Request)
+        self.follower, self.token = follower, secrets.token_urlsafe(24)
+        self.num_viewers, self.is_closing = 0, threading.Event()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
+
+    def handle_error(self, *_: Any) -> None:
+        """A viewer that is gone is none."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: Server
+    timeout = 30.0
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        given = parse_qs(asked.query)
+        if not hmac.compare_digest(given.get("token", [""])[0].encode(), self.server.token.encode()):
+            self._answer(403, "text/plain", "403: the address lacks its token; use the one that was printed\n")
+        elif asked.path == "/":
+            self._answer(200, "text/html; charset=utf-8", self.server.follower.render())
+        elif asked.path == "/events" and self.server.num_viewers < _MOST_VIEWERS:
+            self._stream(int(given.get("from", ["0"])[0]))
+        else:
+            self._answer(404, "text/plain", "404\n")
+
+    def _answer(self, code: int, kind: str, text: str = "") -> None:
+        self.send_response(code)
+        headers = {"Content-Type": kind, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+        headers |= {"X-Content-Type-Options": "nosniff", "Connection": "close"}
+        for name, value in (headers | ({"Content-Length": str(len(text.encode()))} if text else {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def _stream(self, place: int) -> None:
+        """Rows as they come. A page that has none yet, and that of a run that has ended, is loaded again."""
+        follower, self.server.num_viewers, sent_s = self.server.follower, self.server.num_viewers + 1, 0.0
+        try:
+            place = int(self.headers.get("Last-Event-ID") or place)
+            self._answer(200, "text/event-stream")
+            is_new = place == 0
+            while not self.server.is_closing.is_set():
+                lines, end = follower.read(place)
+                is_over = follower.how != "running" and not lines
+                if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
+                    message: dict[str, Any] = {
+                        "rows": lines,
+                        "status": follower.text,
+                        "now": render_table(follower.now) if lines else "",
+                    }
+                    message |= {
+                        "verdict": follower.verdict,
+                        "reload": int(is_over or end < place or (is_new and end > 0)),
+                    }
+                    self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
+                    self.wfile.flush()
+                    place, sent_s = end, time.monotonic()
+                    if message["reload"]:
+                        break
+                self.server.is_closing.wait(_POLL_S)
+        finally:
+            self.server.num_viewers -= 1
+
+    def log_message(self, *_: Any) -> None:
+        """The address has the token."""
+
+
+@contextlib.contextmanager
+def serve(folder: str | Path, port: int | None = None) -> Iterator[Server]:
+    """Serve the live page of the run in this folder while the context lasts."""
+    try:
+        server = Server(Follower(Path(folder)), port or 0)
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; leave it out for one that is free") from None
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.is_closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(10.0)
+
+
+def watch(
+    run: str | Path, *, port: int | None = None, browser: bool | None = None, linger: float = _LINGER_S,
+    progress: bool | None = None,
+) -> TrainRunResult:  # fmt: skip
+    """Show a training run on a page while it runs, and in a terminal; return its result when it has ended.
+
+    The address is printed; `browser` opens it, by default where there is a display. When the run has ended and nobody
+    has looked at the page for `linger` seconds, the page is saved in the folder of the run. Ctrl-C does the same.
+    """
+    found = load_result(run)
+    refuse((not isinstance(found, TrainRunResult),
+            f"{run} is a run of `paceline {found.run.verb}`: `paceline report` shows it; give one of `paceline train`"),
+           code="other-verb")  # fmt: skip
+    folder, over_s = Path(run), None
+    with serve(folder, port) as server, _View(progress is not False and sys.stdin.isatty()) as view:
+        view.say(f"the page of {folder}: {server.address}")
+        has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
+        if browser or (browser is None and has_display):
+            webbrowser.open(server.address)
+        with contextlib.suppress(KeyboardInterrupt):
+            while over_s is None or time.monotonic() - over_s < linger:
+                follower = server.follower
+                follower.update()
+                view.show(follower)
+                if follower.how == "running" or server.num_viewers:
+                    over_s = None
+                elif over_s is None:
+                    over_s = time.monotonic()
+                time.sleep(_POLL_S)
+        view.say(server.follower.text)
+    result = cast("TrainRunResult", load_result(folder))
+    view.say(f"page: {save_page([result], folder)}")
+    return result
+
+
+def start_watching(folder: Path) -> None:
+    """Watch from a process of its own, which outlives this one."""
+    command = [sys.executable, "-m", "paceline", "watch", str(folder)]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+class _View:
+    """The same numbers in a terminal, drawn again and again; elsewhere lines."""
+
+    def __init__(self, is_drawn: bool) -> None:
+        self._live: Any = None
+        if is_drawn and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True, highlight=False), auto_refresh=False)
+
+    def __enter__(self) -> _View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        print(f"paceline: watch: {text}", file=sys.stderr, flush=True)
+
+    def show(self, follower: Follower) -> None:
+        if self._live is not None:
+            from rich.text import Text
+
+            words = (follower.verdict, follower.text, follower.now.terminal(self._live.console.width))
+            self._live.update(Text("\n".join(filter(None, words))), refresh=True)

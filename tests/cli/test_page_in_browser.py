@@ -1,0 +1,106 @@
+"""Pages in a headless Chromium: drawn without a complaint or a request, on a phone and a desk, and names stay names.
+
+Without Chromium these are skipped. PACELINE_AXE, the path of axe-core's `axe.min.js`, adds a check of accessibility.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.report.page import save_page
+from paceline.report.result import load_result
+from tests.browser import CHROMIUM, Browser
+from tests.unit.made_runs import Job, make_folder, make_rows
+from tests.unit.test_page import HOSTILE, RESULTS
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("pages")
+    large = make_folder(place / "large", make_rows(Job(late_s=0.02), steps=10_000, ranks=8), ranks=8)
+    hostile = make_folder(place / "<img src=x onerror=hacked=1>", make_rows(), model=HOSTILE, wrapper=HOSTILE)
+    runs = {name: RESULTS / "neoverse-n1-2-cores" / name for name in ("allreduce", "wrappers-2-ranks", "scale-ranks")}
+    runs |= {"tune": RESULTS / "neoverse-n1-2-cores" / "tuning" / "gpt2-mini-gloo", "large": large, "hostile": hostile}
+    runs |= {"memory": RESULTS / "xeon-2-cores" / "memory-gpt2-mini"}
+    return {name: save_page([load_result(run)], place / f"{name}.html") for name, run in runs.items()}
+
+
+NAMES = ("allreduce", "wrappers-2-ranks", "scale-ranks", "tune", "large", "hostile", "memory")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_drawn_without_complaints_requests_or_overflow(browser: Browser, pages: dict[str, Path], name: str):
+    for width in (390, 1440):
+        browser.open(f"file://{pages[name]}", width, dark=width == 390)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.find_complaints() == [] and len(browser.list_requests()) == 1
+        figures, panels = (
+            browser.evaluate(f"document.querySelectorAll('{what}').length") for what in ("figure", ".panels svg")
+        )
+        assert panels >= figures > 0
+        empty = "[...document.querySelectorAll('.panels svg')].filter((s) => !s.querySelector('g path')).length"
+        assert browser.evaluate(empty) == 0
+        assert not browser.evaluate("document.querySelector('main').innerHTML.includes('NaN')")
+
+
+def test_names_that_are_markup_do_nothing(browser: Browser, pages: dict[str, Path]):
+    browser.open(f"file://{pages['hostile']}")
+    assert browser.evaluate("window.hacked === undefined && !document.querySelector('img')")
+    assert browser.evaluate("document.querySelector('figcaption').textContent").startswith(HOSTILE)
+
+
+def test_a_drawn_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict[str, Path], tmp_path: Path):
+    rows = make_rows(steps=10_000)
+    rows[7_777]["ranks"]["step_s"][0] = 3.0
+    page = save_page([load_result(make_folder(tmp_path / "run", rows))], tmp_path)
+    browser.open(f"file://{page}")
+    path = browser.evaluate("document.querySelector('#figure-1 .panels svg g path').getAttribute('d')")
+    places = [tuple(map(float, pair.split(","))) for pair in path[1:].split("L")]
+    assert len(places) < 4_000
+    top = min(y for _, y in places)
+    assert sum(y < top + 20 for _, y in places) == 1  # the peak alone is up there
+    link = "document.querySelector('[data-figure=\"1\"]')"
+    browser.evaluate("window.made = []; URL.createObjectURL = (blob) => (made.push(blob), '#')")
+    browser.evaluate(f"{link}.click()")
+    lines = browser.evaluate("made[0].text()").splitlines()
+    assert lines[0] == "panel,series,x,y" and "step,rank 0,7778,3000" in lines
+
+
+def test_a_tooltip_has_the_values_of_the_nearest_step(browser: Browser, pages: dict[str, Path]):
+    browser.open(f"file://{pages['hostile']}")
+    browser.evaluate("document.querySelector('#figure-0 .panels svg').scrollIntoView()")
+    area = browser.evaluate(
+        "JSON.parse(JSON.stringify(document.querySelector('#figure-0 .panels svg').getBoundingClientRect()))"
+    )
+    where = {"x": area["x"] + area["width"] / 2, "y": area["y"] + area["height"] / 2}
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", **where)
+    text = browser.evaluate("document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent")
+    step = int(text.partition("step: ")[2].partition("training")[0])
+    assert f"training loss: {float(f'{2 / step:.6g}'):g}"[:18] in text
+    browser.evaluate("document.querySelector('#figure-0 .panels svg').focus()")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+    assert "step: 1" in browser.evaluate("document.getElementById('tip').textContent")
+
+
+@pytest.mark.parametrize("name", ["large", "scale-ranks"])
+def test_accessibility(browser: Browser, pages: dict[str, Path], name: str):
+    script = os.environ.get("PACELINE_AXE", "")
+    if not Path(script).is_file():
+        pytest.skip("needs axe-core: npm pack axe-core, and its axe.min.js in PACELINE_AXE")
+    for dark in (False, True):
+        browser.open(f"file://{pages[name]}", 1440, dark)
+        browser.evaluate(Path(script).read_text() + ";1")
+        found = browser.evaluate("axe.run().then((r) => r.violations.map((v) => [v.id, v.impact, v.nodes[0].html]))")
+        assert [one for one in found if one[1] in ("serious", "critical")] == []

@@ -1,0 +1,68 @@
+"""`paceline train --watch` with real ranks: its steps arrive, and a run that is killed is said to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.cli.test_train_stops import TRAIN, the_run
+from tests.conftest import wait_until
+from tests.unit.test_page import read_data
+from tests.unit.test_watch import ask, read_event
+
+
+def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subprocess.Popen[str]], tmp_path: Path):
+    out, said = tmp_path / "runs", tmp_path / "said"
+    command = (*TRAIN, "--epochs", "2000", "--ranks", "2", "--out", str(out), "--watch")
+    said.touch()
+    job = start("-c", _RUN, str(said), *command)
+    words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")], 60)
+    watcher = next(process for process in psutil.process_iter() if _is_watcher(process, out))
+    try:
+        wait_until(lambda: list(out.glob("*/metrics.jsonl")), 60)
+        with ask(words[0]) as answer:
+            live = read_data(answer.read().decode())["live"]
+        assert live["how"] == "running"
+        events = f"/events?{words[0].partition('?')[2]}&from={max(1, live['from'])}"
+        with ask(words[0], events) as viewer:
+            while not (event := read_event(viewer))["rows"]:
+                pass
+            assert len(json.loads(event["rows"][-1])["ranks"]["step_s"]) == 2 and "Running" in event["status"]
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+            until_s = time.monotonic() + 40
+            while not (event := read_event(viewer))["reload"] or event["rows"]:
+                assert time.monotonic() < until_s
+            assert "Killed" in event["status"]
+        with ask(words[0]) as answer:
+            assert "Killed, or its machine stopped" in answer.read().decode()
+        assert not (the_run(out) / "weights.safetensors").exists()
+    finally:
+        watcher.send_signal(signal.SIGINT)
+        watcher.wait(60)
+        job.wait(20)
+    assert (the_run(out) / "report.html").exists()
+
+
+# Its stderr goes to a file: the process that watches holds it, too, and goes on.
+_RUN = """
+import os, subprocess, sys
+with open(sys.argv[1], "w") as file:
+    job = subprocess.Popen([sys.executable, "-m", "paceline", *sys.argv[2:]], stderr=file, stdout=file)
+    open(os.path.join(os.path.dirname(sys.argv[1]), "pid"), "w").write(str(job.pid))
+    job.wait()
+"""
+
+
+def _is_watcher(process: psutil.Process, out: Path) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return words[-2:-1] == ["watch"] and words[-1].startswith(str(out))

@@ -1,0 +1,246 @@
+"""The page of a run: its verdict, its figures and numbers, and names that would be markup."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.records.samples import compare_medians
+from paceline.records.store import Run, load_run
+from paceline.report.compared import ComparedResult
+from paceline.report.page import PAGE_FILE, render_page, save_page, split_verdict
+from paceline.report.result import build_result, load_result
+from paceline.verbs.report import save_report
+from tests.unit.made_runs import PLANTED, Job, make_folder, make_result, make_rows
+
+RESULTS = Path(__file__).parents[2] / "results"
+HOSTILE = '</script><img src=x onerror="window.hacked=1">&amp;\'"<b>'
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags with their attributes, and the text that people read."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._hidden = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._hidden = tag if tag in ("script", "style", "title") else ""
+
+    def handle_endtag(self, tag):
+        self._hidden = ""
+
+    def handle_data(self, text):
+        if not self._hidden:
+            self.words.append(text)
+
+
+def read_data(page: str):
+    (packed,) = re.findall(r'<script type="text/plain" id="data">([^<]*)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def list_points(data, figure: str, **wanted):
+    """The points of the marks with these fields."""
+    (found,) = (one for one in data["figures"] if one["name"] == figure)
+    marks = [m for p in found["panels"] for m in p["marks"] if all(m.get(k) == v for k, v in wanted.items())]
+    return [list(zip(data["lists"][m["x"]], data["lists"][m["y"]], strict=True)) for m in marks]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_first_sentence_names_what_was_planted(name):
+    kind, job = PLANTED[name]
+    result = make_result(make_rows(job))
+    words = {"data": "for data", "late rank": "late rank", "buckets": "buckets", "batch": "batch", "network": "Exposed"}
+    verdict, rest = split_verdict(result.headline)
+    assert result.observed is not None and result.observed.bottleneck.kind == kind
+    assert words[kind] in verdict.partition(" stands out")[0] and "loss" in rest
+    assert f"<h1>{verdict}</h1>".replace("'", "&#x27;") in render_page([result])
+
+
+def test_nothing_stands_out_in_a_healthy_run_and_in_one_without_messages():
+    rows = make_rows()
+    alone = [{key: value for key, value in row.items() if key not in ("ranks", "messages")} for row in rows]
+    for result in (make_result(rows), make_result(alone, ranks=1)):
+        assert split_verdict(result.headline)[0].startswith("Nothing stands out")
+
+
+def test_a_late_rank_is_found_over_all_steps_not_by_the_recorded_ones_alone():
+    rows = make_rows(Job(late_s=0.05))
+    for number, row in enumerate(rows):  # the late one takes turns
+        if number % 2:
+            for times in row["ranks"].values():
+                times.reverse()
+    assert "late rank" not in make_result(rows).headline
+
+
+def test_figures_have_the_numbers_of_the_rows_to_the_microsecond():
+    rows = make_rows(ranks=3)
+    data = read_data(render_page([make_result(rows, ranks=3)]))
+    (losses,) = list_points(data, "training", gid="loss")
+    assert losses == [(row["step"], pytest.approx(row["loss"])) for row in rows]
+    for rank in range(3):
+        (times,) = list_points(data, "ranks", gid=f"ms:ranks.exposed_comm_s.{rank}")
+        assert times == [(row["step"], pytest.approx(1e3 * row["ranks"]["exposed_comm_s"][rank])) for row in rows]
+
+
+def test_lines_bars_areas_logarithms_and_second_axes_are_read():
+    data = read_data(render_page([load_result(RESULTS / "h200-16-cores" / "scale-ranks")]))
+    panels = [panel for figure in data["figures"] for panel in figure["panels"]]
+    marks = [mark for panel in panels for mark in panel["marks"]]
+    assert {mark["kind"] for mark in marks} == {"line", "area", "text"} and any("log" in p["x"] for p in panels)
+    assert {"compute (measured)", "ideal", "paceline on shm (measured)"} <= {mark.get("label") for mark in marks}
+    data = read_data(render_page([load_result(RESULTS / "h200-16-cores" / "train-cifar10-resnet18")]))
+    (accuracy,) = list_points(data, "training", right=1)
+    assert 0 < accuracy[0][1] <= 100 and data["figures"][0]["panels"][0]["right"]["label"] == "test accuracy (%)"
+
+
+# -- every number of the page is in the records ------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w]*\.\w)")
+_SCALES = (1.0, 1e3, 1e6, 1e2, 1e-9, 8e-9, 1 / 2**10, 1 / 2**20, 1 / 2**30, 1e-6, 1e-3)
+
+
+def collect(document) -> list[float]:
+    """All numbers of a document, those inside of its words, too."""
+    if isinstance(document, bool) or document is None:
+        return []
+    if isinstance(document, int | float):
+        return [float(document)]
+    if isinstance(document, str):
+        return [float(found.replace(",", "")) for found in _NUMBER.findall(document)]
+    if not isinstance(document, dict | list | tuple):
+        return collect(str(document))
+    return [v for each in (document.values() if isinstance(document, dict) else document) for v in collect(each)]
+
+
+def find_strangers(page: str, result) -> list[str]:
+    """Numbers on the page that are neither in the records nor in what the result derives from them for programs."""
+    tables = {t.name: [[c.find(row) for c in t.columns] for row in t.rows] for t in result.page_tables()}
+    environment = [str(result.run.environment), result.run.created, result.machine]
+    known = collect([result.to_json(), tables, result.config, getattr(result, "rows", []), environment])
+    known += collect([getattr(table, "title", "") for table in result.page_tables()])
+    known += [len(rows) for rows in tables.values()] + [90, 95, len(result.warnings)]
+    if (observed := getattr(result, "observed", None)) is not None:
+        known += collect([observed.to_json(), observed.findings])
+    strangers = []
+    for word in _NUMBER.findall(re.sub(r"(?<=\d) (?=\d{3}\b)", "", "\n".join(Reader(page).words))):
+        value, digits = float(word.replace(",", "")), len(word.partition(".")[2])
+        slack = 0.51 * 10.0**-digits
+        if not any(abs(abs(one) * scale - abs(value)) <= slack for one in known for scale in _SCALES):
+            strangers.append(word)
+    return strangers
+
+
+@pytest.mark.parametrize("job", [Job(), Job(late_s=0.05)], ids=["healthy", "late"])
+def test_every_number_of_a_training_page_is_in_its_records(job):
+    result = make_result(make_rows(job))
+    page = render_page([result])
+    assert len(_NUMBER.findall("\n".join(Reader(page).words))) > 40
+    assert find_strangers(page, result) == []
+    assert find_strangers(page.replace("</h1>", " by 77.43 ms</h1>"), result) == ["77.43"]
+
+
+@pytest.mark.parametrize("run", ["allreduce-2-ranks", "wrappers-2-ranks", "phases-gpt2-mini", "scale-batch-cpu"])
+def test_every_number_of_a_measured_page_is_in_its_records(run):
+    result = load_result(RESULTS / "neoverse-n1-2-cores" / run)
+    assert find_strangers(render_page([result]), result) == []
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def expect_inert(page: str) -> None:
+    reader = Reader(page)
+    allowed = {"html", "head", "meta", "link", "title", "style", "body", "main", "section", "h1", "h2", "p", "ul", "li",
+               "div", "figure", "figcaption", "b", "a", "table", "caption", "tr", "th", "td", "code", "details",
+               "summary", "dl", "dt", "dd", "noscript", "script"}  # fmt: skip
+    assert {tag for tag, _ in reader.tags} <= allowed
+    assert [dict(about) for tag, about in reader.tags if tag == "script"] == [{"type": "text/plain", "id": "data"}, {}]
+    assert not [about for _, about in reader.tags if any(name.startswith("on") for name in about)]
+    links = [about["href"] for tag, about in reader.tags if tag == "a"]
+    assert all(link.startswith(("data:text/csv;base64,", "#", "trace")) for link in links)
+
+
+def test_names_that_are_markup_stay_text(tmp_path):
+    folder = make_folder(tmp_path / "<script>alert(1)<-script>", make_rows(), model=HOSTILE, wrapper=HOSTILE)
+    (folder / "trace.json.gz").touch()
+    page = save_page([load_result(folder)], folder).read_text()
+    expect_inert(page)
+    assert "alert(1)" in page and "<b>'" not in page and HOSTILE in str(read_data(page)["figures"][0]["title"])
+    run = load_run(RESULTS / "neoverse-n1-2-cores" / "wrappers-2-ranks")
+    records = tuple(type(r)(**{**vars(r), "model": HOSTILE}) for r in run.records)
+    expect_inert(render_page([build_result(Run(run.verb, run.config, run.environment, records, (HOSTILE,)))]))
+
+
+def test_only_the_script_of_the_page_may_run():
+    page = render_page([make_result(make_rows())])
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "http" not in policy
+    assert not re.findall(r'(?:src|href)="https?:', page)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_replaced_and_another_file_is_not(tmp_path):
+    folder = make_folder(tmp_path / "run", make_rows())
+    result = save_report([folder])
+    assert result.page == folder / PAGE_FILE and f"page: {folder / PAGE_FILE}" in result.text()
+    save_report([folder])
+    other = tmp_path / "notes.html"
+    other.write_text("mine")
+    with pytest.raises(ConfigError) as caught:
+        save_report([folder], page=other)
+    assert caught.value.code == "exists" and other.read_text() == "mine"
+    with pytest.raises(ConfigError):
+        save_report([])
+
+
+def test_a_page_of_many_steps_and_ranks_is_small():
+    rows = make_rows(steps=10_000, ranks=8, recorded=range(2, 18))
+    page = render_page([make_result(rows, ranks=8)])
+    assert len(page) < 2_000_000
+    assert [len(line) for line in list_points(read_data(page), "ranks", gid="ms:ranks.step_s.7")] == [10_000]
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+
+def test_medians_of_two_runs_have_an_interval_and_one_repetition_has_none():
+    ratio = compare_medians([2.0, 2.2, 2.1, 1.9, 2.0] * 8, [1.0, 1.1, 0.9, 1.0, 1.0] * 8)
+    assert ratio.value == pytest.approx(2.0) and ratio.noise is not None and 0 < ratio.noise < 0.3 and ratio.is_clear
+    assert compare_medians([2.0], [1.0]).noise is None
+
+
+def test_two_training_runs_are_compared_with_their_uncertainty(tmp_path):
+    fast, slow = make_rows(seed=1), make_rows(Job(wait_s=0.05), seed=2)
+    folders = [make_folder(tmp_path / name, rows) for name, rows in (("fast", fast), ("slow", slow))]
+    result = save_report(folders, page=tmp_path / "both.html")
+    assert isinstance(result, ComparedResult)
+    rows = {row.what: row.ratio for row in result.rows}
+    expected = sorted(row["step_s"] for row in slow)[20] / sorted(row["step_s"] for row in fast)[20]
+    assert rows["step"].value == pytest.approx(expected, rel=0.01) and rows["step"].is_clear
+    assert not rows["test accuracy"].is_clear and rows["test accuracy"].noise == pytest.approx(0.08, abs=0.01)
+    page = (tmp_path / "both.html").read_text()
+    assert "more than their noise" in page and "±" in page and page.count("<section>") == 3
+    assert [figure["name"] for figure in read_data(page)["figures"]].count("ranks") == 2
+
+
+def test_runs_of_one_kind_are_compared_record_by_record(tmp_path):
+    runs = [RESULTS / "neoverse-n1-2-cores" / name for name in ("allreduce-2-ranks", "allreduce")]
+    result = save_report(runs, page=tmp_path / "both.html")
+    assert isinstance(result, ComparedResult) and len({row.what for row in result.rows}) == len(result.rows) > 10
+    same = ComparedResult([load_result(runs[0])] * 2)
+    assert {row.ratio.value for row in same.rows} == {1.0} and not any(row.ratio.is_clear for row in same.rows)
