@@ -262,8 +262,8 @@ class Strategy:
 
 
 def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """The strategies of a list such as `bf16,topk:0.01,dgc,int8`, each once, by commas or semicolons. What is no part is
-    an option of the one before."""
+    """The strategies of a list such as `bf16,topk:0.01,dgc,int8`, each once, by commas or semicolons. What is no part
+    is an option of the one before."""
     parts: list[str] = []
     for item in texts.replace(";", ",").split(",") if isinstance(texts, str) else texts:
         name = item.strip().partition("+")[0].partition(":")[0]

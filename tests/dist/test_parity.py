@@ -125,8 +125,8 @@ def train_together(case: Case, reducer: Variant, world: paceline.World) -> Recor
     module = build(case, world.rank)
     model = paceline.DDP(module, check_replicas_every=2, **case.options, **reducer.options(module))
     optimizer = case.optimizer(model.parameters())
-    if reducer.is_sharded:
-        optimizer = model.shard_optimizer(optimizer)
+    if reducer.is_sharded:  # of what is trained
+        optimizer = model.shard_optimizer(case.optimizer([p for p in model.parameters() if p.requires_grad]))
     record: Record = {}
     for step in range(case.steps):
         prepare_gradients(case, module, optimizer, world.rank)
