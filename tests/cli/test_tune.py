@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from paceline.plan import Plan
 from paceline.predict.race import VERDICTS
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.report.predictions import TuneResult
-from paceline.report.result import build_result
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
 from tests.conftest import Answer
@@ -214,9 +212,10 @@ def test_options_that_a_tuning_does_not_have(command, option):
     assert answer.code == 2 and option in answer.err
 
 
-def test_strict_fails_a_tuning_that_says_little(emulated, capsys):
-    run = load_result(emulated["run"]).run
-    result = build_result(replace(run, environment=replace(run.environment, load_average=1e6)))
+@pytest.mark.parametrize(("verdict", "code"), [("undecided", 1), ("flat", 0), ("use", 0)])
+def test_strict_fails_a_tuning_that_says_little(emulated, capsys, monkeypatch, verdict, code):
+    monkeypatch.setattr(TuneResult, "verdict", verdict)
+    result = load_result(emulated["run"])
     assert print_result(result, json=False) == 0
-    assert print_result(result, json=False, strict=True) == 1
-    assert "paceline: failed (--strict): " in capsys.readouterr().err
+    assert print_result(result, json=False, strict=True) == code
+    assert ("paceline: failed (--strict): " in capsys.readouterr().err) == bool(code)

@@ -211,7 +211,8 @@ def test_ranks_can_post_messages_while_they_work(warm_pool):
     assert sorted(heard, key=str) == sorted([(0, {"from": "0"}), (0, "done"), (1, {"from": "1"}), (1, "done")], key=str)
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_starts():
+def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("paceline.runtime.by_value.is_interactive", lambda: False)  # as workers of pytest may be
     with pytest.raises(ConfigError, match="top level of a module"):
         paceline.run_ranks(lambda: None, 2)
 

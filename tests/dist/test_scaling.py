@@ -81,9 +81,9 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
         taken.end_s = time.perf_counter()
         return outcome
 
-    def update(learner: Any, rate: float) -> None:
+    def update(learner: Any) -> None:
         steps[-1].grads = [param.grad.clone().numpy() for param in learner.parameters]
-        real_update(learner, rate)
+        real_update(learner)
 
     def run(bench: Any, *args: Any, **kwargs: Any) -> None:
         learners = [variant.replica for variant in bench.variants if variant.replica is not None]

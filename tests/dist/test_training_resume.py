@@ -337,9 +337,9 @@ def spoil_the_update(step: int) -> None:
 
     real = Learner.update
 
-    def update(learner: Any, rate: float) -> None:
+    def update(learner: Any) -> None:
         Learner.update = real
-        real(learner, rate)
+        real(learner)
         next(learner.module.parameters()).data.fill_(float("inf"))
 
     if step == 5:
