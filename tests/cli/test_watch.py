@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.cli.test_train_stops import TRAIN, the_run
 from tests.conftest import wait_until
@@ -18,6 +19,7 @@ from tests.unit.test_page import read_data
 from tests.unit.test_watch import ask, read_event
 
 
+@pytest.mark.slow  # and in the foreground: where SIGINT is ignored, a watcher ignores it, too
 def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subprocess.Popen[str]], tmp_path: Path):
     out, said = tmp_path / "runs", tmp_path / "said"
     command = (*TRAIN, "--epochs", "2000", "--ranks", "2", "--out", str(out), "--watch")
