@@ -81,7 +81,8 @@ def check_close(model: nn.Module, wanted: dict[str, torch.Tensor | None], what: 
 
 def check_equal(world: Any, tensors: Iterable[torch.Tensor | None], what: object = "") -> None:
     """Bit for bit the same on all ranks. Collective: every rank must call this."""
-    mine = [None if t is None else hashlib.sha256(t.detach().contiguous().numpy().data).hexdigest() for t in tensors]
+    values = [None if t is None else t.detach().cpu().contiguous().numpy() for t in tensors]
+    mine = [None if value is None else hashlib.sha256(value.data).hexdigest() for value in values]
     everyone = world.share(mine)
     assert all(other == everyone[0] for other in everyone), f"{what}: differs between the ranks"
 
