@@ -64,6 +64,7 @@ def test_a_replica_gone_astray_is_counted(on_ranks):
         assert [tuple(counts[change]) for counts in by_rank] == list(zip(alone, with_torch, strict=True)), change
 
 
+@pytest.mark.slow
 def test_bfloat16_runs_under_autocast_and_is_checked(on_ranks):
     wanted = WrapperSettings(
         models=("cnn",), wrappers=("bare", "torch", "paceline"), dtype="bfloat16", batch_size=2, iters=1, warmup=1
