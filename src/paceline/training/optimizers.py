@@ -149,8 +149,8 @@ class LAMB(_LayerwiseOptimizer):
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
-    The ratio `|w| / |r|` is 1 where `|w|` or `|r|` is 0, and in groups with `adapt=False`, which then learn as with torch's
-    AdamW: for biases and norms (`split_parameters`). The norm of w is not bounded: the paper's phi is the identity.
+    The ratio `|w| / |r|` is 1 where `|w|` or `|r|` is 0, and in groups with `adapt=False`, which then learn as with
+    torch's AdamW: for biases and norms (`split_parameters`). The norm of w is not bounded: the paper's phi is the identity.
     """
 
     def __init__(
