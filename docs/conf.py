@@ -24,7 +24,8 @@ paceline.predict = predict  # the package of this name can be called; the functi
 
 NAVIGATION = {
     "Start here": (
-        "docs/your-own-script", "From torch's DDP <docs/from-ddp>", "docs/notebooks", "docs/faq", "docs/troubleshooting",
+        "docs/your-own-script", "From torch's DDP <docs/from-ddp>", "docs/notebooks", "docs/faq",
+        "docs/troubleshooting",
     ),
     "Tutorial": ("docs/tutorial/*",),
     "Guides": (
