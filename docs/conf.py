@@ -27,7 +27,11 @@ NAVIGATION = {
         "docs/your-own-script", "From torch's DDP <docs/from-ddp>", "docs/notebooks", "docs/faq",
         "docs/troubleshooting",
     ),
-    "Tutorial": ("docs/tutorial/*",),
+    "Tutorial": tuple(
+        f"docs/tutorial/{path.stem}"
+        for pattern in ("*.md", "*.ipynb")
+        for path in sorted(ROOT.glob(f"docs/tutorial/{pattern}"))
+    ),
     "Guides": (
         "Training <docs/training>", "docs/report-page", "Where the time goes <docs/profiling>", "docs/bucket-size",
         "docs/scaling", "docs/strategies", "docs/several-hosts", "Measuring collectives <docs/measuring>",
@@ -42,7 +46,7 @@ NAVIGATION = {
 
 def find_results() -> list[str]:
     """The tables of results/ that a document links to, or such a table."""
-    found, files = set(), [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    found, files = set(), [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     while files:
         file = files.pop()
         for link in re.findall(r"\]\(([^)#:]+\.md)", file.read_text(encoding="utf-8")):
@@ -57,7 +61,7 @@ project, author, version = "Paceline", "", paceline.__version__
 html_title = f"Paceline {version}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/tutorial/*.ipynb", *find_results()]
+include_patterns = ["*.md", "docs/*.md", "docs/tutorial/*.md", "docs/tutorial/*.ipynb", *find_results()]
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "benchmarks", "examples"]
 html_theme = "furo"
 html_static_path = ["site.css"]
@@ -89,7 +93,7 @@ python_use_unqualified_type_names = True
 def write_toctrees() -> str:
     lines = []
     for caption, pages in NAVIGATION.items():
-        lines += ["", "```{toctree}", ":hidden:", ":glob:", f":caption: {caption}", "", *pages, "```"]
+        lines += ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```"]
     return "\n".join(lines)
 
 

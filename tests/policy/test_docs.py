@@ -13,7 +13,7 @@ from paceline.cli.main import _join_lists, app
 from paceline.workloads.registry import _OTHERS, NAMES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PLACEHOLDERS = {"FILE": "file.csv", "FOLDER": "folder"}
 
 

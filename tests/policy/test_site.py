@@ -92,7 +92,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_site_has_every_document_and_no_dead_link(site: Path):
     pages = {path.relative_to(site).with_suffix("").as_posix() for path in site.rglob("*.html")}
-    sources = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorial/*.ipynb")]
+    sources = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/tutorial/*.ipynb")]
     assert {path.relative_to(ROOT).with_suffix("").as_posix() for path in sources} | {"index", "search"} <= pages
     assert find_dead_links(site) == []
 
