@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gloo bench check sanitize wheels install clean
+.PHONY: help demo test test-all test-gloo docs bench check sanitize wheels install clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -42,6 +42,15 @@ check: $(STAMP) ## Lint, format and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A warning is an error. The site needs no server and no network: open its first page in a browser.
+docs: $(VENV)/.docs ## Make a site of the documents, with the reference of the API, in build/site
+	$(BIN)/python -m sphinx -W --keep-going --quiet --jobs auto -c docs -d build/site-cache . build/site
+	@echo "open build/site/index.html"
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,docs]'
+	@touch $@
 
 # What a sanitizer finds ends the program. Forked ranks for the one that knows memory, threads for the one that knows them.
 CORE := src/paceline/transport/native

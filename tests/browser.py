@@ -92,13 +92,16 @@ class Browser:
             time.sleep(0.05)
         return found
 
-    def open(self, address: str, width: int = 1440, dark: bool = False) -> None:
+    def open(
+        self, address: str, width: int = 1440, dark: bool = False,
+        ready: str = "document.documentElement?.dataset.ready === '1'",
+    ) -> None:  # fmt: skip
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=address)
-        self.wait_for("document.documentElement?.dataset.ready === '1'")
+        self.wait_for(ready)
 
     def find_complaints(self) -> list[str]:
         """Errors and warnings of the console, and exceptions."""

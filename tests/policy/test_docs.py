@@ -13,7 +13,7 @@ from paceline.cli.main import _join_lists, app
 from paceline.workloads.registry import _OTHERS, NAMES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PLACEHOLDERS = {"FILE": "file.csv", "FOLDER": "folder"}
 
 
@@ -82,6 +82,21 @@ def test_the_two_commands_of_the_readme_exist_and_so_does_every_make_target():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {c.split()[1] for path in DOCUMENTS for c in find_commands(path.read_text(), "make")}
     assert {"demo", "test"} <= named <= targets
+
+
+def find_missing_programs(text: str) -> list[str]:
+    """Examples and benchmarks that a text names and that do not exist."""
+    named = re.findall(r"\b(?:examples|benchmarks)/[\w/]+\.(?:py|sh)\b", text)
+    return [name for name in named if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_the_programs_that_a_document_names_exist(path):
+    assert find_missing_programs(path.read_text()) == []
+
+
+def test_a_program_that_does_not_exist_is_found():
+    assert find_missing_programs("`examples/quick_start.py` examples/none.py") == ["examples/none.py"]
 
 
 def find_anchors(text: str) -> set[str]:

@@ -110,6 +110,39 @@ def test_an_argument_that_does_not_exist_is_found():
             check_call(words, call)
 
 
+def find_unknown_arguments(found: Any) -> list[str]:
+    """The arguments that a docstring describes and that the function or class does not take."""
+    described = (inspect.getdoc(found) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    return sorted(set(re.findall(r"^    (\w+):", described, re.MULTILINE)) - set(inspect.signature(found).parameters))
+
+
+FUNCTIONS = [name for name in paceline.__all__ if name not in ("__version__", "bench", "scale")]
+FUNCTIONS += [f"bench.{name}" for name in ("allreduce", "chunks", "wrappers")]
+FUNCTIONS += [f"scale.{name}" for name in ("batch", "ranks", "large_batch", "strategies", "report")]
+
+
+@pytest.mark.parametrize("words", FUNCTIONS)
+def test_every_public_name_has_a_docstring_with_arguments_that_exist(words):
+    found = find_public(words)
+    assert inspect.getdoc(found) and find_unknown_arguments(found) == []
+
+
+def test_a_described_argument_that_does_not_exist_is_found():
+    def add(first: int) -> None:
+        """Adds.
+
+        Args:
+            first: One.
+            second: Another,
+                or none.
+
+        Returns:
+            Nothing.
+        """
+
+    assert find_unknown_arguments(add) == ["second"]
+
+
 @pytest.mark.parametrize("row", re.findall(r"^\| `([\w.]+)`[^|]*\| `(\w+)` \| (.*) \|$", API, re.MULTILINE))
 def test_what_a_call_is_said_to_return_it_returns(row):
     words, name, besides = row

@@ -64,21 +64,23 @@ class DDP(DistributedDataParallel):
 
     A subclass of torch's wrapper, because frameworks ask for that class. It has torch's names and none of its
     machinery: the constructor does not call torch's.
-
-    The arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel, and mean the same unless
-    `docs/ddp.md` says otherwise. These are added:
-
-    `reducer`: `bucketed`, or a simpler one: `overlap`, `flat`, `per_parameter`.
-    `plan`: the buckets, instead of a cap.
-    `init`: `broadcast` rank 0's values, `verify` that all are equal, or `none`.
-    `average`: `ranks` gives ranks equal weights. `samples` weights them by their samples, which
-    `samples_of(*args, **kwargs)` counts (by default the first dimension of the first tensor).
-    `manual`: gradients are averaged only by `sync_gradients()`.
-    `check_replicas_every`: compare the parameters of the ranks every N synchronised steps (0: never).
-    `statistics_every`: average BatchNorm's running statistics every N synchronised steps (0: never).
-    `ignore`: full names of parameters and buffers that are not synchronised.
-    `strategy`: what is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     Collective: every rank must call this, and every method that says so.
+
+    Args:
+        module: The module whose gradients are averaged.
+        device_ids: This and the arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel,
+            and mean the same unless `docs/ddp.md` says otherwise.
+        reducer: `bucketed`, or a simpler one: `overlap`, `flat`, `per_parameter`.
+        plan: The buckets, instead of a cap.
+        init: `broadcast` rank 0's values, `verify` that all are equal, or `none`.
+        average: `ranks` gives ranks equal weights. `samples` weights them by their samples.
+        samples_of: `samples_of(*args, **kwargs)` counts the samples of a forward. By default, the first dimension of
+            the first tensor.
+        manual: Gradients are averaged only by `sync_gradients()`.
+        check_replicas_every: Compare the parameters of the ranks every N synchronised steps (0: never).
+        statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
+        ignore: Full names of parameters and buffers that are not synchronised.
+        strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     """
 
     logger = mixed_precision = None
@@ -714,10 +716,14 @@ _BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # a wrapp
 
 
 def swap_wrapper(enable: bool = True, **options: Any) -> None:
-    """From now on torch's DistributedDataParallel makes a `paceline.DDP`, and these `options` win over the program's.
+    """From now on torch's DistributedDataParallel makes a `paceline.DDP`.
 
     By whichever name a program or a framework has imported the class, before or after this. Subclasses of it, models
-    that exist, and torch's `replicate` stay as they are. `enable=False` ends it.
+    that exist, and torch's `replicate` stay as they are.
+
+    Args:
+        enable: False ends it.
+        options: Arguments of `DDP` for every model. They win over the program's.
     """
     global _in_place
     if unknown := options.keys() - (inspect.signature(DDP.__init__).parameters.keys() - {"self", "module"}):

@@ -493,7 +493,16 @@ def _world() -> dist.ProcessGroup:
 
 
 def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
-    """`(state, hook)` for `register_comm_hook` of torch's DistributedDataParallel. Collective: call on all ranks."""
+    """A communication hook for torch's DistributedDataParallel. Collective: call on all ranks.
+
+    Args:
+        strategy: What to send, such as "int8" (`docs/strategies.md`).
+        model: The module that is wrapped.
+        group: Its process group; None is the default group.
+
+    Returns:
+        `(state, hook)`, the arguments of `register_comm_hook`.
+    """
     parsed = Strategy.parse(strategy)
     if not parsed.is_hook:
         text = "does more than a communication hook can do: use paceline.DDP"

@@ -384,13 +384,20 @@ def run_ranks(
     fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = (), *, timeout_s: float | None = None,
     on_message: _Hear = None,
 ) -> list[Any]:  # fmt: skip
-    """Call `fn(*args)` on `num_ranks` ranks and return their values in rank order.
+    """Call `fn(*args)` on local ranks and return their values in rank order.
 
     In a plain program this starts local ranks, and ends all of them before it returns, whatever happens; see
     `RankPool.run` for the rest, and use a pool to run several jobs on the same ranks. In a process that a launcher
     (torchrun, Slurm, mpirun, or Paceline itself) started as one rank, no rank is started: `fn` runs here, as this rank
-    of that world, which must have `num_ranks` ranks, and every rank gets the list of all values. Collective there:
-    every rank must call this. `timeout_s` then bounds the wait for the other ranks after `fn` returned here.
+    of that world, and every rank gets the list of all values. Collective there: every rank must call this.
+
+    Args:
+        fn: A function that can be pickled, or one that was typed into a notebook or at a prompt.
+        num_ranks: How many ranks; a launched world must have as many.
+        args: Its arguments, the same on every rank.
+        timeout_s: Ends ranks that take longer. In a launched world it bounds the wait for the other ranks after `fn`
+            returned here.
+        on_message: `on_message(rank, message)` gets what ranks `post`.
     """
     if not is_launched():
         with RankPool(num_ranks) as pool:

@@ -104,11 +104,17 @@ def init(
     The world comes from torchrun's, Slurm's or mpirun's variables, or from `rank` and `world_size`; without
     either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
 
-    `backend`: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not; a name; or a list
-    such as `cpu:shm,cuda:nccl`. `paceline` is another name of shm.
-    `rendezvous`: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
-    `threads`: torch's threads per rank; by default the cores of this host shared among its ranks.
-    `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
+    Args:
+        backend: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not. Or a name, or a list such
+            as `cpu:shm,cuda:nccl`. `paceline` is another name of shm.
+        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        rendezvous: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
+        rank: This process's number, without a launcher.
+        world_size: The number of ranks, without a launcher.
+        threads: torch's threads per rank. By default the cores of this host shared among its ranks.
+        timeout_s: Bounds each collective.
+        rendezvous_timeout_s: Bounds the wait for the other ranks.
+        announce: Called on rank 0 with a line that says what was chosen.
     """
     global _open
     limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"

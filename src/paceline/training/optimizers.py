@@ -106,8 +106,8 @@ class LARS(_LayerwiseOptimizer):
         u = momentum * u + ratio * (g + weight_decay * w)
         w = w - lr * u
 
-    The ratio is 1 where |w| or |g| is 0, and in groups with `adapt=False`, which then learn as with torch's SGD: for
-    biases and norms (`split_parameters`). With `nesterov`, w moves by momentum * u + ratio * (...).
+    The ratio is 1 where `|w|` or `|g|` is 0, and in groups with `adapt=False`, which then learn as with torch's SGD:
+    for biases and norms (`split_parameters`). With `nesterov`, w moves by momentum * u + ratio * (...).
 
     The rate is not in u, as it is in the paper's v = momentum * v + lr * ratio * (...). So a rate that changes applies
     to all of u at once, and needs no momentum correction (Goyal 2017). At a constant rate the two are the same.
@@ -149,8 +149,9 @@ class LAMB(_LayerwiseOptimizer):
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
-    The ratio |w| / |r| is 1 where |w| or |r| is 0, and in groups with `adapt=False`, which then learn as with torch's
-    AdamW: for biases and norms (`split_parameters`). The norm of w is not bounded: the paper's phi is the identity.
+    The ratio `|w| / |r|` is 1 where `|w|` or `|r|` is 0, and in groups with `adapt=False`, which then learn as with
+    torch's AdamW: for biases and norms (`split_parameters`). The norm of w is not bounded: the paper's phi is the
+    identity.
     """
 
     def __init__(

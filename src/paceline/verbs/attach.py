@@ -53,10 +53,15 @@ def attach(
 ) -> AttachedResult:  # fmt: skip
     """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
 
-    `command` starts it: `["torchrun", "--nproc-per-node", "2", "train.py"]`. The first `steps` are observed (0: all);
-    then the program goes on, or with `stop` ends on all ranks after the same step. every `every` steps a line says
-    how long they take. With `race` both this run and a second one are stopped: in the second its own buckets and the
-    best ones, or those of `caps`, take turns, for at most `budget` seconds. With `out` the run is saved in a folder.
+    Args:
+        command: What starts the program: `["torchrun", "--nproc-per-node", "2", "train.py"]`.
+        steps: The first ones, which are observed (0: all).
+        stop: End the program on all ranks after them. Otherwise it continues.
+        every: Print the time of a step every N steps.
+        race: Stop this run, and a second one, in which its own buckets and the best ones take turns.
+        caps: Bucket sizes that race instead of the best ones.
+        budget: Seconds that the race may take at most.
+        out: Save the run in a new folder there.
     """
     check_counts(steps=steps or None, every=every)
     words = list(command)

@@ -34,12 +34,23 @@ def allreduce(
 ) -> CollectiveResult:  # fmt: skip
     """How fast is all-reduce here? Backends x ranks x sizes in turns, with every element checked.
 
-    `ranks`: numbers of ranks; by default that of the launched world or, in a plain process, 2. `sizes`: with their unit
-    ("25MiB"), or bytes. `backend`: one or several, "gloo,shm" or a list. `collective`: all_reduce, all_gather,
-    reduce_scatter or broadcast. `op`: sum, avg, min, max or prod. `memory`: of the vectors: ordinary, shared (backend
-    shm alone), or both. `limit`: measure what memory could do, too. `iters`, `warmup`: by default as the time allows.
-    `compare`: a run folder, or a table of others. `out`: save the run in a new folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
+
+    Args:
+        ranks: Numbers of ranks. By default that of the launched world or, in a plain process, 2.
+        sizes: With their unit ("25MiB"), or bytes.
+        backend: One or several: "gloo,shm" or a list.
+        collective: all_reduce, all_gather, reduce_scatter or broadcast.
+        op: sum, avg, min, max or prod.
+        dtype: Of the elements.
+        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        memory: Of the vectors: ordinary, shared (backend shm alone), or both.
+        limit: Measure what memory could do, too.
+        iters: Repetitions. By default as the time allows.
+        warmup: Repetitions before them.
+        compare: A run folder, or a table of others.
+        out: Save the run in a new folder there.
+        progress: True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
     """
     given, names = dict(locals()), list_names(memory)
     memories = ("ordinary", "shared") if "both" in names else tuple(sorted(names))
@@ -66,9 +77,12 @@ def chunks(
 ) -> ChunksResult:  # fmt: skip
     """What does cutting one message into chunks cost? The time of a fixed total, by the size of its chunks.
 
-    `total` and `chunks` carry their unit ("240MB") or are bytes; by default the chunks go from ten thousand elements to
-    all of them. The other arguments are those of `allreduce`.
+    The other arguments are those of `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
+
+    Args:
+        total: With its unit ("240MB"), or bytes.
+        chunks: Their sizes. By default from ten thousand elements to all of them.
     """
     given, total_bytes = dict(locals()), parse_size(total) if isinstance(total, str) else total
     if chunks is None:
@@ -86,10 +100,15 @@ def wrappers(
 ) -> WrappersResult:  # fmt: skip
     """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one for each wrapper.
 
-    `models`: names of built-in models. `wrappers`: bare, torch, torch-tuned, paceline and its reducers
-    (paceline-flat, ...). `batch_size`: samples per rank, by default the model's own. `dtype`: float32 or bfloat16.
     The other arguments are those of `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
+
+    Args:
+        models: Names of built-in models.
+        wrappers: bare, torch, torch-tuned, paceline and its reducers (paceline-flat, ...).
+        batch_size: Samples per rank. By default the model's own.
+        dtype: float32 or bfloat16.
+        threads: torch's threads per rank.
     """
     given, load = dict(locals()), "wrappers:measure_wrappers"
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}

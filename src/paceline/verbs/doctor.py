@@ -23,10 +23,14 @@ def doctor(
 ) -> DoctorResult:  # fmt: skip
     """Check everything that ranks need, then run a real all-reduce on two of them.
 
-    With `hosts` ("a,b"), check those over ssh instead: reachability, versions, clocks, interfaces, free space, and the
-    bandwidth between every two. The other arguments are those of `paceline run --hosts`; `check_timeout` is for all
-    but the bandwidth.
-    `result.failure` names what failed, and is empty on a machine, or on hosts, ready to train.
+    Args:
+        hosts: "a,b": check those over ssh instead: reachability, versions, clocks, interfaces, free space, and the
+            bandwidth between every two.
+        interface: This and the arguments up to `env` are those of `paceline run --hosts`.
+        check_timeout: Seconds for each check but that of the bandwidth.
+
+    Returns:
+        A `DoctorResult`. Its `failure` names what failed, and is empty where all is ready to train.
     """
     given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
     given["check-timeout"] = check_timeout != CHECK_S

@@ -43,13 +43,23 @@ def predict(
 ) -> PredictResult | StrategyStepsResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
-    `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
-    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep (a run,
-    nccl-tests' text or JSON, or a CSV), scaled beyond its ranks; `backend` chooses from it. `ranks_per_node` share a
-    node, joined by the network `inside`: given both a network and a sweep, the sweep joins them. `algorithm` is
-    auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
-    standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
-    `strategy` compares strategies, each with its best buckets (a `StrategyStepsResult`): "all", or some ("bf16,int8").
+    Args:
+        profile: A result of `paceline.profile`, or the folder of a run of `profile layers`.
+        network: Names of networks ("10gbe,hdr"), or bandwidth and latency ("10Gb/s,50us").
+        ranks: One or several numbers of ranks.
+        allreduce: A measured sweep (a run, nccl-tests' text or JSON, or a CSV), scaled beyond its ranks.
+        backend: Which one of the sweep.
+        ranks_per_node: How many ranks share a node.
+        inside: The network inside a node. Given both a network and a sweep, the sweep joins the ranks of a node.
+        algorithm: auto, ring, tree, two-level, gloo or shared.
+        accumulate: Micro-batches per step.
+        gradients: fp32 or bf16.
+        straggler: How much ranks differ: a standard deviation such as "3%", or "profile" for the profile's own.
+        strategy: Compare strategies, each with its best buckets: "all", or some ("bf16,int8").
+        out: Save the run in a new folder there.
+
+    Returns:
+        A `PredictResult`; with `strategy`, a `StrategyStepsResult`.
     """
     from paceline.predict.curves import check_algorithm
     from paceline.predict.strategies import list_strategies
@@ -151,10 +161,17 @@ def predict_trace(
 ) -> TracedResult:  # fmt: skip
     """Which bucket size is best for a DDP job, and what would it cost elsewhere? From traces of torch.profiler alone.
 
-    `traces` are the files (JSON, or compressed with gzip) of one or more ranks, or folders with them; `paceline.trace`
-    makes such ones, too. The answer is for the ranks and the network of the trace. `network` and `ranks` ask for
-    others, as in `predict`: without a network the traced messages are scaled. With `out` the run is saved in a folder
-    there.
+    The answer is for the ranks and the network of the trace.
+
+    Args:
+        traces: The files (JSON, or compressed with gzip) of one or more ranks, or folders with them. `paceline.trace`
+            makes such ones, too.
+        network: Ask for other networks, as in `predict`. Without one the traced messages are scaled.
+        ranks: Ask for other numbers of ranks.
+        ranks_per_node: How many ranks share a node.
+        inside: The network inside a node.
+        algorithm: auto, ring, tree, two-level, gloo or shared.
+        out: Save the run in a new folder there.
     """
     from paceline.predict.curves import check_algorithm
     from paceline.report.traced import TracedResult

@@ -34,16 +34,25 @@ def profile(
 ) -> Any:  # fmt: skip
     """Where does the time of a training step go? Layers of the bare model and, on several ranks, phases of its steps.
 
-    `model` and `step`: a module, and a function `step(model)` that runs one forward and backward with any inputs, and
-    may update. Inside a launched world this is collective, and every rank gets the same result; in a plain process it
-    runs here, in a world of one. Values of the module and of its optimizers are restored at the end.
-    `model` alone: a picklable factory that returns such a pair, for which `ranks` local ranks are started; or the name
-    of a built-in model, with the options of a training job (`batch_size=4`, `data="mnist:PATH"`, ...).
+    Inside a launched world this is collective, and every rank gets the same result. In a plain process a module runs
+    here, in a world of one. Values of the module and of its optimizers are restored at the end.
 
-    `kind`: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" the layers alone, on one rank;
-    "phases" the phases alone (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see `trace`).
-    `wrapper`: paceline, torch or none, for the phases. `iters`, `warmup`: by default as the time allows.
-    `out`: save the run in a new folder there.
+    Args:
+        model: A module, with `step`. Or a picklable factory that returns such a pair, for which `ranks` local ranks are
+            started. Or the name of a built-in model.
+        step: `step(model)` runs one forward and backward with any inputs, and may update.
+        kind: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" the layers alone, on one rank;
+            "phases" the phases alone (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see
+            `trace`).
+        ranks: How many local ranks a factory or a name is started on.
+        wrapper: paceline, torch or none, for the phases.
+        backend: Of the ranks, as in `init`.
+        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        threads: torch's threads per rank.
+        iters: Steps that are timed. By default as the time allows.
+        warmup: Steps before them.
+        out: Save the run in a new folder there.
+        job: Of a built-in model, the options of a training job (`batch_size=4`, `data="mnist:PATH"`, ...).
     """
     check_names("kind", (kind,), ("all", "phases", "layers", "trace"))
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
@@ -94,9 +103,14 @@ def trace(
 ) -> TraceResult:  # fmt: skip
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.
 
-    `model`, `step` and the options of a job are those of `profile`. `steps` are recorded, after `warmup` others.
-    `memory`: what memory holds over one more step, by category, and what makes its peak. `shapes`: record the shapes of
-    operators' inputs. `plot`: draw one step of all ranks.
+    `model`, `step` and the options of a job are those of `profile`.
+
+    Args:
+        steps: How many are recorded.
+        warmup: Steps before them.
+        memory: What memory holds over one more step, by category, and what makes its peak.
+        shapes: Record the shapes of operators' inputs.
+        plot: Draw one step of all ranks.
     """
     refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
     check_counts(steps=steps, warmup=warmup)
@@ -140,10 +154,16 @@ def comm_table(
 ) -> CommTableResult:  # fmt: skip
     """What do the gradients of a step cost on other networks? The computation is measured, the messages are predicted.
 
-    `model`: a built-in model (by default cnn), which is measured on one rank, or a result of `profile`. `profiles`: in
-    its place, runs of `profile layers`, whose rows make one table. `network`: names, or bandwidth and latency
-    ("10Gb/s,50us"). `curves`: runs of `bench allreduce` that are used as networks, too. `job`: options of a training
-    job (`batch_size=4`, `device="cpu"`, ...).
+    Args:
+        model: A built-in model (by default cnn), which is measured on one rank, or a result of `profile`.
+        profiles: In its place, runs of `profile layers`, whose rows make one table.
+        network: Names, or bandwidth and latency ("10Gb/s,50us").
+        curves: Runs of `bench allreduce` that are used as networks, too.
+        ranks: Numbers of ranks.
+        iters: Steps that are timed. By default as the time allows.
+        warmup: Steps before them.
+        out: Save the run in a new folder there.
+        job: Options of a training job (`batch_size=4`, `device="cpu"`, ...).
     """
     from paceline.predict.networks import find_networks
     from paceline.report.profiles import ProfileResult, load_sweeps
@@ -186,7 +206,12 @@ def comm_table(
 
 
 def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult | TrainComparisonResult:
-    """Two traces, the phases of two runs, or two runs of training, given as results or as run folders."""
+    """Two traces, the phases of two runs, or two runs of training.
+
+    Args:
+        first: A result, or a run folder.
+        second: Another one of the same kind.
+    """
     from paceline.report.profiles import ComparisonResult
     from paceline.report.result import Result, load_result
     from paceline.verbs.train import compare_runs

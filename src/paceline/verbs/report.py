@@ -16,9 +16,11 @@ from paceline.verbs.profile import compare
 def save_report(
     runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None
 ) -> Result:
-    """Write one page of these runs (folders, or results), and return its first result: the comparison of several.
+    """Write one page of these runs, and return its first result: the comparison of several.
 
-    `page`: the file to write; by default `report.html` in the folder of the run or, of several, in this one.
+    Args:
+        runs: Folders, or results.
+        page: The file to write. By default `report.html` in the folder of the run or, of several, in this one.
     """
     refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
     results = [run if isinstance(run, Result) else load_result(run) for run in runs]

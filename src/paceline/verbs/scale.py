@@ -50,9 +50,15 @@ def batch(
 ) -> BatchResult:  # fmt: skip
     """Which batch size keeps one rank busy? Whole epochs at each size, the first of them a warm-up.
 
-    `job`: further settings of the job, under the names of the options of `paceline train` (data, precision, channels,
-    ...). `out`: save the study in a new folder there, cell by cell. `resume`: the folder of an interrupted study, which
-    has its own settings: other arguments must be left out.
+    Args:
+        model: A name, or "FILE.py:FUNCTION", as in `paceline.train`.
+        batch_size: The sizes to compare.
+        epochs: At each size.
+        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        out: Save the study in a new folder there, cell by cell.
+        resume: The folder of an interrupted study, which has its own settings: other arguments must be left out.
+        job: Further settings of the job, under the names of the options of `paceline train` (data, precision,
+            channels, ...).
     """
     _refuse_launched("batch sizes are compared on one rank")
     return cast("BatchResult", _run_study("batch", locals()))
@@ -97,10 +103,18 @@ def ranks(
 ) -> RanksResult:  # fmt: skip
     """Do more ranks help? Weak and strong scaling, all wrappers and backends in turns, compared with one rank.
 
-    `ranks`: by default 1, 2, 4, ... up to the cores or GPUs, or to the launched world. `batch_size`: samples per rank
-    (weak scaling). `global_batch_size`: samples over all ranks (strong scaling); by default one that all can share.
-    `network` and `predict_ranks`: for which networks and numbers of ranks the curve is predicted. `job`, `out` and
-    `resume` as for `batch`. Inside a launched world this is collective: every rank must call it.
+    The other arguments are those of `batch`.
+    Inside a launched world this is collective: every rank must call it.
+
+    Args:
+        ranks: By default 1, 2, 4, ... up to the cores or GPUs, or to the launched world.
+        batch_size: Samples per rank (weak scaling).
+        global_batch_size: Samples over all ranks (strong scaling). By default one that all can share.
+        wrapper: Wrappers to compare.
+        backend: Backends to compare.
+        network: For which networks the curve is predicted.
+        predict_ranks: For which numbers of ranks it is.
+        iters: Steps that are timed. By default as the time allows.
     """
     return cast("RanksResult", _run_study("ranks", locals()))
 
@@ -174,14 +188,21 @@ def large_batch(
 ) -> LargeBatchResult:  # fmt: skip
     """What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.
 
-    Where numbers are predicted, test losses are compared.
-    `model`: by default a cnn so small that the study takes minutes. `base_batch_size`: the baseline, for which the
-    learning rate (`lr`) is right. `global_batch_size`: by default 16 times as large. `recipes`: switches joined by +,
-    such as "linear+warmup"; by default all usual ones that the job can take. `updates`: also runs of this many updates;
-    by default twice those of the largest batch, 0 for none. `schedule`: cosine, or piecewise with `lr_drops`, unless it
-    is given. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine; by default 1, or as
-    many as the resumed study had. `job`, `out` and `resume` as for `batch`.
+    Where numbers are predicted, test losses are compared. The other arguments are those of `batch`.
     Inside a launched world this is collective: every rank must call it.
+
+    Args:
+        model: By default a cnn so small that the study takes minutes.
+        base_batch_size: The baseline, for which the learning rate is right.
+        global_batch_size: By default 16 times as large.
+        recipes: Switches joined by +, such as "linear+warmup". By default all usual ones that the job can take.
+        seeds: How many runs each batch and recipe has.
+        updates: Also runs of this many updates. By default twice those of the largest batch; 0 for none.
+        lr: The learning rate of the baseline.
+        schedule: By default cosine, or piecewise with `lr_drops`.
+        batch_size: What a rank computes at once.
+        evaluations: How often a run is tested.
+        at_once: Runs that share the machine. By default 1, or as many as the resumed study had.
     """
     return cast("LargeBatchResult", _run_study("large-batch", locals()))
 
@@ -244,12 +265,15 @@ def strategies(
 ) -> StrategiesResult:  # fmt: skip
     """What does sending less cost in test accuracy? The same job with each strategy, several seeds each.
 
-    `strategies`: such as "bf16,int8,powersgd:4"; float32 (`dense`) and `bf16` are always there, to compare with.
-    `workers`: replicas in one process that exchange as ranks would, 4 by default; with `ranks` the job runs on ranks,
-    and its times count. `target`: a test accuracy (0 to 1), or a test loss: when does each strategy reach it?
-    `model`: by default a small cnn, on synthetic images under so much noise that no strategy gets all of them right.
-    `epochs`: 6 by default, unless `steps` are given. `schedule`, `at_once`, `job`, `out` and `resume` as for
-    `large_batch`.
+    The other arguments are those of `large_batch`.
+
+    Args:
+        model: By default a small cnn, on synthetic images under so much noise that no strategy gets all of them right.
+        strategies: Such as "bf16,int8,powersgd:4". float32 (`dense`) and `bf16` are always there, to compare with.
+        workers: Replicas in one process that exchange as ranks would, 4 by default.
+        ranks: Run the job on ranks instead; then its times count.
+        epochs: 6 by default, unless `steps` are given.
+        target: A test accuracy (0 to 1), or a test loss: when does each strategy reach it?
     """
     return cast("StrategiesResult", _run_study("strategies", locals()))
 
@@ -297,7 +321,11 @@ def report(
 ) -> ReportResult:
     """The whole study on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
 
-    Without `runs` the three studies are measured with their defaults, each in its own folder inside that of the report.
+    Args:
+        runs: Folders of finished runs. Without them the three studies are measured with their defaults, each in its own
+            folder inside that of the report.
+        out: Save the report in a new folder there.
+        resume: The folder of an interrupted report.
     """
     from paceline.report.result import load_result
     from paceline.report.scaling import ReportResult

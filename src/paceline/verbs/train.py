@@ -38,22 +38,29 @@ def train(
     model: str | None = None, data: str | None = None, ranks: Counts | None = None, epochs: int | None = None, *,
     resume: Place = None, out: Place = None, progress: bool | None = None, watch: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Train a model, and return its epochs, its metrics and where the time went (a `TrainRunResult`).
+    """Train a model, and return its epochs, its metrics and where the time went.
 
-    `model`: a name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION", which returns a
-    module, or a whole job: (model, data, step). `data`: "synthetic" (the default), "mnist:FOLDER" and so on, or
-    "FILE.py:FUNCTION". `ranks`: by default those of the launched world or, in a plain process,
-    1. Several numbers (`ranks=(1, 2)`) train the same job with the same global batches, one run after the other, and
-    return what they learned and how fast (a `TrainComparisonResult`, whose `parts` are the runs). `epochs`: 1 by
-    default. `settings` are the fields of `TrainSettings`, named as the options of `paceline train`:
-    `batch_size`, `lr`, `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
-
-    `out`: save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
-    written. Where a scheduler starts a job again, the variable PACELINE_RUN names that folder, and a run that is there
-    is resumed. `resume`: the folder of a run, which resumes from its newest checkpoint; its own settings hold, and only
-    those that do not change the result may be given. `watch`: serve its live page (`paceline.watch`), from a process of
-    its own.
     Inside a launched world this is collective: every rank must call it and gets the same result.
+
+    Args:
+        model: A name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION", which returns a
+            module, or a whole job: (model, data, step).
+        data: "synthetic" (the default), "mnist:FOLDER" and so on, or "FILE.py:FUNCTION".
+        ranks: By default those of the launched world or, in a plain process, 1. Several numbers (`ranks=(1, 2)`) train
+            the same job with the same global batches, one run after the other.
+        epochs: 1 by default.
+        resume: The folder of a run, which resumes from its newest checkpoint. Its own settings hold, and only those
+            that do not change the result may be given.
+        out: Save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
+            written. Where a scheduler starts a job again, the variable PACELINE_RUN names that folder, and a run that
+            is there is resumed.
+        watch: Serve its live page (`paceline.watch`), from a process of its own.
+        settings: The fields of `TrainSettings`, named as the options of `paceline train`: `batch_size`, `lr`,
+            `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
+
+    Returns:
+        A `TrainRunResult`. Of several numbers of ranks a `TrainComparisonResult`, what they learned and how fast, whose
+        `parts` are the runs.
     """
     counts = () if ranks is None else list_counts(ranks)
     alone = counts[0] if len(counts) == 1 else None

@@ -30,15 +30,25 @@ def tune(
 ) -> TuneResult:  # fmt: skip
     """Which buckets? Measures the job, predicts every plan, lets the best race in turns, and returns the plan.
 
-    `model` is your module and `step(model)` runs one forward and backward of it (and may update), inside a launched
-    world; or `model` is a factory that returns (model, step), which is started on `ranks` local ranks; or a name of
-    `paceline train --model`, with the options of `paceline.train` as further arguments (`data`, `batch_size`, ...).
-    `wrapper` is paceline or torch. `caps` are bucket sizes to run ("1MiB,25MiB"); by default a range. Without
-    `confirm` the job is never run under a plan; `budget` is how many seconds the race may take at most. With `network`,
-    one rank computes, and its buckets take as long as on that network of `network_ranks` ranks. With `strategy` ("all",
-    or some: "bf16,int8") every strategy is predicted; bf16 and those that are named race, too, and of "all" the best
-    lossy one. `result.plan` stays that of the exact ones. With `out` the run is saved in a folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
+
+    Args:
+        model: Your module, inside a launched world, with `step`. Or a factory that returns (model, step), which is
+            started on `ranks` local ranks. Or a name of `paceline train --model`.
+        step: `step(model)` runs one forward and backward of the module, and may update.
+        ranks: How many local ranks a factory or a name is started on.
+        wrapper: paceline or torch.
+        quick: Shorter, and less certain.
+        confirm: False: the job is never run under a plan.
+        caps: Bucket sizes to run ("1MiB,25MiB"). By default a range.
+        iters: Steps that are timed. By default as the time allows.
+        network: One rank computes, and its buckets take as long as on that network.
+        network_ranks: The ranks of that network.
+        budget: Seconds that the race may take at most.
+        strategy: "all", or some ("bf16,int8"): every strategy is predicted. bf16 and those that are named race, too,
+            and of "all" the best lossy one. `result.plan` stays that of the exact ones.
+        out: Save the run in a new folder there.
+        job: Of a built-in model, the options of `paceline.train` (`data`, `batch_size`, ...).
     """
     is_odd = network is None and network_ranks is not None
     refuse((is_odd, f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one"))

@@ -243,8 +243,14 @@ def watch(
 ) -> TrainRunResult:  # fmt: skip
     """Show a training run on a page while it runs, and in a terminal; return its result when it has ended.
 
-    The address is printed; `browser` opens it, by default where there is a display. When the run has ended and nobody
-    has looked at the page for `linger` seconds, the page is saved in the folder of the run. Ctrl-C does the same.
+    The address is printed. When the run has ended and nobody has looked at the page for a while, the page is saved in
+    the folder of the run. Ctrl-C does the same.
+
+    Args:
+        run: The folder of the run.
+        port: Of the page. By default a free one.
+        browser: Open the page. By default where there is a display.
+        linger: Seconds without a viewer after which the page of an ended run closes.
     """
     found = load_result(run)
     refuse((not isinstance(found, TrainRunResult),
