@@ -17,7 +17,7 @@ from paceline.plan import Gradient, plan_like_torch
 
 PLANTED = os.environ.get("PLANTED", "nothing")
 BATCH_SIZE, ROWS, WIDTH = 1 if PLANTED == "batch" else 32, 60_000 if PLANTED == "network" else 64, 128
-TOKENS = {"batch": 1, "buckets": 8}.get(PLANTED, 64)
+TOKENS = {"batch": 1, "buckets": 8, "data": 8, "late rank": 8}.get(PLANTED, 64)
 # Layers of a batch of one are wide, and each bad bucket is one of many gradients.
 WIDE, DEPTH, PARTS = {"batch": (1024, 5, 1), "buckets": (WIDTH, 12, 8)}.get(PLANTED, (WIDTH, 8, 1))
 CAP_MB = 0.001 if PLANTED == "buckets" else 25
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
     def forward(self, tokens):
         if PLANTED == "late rank" and os.environ["RANK"] == "1":
-            time.sleep(0.03)
+            time.sleep(0.05)
         found = self.table(tokens)
         for layer in self.layers:
             found = torch.cat([part(found) for part in layer], dim=-1).relu()

@@ -43,8 +43,8 @@ _OF_BUCKETS = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_c
 
 class Settings(NamedTuple):
     """Of `steps` (0: all), `record` are recorded, after `warmup` others. With `every` their times are written after so
-    many steps, and four times a second, not only at the end. `race`: from step `first` on, `turns` of `length` steps, each the number of one of `plans`,
-    which are caps in MiB; None stands for the program's own."""
+    many steps, and four times a second, not only at the end. `race`: from step `first` on, `turns` of `length` steps,
+    each the number of one of `plans`, which are caps in MiB; None stands for the program's own."""
 
     folder: str
     steps: int

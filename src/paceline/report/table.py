@@ -170,7 +170,7 @@ class Table:
         return "\n".join([head, rule, *body]) + "\n"
 
     def html(self) -> str:
-        """All columns for people, for a notebook."""
+        """All columns for people, for a page and a notebook."""
         shown = self._show(self.rows)
         sides = ["right" if one.column.is_number else "left" for one in shown]
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
@@ -180,6 +180,8 @@ class Table:
             parts = [f'<{tag} style="text-align:{s}">{html.escape(c)}</{tag}>' for c, s in zip(row, sides, strict=True)]
             lines.append(f"<tr>{''.join(parts)}</tr>")
         return f"<table>{caption}{''.join(lines)}</table>"
+
+    _repr_html_ = html
 
     def terminal(self, width: int | None = 80) -> str:
         """The table for a terminal of this width; None shows every column, however wide.

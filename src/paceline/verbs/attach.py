@@ -55,15 +55,16 @@ _MOST_STEPS = 5000
 
 def attach(
     command: Sequence[str], *, steps: int = 48, stop: bool = False, every: int | None = None, race: bool = False,
-    caps: Sizes = (), budget: float | None = None, port: int | None = None, browser: bool = False, out: Place = None,
-    progress: bool | None = None,
+    caps: Sizes = (), budget: float | None = None, port: int | None = None, browser: bool | None = None,
+    out: Place = None, progress: bool | None = None,
 ) -> AttachedResult:  # fmt: skip
     """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
 
     `command` starts it: `["torchrun", "--nproc-per-node", "2", "train.py"]`. The first `steps` are observed (0: all);
     then the program goes on, or with `stop` ends on all ranks after the same step. With `every` it is watched: a line
-    every so many steps, and a live page on `port`, whose address is printed (`browser` opens it). With `race` both this run and a second one are stopped: in the second its own buckets and the
-    best ones, or those of `caps`, take turns, for at most `budget` seconds. With `out` the run is saved in a folder.
+    every so many steps, and a live page on `port`, whose address is printed (`browser` opens it; None: where there is a
+    display). With `race` both this run and a second one are stopped: in the second its own buckets and the best ones,
+    or those of `caps`, take turns, for at most `budget` seconds. With `out` the run is saved in a folder.
     """
     check_counts(steps=steps or None, every=every)
     words = list(command)
@@ -84,7 +85,9 @@ def attach(
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
         seen = Path(folder) / "observed"
-        with _watch(session, seen, port, browser) if every else contextlib.nullcontext() as viewer:
+        first = max(2, recorded["warmup"]) + 1  # recorded steps are slower, and the one after them writes a file
+        slower = range(first, first + recorded["record"] + 1)
+        with _watch(session, seen, slower, port, browser) if every else contextlib.nullcontext() as viewer:
             ranks = _run(session, seen, asked | recorded, viewer)
         traces, traced, why = _read_traces(ranks)
         session.warnings += why
@@ -212,11 +215,12 @@ def _wait(
 
 
 class _Viewer(Follower):
-    """The steps of a program that runs, for its live page: rows of metrics in the folder of its files."""
+    """The steps of a program that runs, but those that recording makes `slower`, for its live page: rows of metrics in
+    the folder of its files."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
+    def __init__(self, session: Session, folder: Path, slower: range) -> None:
         folder.mkdir()
-        self._session, self._ranks, self._end = session, list[_Rank](), ("running", "Running")
+        self._session, self._slower, self._ranks, self._end = session, slower, list[_Rank](), ("running", "Running")
         self._traced: list[TracedStepRecord] | None = None
         self._log, self._step = MetricsLog(folder / METRICS_FILE), 0
         super().__init__(folder)
@@ -244,7 +248,8 @@ class _Viewer(Follower):
             if self._ranks and len(self._ranks) == self._ranks[0].about["world_size"]:
                 by_rank = [{number: times for number, *times in rank.steps} for rank in self._ranks]
                 new = sorted(number for number in set.intersection(*map(set, by_rank)) if number > self._step)
-                found = [(number, zip(*(steps[number] for steps in by_rank), strict=True)) for number in new]
+                shown = (number for number in new if number not in self._slower)
+                found = [(number, zip(*(steps[number] for steps in by_rank), strict=True)) for number in shown]
                 self._log.append(*(build_row(number, *times) for number, times in found))
                 self._step = max((self._step, *new))
         self.update()
@@ -260,9 +265,9 @@ class _Viewer(Follower):
 
 
 @contextlib.contextmanager
-def _watch(session: Session, folder: Path, port: int | None, browser: bool) -> Iterator[_Viewer]:
+def _watch(session: Session, folder: Path, slower: range, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
     """Serve the live page of a program. Who looks at its end sees how it ended."""
-    with serve(viewer := _Viewer(session, folder), port) as server:
+    with serve(viewer := _Viewer(session, folder, slower), port) as server:
         if session.progress is not False:
             show_address(server, shlex.join(session.config["command"]), browser)
         yield viewer

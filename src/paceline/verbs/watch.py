@@ -32,7 +32,7 @@ from paceline.report.page import render_page, render_table, save_page, split_ver
 from paceline.report.result import Result, load_result
 from paceline.report.table import Table
 from paceline.report.training import TrainRunResult, load_training
-from paceline.units import format_duration, format_speed
+from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S, _BEAT_S, _LINGER_S = 0.4, 5.0, 60.0
 # So many of the last steps are the present; a run without a step for so long is asked whether it still runs.
@@ -49,7 +49,7 @@ class Follower:
         self.folder, self.place, self.lock = folder, 0, threading.RLock()
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT)
         self._seen_s, self._due_s = time.monotonic(), 0.0
-        self.how, self.text, self.verdict = "running", "", ""
+        self.how, self.text, self.verdict = "running", "", ("", "")
         self.update()
 
     def load(self) -> Result:
@@ -95,7 +95,7 @@ class Follower:
             self.text = f"{said}: {self._describe(step)}."
             if self._recent and now_s > self._due_s:
                 with contextlib.suppress(RecordError):
-                    self.verdict = split_verdict(self.load().headline)[0]
+                    self.verdict = split_verdict(self.load().headline)
                 self._due_s = time.monotonic() + max(10.0, (time.monotonic() - now_s) / _SHARE)
 
     def _describe(self, step: int) -> str:
@@ -107,6 +107,8 @@ class Follower:
             speed = format_speed(sum(row["samples"] for row in rows) / seconds) if seconds else "0"
             loss = f", loss {last['loss']:.4f}" if isinstance(last["loss"], float) else ""
             found += f" in epoch {last['epoch'] + 1}{loss}, {speed} samples/s"
+        else:
+            found += f", {format_ms(statistics.median(row['step_s'] for row in rows))} ms a step"
         for words, name in (("data wait", "data_wait_s"), ("exposed communication", "exposed_comm_s")):
             parts = [(row[name], row["step_s"]) for row in rows if row.get(name) is not None]
             if parts and seconds:
@@ -204,7 +206,8 @@ class _Request(BaseHTTPRequestHandler):
                 lines, end = follower.read(place)
                 is_over = follower.how != "running" and not lines
                 if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
-                    message: dict[str, Any] = {"rows": lines, "status": follower.text, "verdict": follower.verdict}
+                    message: dict[str, Any] = {"rows": lines, "status": follower.text}
+                    message["verdict"] = follower.verdict if follower.verdict[0] else None
                     message["now"] = render_table(follower.now) if lines else ""
                     message["reload"] = int(is_over or end < place or (is_new and end > 0))
                     self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
@@ -312,5 +315,5 @@ class _View:
         if self._live is not None:
             from rich.text import Text
 
-            words = (follower.verdict, follower.text, follower.now.terminal(self._live.console.width))
+            words = (follower.verdict[0], follower.text, follower.now.terminal(self._live.console.width))
             self._live.update(Text("\n".join(filter(None, words))), refresh=True)
