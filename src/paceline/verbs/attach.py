@@ -214,6 +214,10 @@ def _wait(
     return False
 
 
+class _Waiting(Result):
+    answer = "The program has not taken a step yet."
+
+
 class _Viewer(Follower):
     """The steps of a program that runs, but those that recording makes `slower`, for its live page: rows of metrics in
     the folder of its files."""
@@ -236,9 +240,10 @@ class _Viewer(Follower):
                     self._traced = _read_traces(self._ranks)[1]
                 records = [_build_record(self._ranks, self._traced or ()), *(self._traced or ())]
             run = Run(self._session.verb, self._session.config, self._session.environment, tuple(records))
-        result = build_result(run, self._session.folder)
-        if records:
-            cast("AttachedResult", result).step_rows = load_metrics(self.folder / METRICS_FILE)
+        if not records:
+            return _Waiting(run, self._session.folder)
+        result = cast("AttachedResult", build_result(run, self._session.folder))
+        result.step_rows = load_metrics(self.folder / METRICS_FILE)
         return result
 
     def follow(self, files: _Files) -> None:
