@@ -25,10 +25,9 @@ SAYS = {
 
 
 def find_first_sentence(result: paceline.Result) -> str:
-    page = render_page([result])
-    words = Reader(page).words
-    verdict = split_verdict(result.headline)[0]
-    assert words[1] == verdict  # after the name of the run
+    """What people read first on its page, after the name of the run."""
+    _, verdict, *_ = (word for word in Reader(render_page([result])).words if word.strip())
+    assert verdict == split_verdict(result.headline)[0]
     return verdict
 
 

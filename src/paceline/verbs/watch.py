@@ -315,5 +315,8 @@ class _View:
         if self._live is not None:
             from rich.text import Text
 
-            words = (follower.verdict[0], follower.text, follower.now.terminal(self._live.console.width))
-            self._live.update(Text("\n".join(filter(None, words))), refresh=True)
+            lines = follower.now.terminal(self._live.console.width).splitlines()
+            lines = [line for line in lines if not line.startswith("(not shown")]  # they are on the page
+            shown = Text("\n".join(filter(None, (follower.verdict[0], follower.text, *lines))))
+            shown.stylize("bold", 0, len(follower.verdict[0]))
+            self._live.update(shown, refresh=True)
