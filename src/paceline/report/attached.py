@@ -260,8 +260,8 @@ class AttachedResult(Result):
 
 def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
     """A row of metrics: the first of `PARTS` on each rank, and on the slowest."""
-    row = {"step": step, "ranks": {name: list(of) for name, of in zip(PARTS, times, strict=False)}}
-    return row | {name: max(of) for name, of in row["ranks"].items()}
+    ranks = {name: list(of) for name, of in zip(PARTS, times, strict=False)}
+    return {"step": step, "ranks": ranks} | {name: max(of) for name, of in ranks.items()}
 
 
 def _say_share(gain: tuple[float, float, float]) -> str:
@@ -286,9 +286,9 @@ def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
         ranks = list(zip(*(list_ranks(row, name) for row in rows), strict=True))
         for rank in sorted(sorted(range(len(taken)), key=lambda rank: -sum(taken[rank]))[:_MOST_RANKS]):
             times = [math.nan if seconds is None else 1e3 * seconds for seconds in ranks[rank]]
-            about = {"label": f"rank {rank}" if is_known else "slowest rank", "color": COLORS[rank % len(COLORS)]}
+            label, color = f"rank {rank}" if is_known else "slowest rank", COLORS[rank % len(COLORS)]
             place = f"ms:ranks.{name}.{rank}" if is_known else f"ms:{name}"
-            axes.plot(steps, times, lw=0.9, alpha=0.8, gid=place, **about)
+            axes.plot(steps, times, lw=0.9, alpha=0.8, color=color, label=label, gid=place)
         axes.set_xlabel("step", fontsize=9)
     # The first step makes buckets, and loads what later ones have: it would make all others look like nothing.
     grid[0].set_ylim(0, 1.05e3 * (max(max(times[1:] or times) for times in taken) or 1e-3))
