@@ -204,6 +204,8 @@ class _Request(BaseHTTPRequestHandler):
             is_new = place == 0
             while not self.server.is_closing.is_set():
                 lines, end = follower.read(place)
+                if lines:
+                    follower.update()  # so that the status has them, too
                 is_over = follower.how != "running" and not lines
                 if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
                     message: dict[str, Any] = {"rows": lines, "status": follower.text}
