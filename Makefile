@@ -93,6 +93,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/verdicts.py
 	$(BIN)/python benchmarks/validate_tuning.py
 	$(BIN)/python benchmarks/validate_attach.py overhead
+	$(BIN)/python benchmarks/watch_cost.py
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -13,9 +13,12 @@ import pytest
 
 from paceline.report.page import save_page
 from paceline.report.result import load_result
+from paceline.runtime.session import lock_folder
+from paceline.verbs import watch as watching
 from tests.browser import CHROMIUM, Browser
 from tests.unit.made_runs import Job, make_folder, make_rows
 from tests.unit.test_page import HOSTILE, RESULTS
+from tests.unit.test_watch import append
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
 
@@ -94,13 +97,36 @@ def test_a_tooltip_has_the_values_of_the_nearest_step(browser: Browser, pages: d
     assert "step: 1" in browser.evaluate("document.getElementById('tip').textContent")
 
 
-@pytest.mark.parametrize("name", ["large", "scale-ranks"])
+def test_a_live_page_draws_new_steps_and_says_how_the_run_ended(browser: Browser, tmp_path: Path, monkeypatch):
+    rows = make_rows()
+    folder = make_folder(tmp_path / "run", rows[:10], ended=False)
+    handle = lock_folder(folder)
+    monkeypatch.setattr(watching, "_SILENT_S", 0.0)
+    says = "document.getElementById('status')?.textContent.includes('{}')"
+    with watching.serve(folder) as server:
+        try:
+            browser.open(server.address, 390)
+            count = "document.querySelector('#figure-1 .panels svg g path').getAttribute('d').split('L').length"
+            assert browser.evaluate(count) == 10 and browser.evaluate(says.format("Running: step 10"))
+            append(folder, rows[10])
+            server.follower.update()
+            browser.wait_for(says.format("Running: step 11"))
+            browser.wait_for(f"{count} === 11")
+            assert browser.find_complaints() == [] and browser.evaluate("document.documentElement.scrollWidth") <= 390
+        finally:
+            os.close(handle)
+        server.follower.update()
+        browser.wait_for(says.format("Killed"))
+
+
+@pytest.mark.parametrize("name", ["large", "scale-ranks", "tune", "hostile"])
 def test_accessibility(browser: Browser, pages: dict[str, Path], name: str):
     script = os.environ.get("PACELINE_AXE", "")
     if not Path(script).is_file():
         pytest.skip("needs axe-core: npm pack axe-core, and its axe.min.js in PACELINE_AXE")
     for dark in (False, True):
-        browser.open(f"file://{pages[name]}", 1440, dark)
+        browser.open(f"file://{pages[name]}", 390 if dark else 1440, dark)
+        browser.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
         browser.evaluate(Path(script).read_text() + ";1")
         found = browser.evaluate("axe.run().then((r) => r.violations.map((v) => [v.id, v.impact, v.nodes[0].html]))")
         assert [one for one in found if one[1] in ("serious", "critical")] == []

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,41 @@ def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subpr
     assert (the_run(out) / "report.html").exists()
 
 
+@pytest.mark.slow
+def test_a_program_has_a_live_page_until_it_is_killed(start: Callable[..., subprocess.Popen[str]], tmp_path: Path):
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    out, said = tmp_path / "runs", tmp_path / "said"
+    said.touch()
+    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "program.pid")]
+    job = start("-c", _RUN, str(said), "watch", "--no-browser", "--out", str(out), "--", *program)
+    words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")], 60)
+    with ask(words[0], "/") as answer:
+        assert answer.status == 403
+    with ask(words[0], f"/events?{words[0].partition('?')[2]}&from=1") as viewer:
+        while not (event := read_event(viewer))["rows"]:
+            pass
+        assert "Running" in event["status"] and "ms a step" in event["status"]
+        os.kill(int((tmp_path / "program.pid").read_text()), signal.SIGKILL)
+        while not (event := read_event(viewer))["reload"] or event["rows"]:
+            pass
+    assert "Killed by signal 9" in event["status"]
+    with ask(words[0]) as answer:  # the page that the browser loads then
+        assert "Killed by signal 9" in answer.read().decode()
+    job.wait(60)
+    assert (the_run(out) / "report.html").exists() and "exit code -9" in said.read_text()
+
+
+_PROGRAM = """
+import os, sys, time, torch
+open(sys.argv[1], "w").write(str(os.getpid()))
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
 # Its stderr goes to a file: the process that watches holds it, too, and goes on.
 _RUN = """
 import os, subprocess, sys

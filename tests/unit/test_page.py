@@ -66,7 +66,8 @@ def test_the_first_sentence_names_what_was_planted(name):
     verdict, rest = split_verdict(result.headline)
     assert result.observed is not None and result.observed.bottleneck.kind == kind
     assert words[kind] in verdict.partition(" stands out")[0] and "loss" in rest
-    assert f"<h1>{verdict}</h1>".replace("'", "&#x27;") in render_page([result])
+    assert ("What helps" in rest) == (kind != "buckets")
+    assert f'<h1 id="verdict">{verdict}</h1>'.replace("'", "&#x27;") in render_page([result])
 
 
 def test_nothing_stands_out_in_a_healthy_run_and_in_one_without_messages():

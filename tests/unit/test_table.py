@@ -168,3 +168,8 @@ def test_a_table_without_rows_has_a_header_in_files():
     table = build()
     assert table.terminal() == "" and table.rows_json() == [] and len(table.markdown().splitlines()) == 2
     assert table.csv().startswith("name,kind,")
+
+
+def test_a_table_is_one_in_a_notebook_and_names_stay_text():
+    shown = build(Row(name="<b>alpha"))._repr_html_()
+    assert shown.startswith("<table>") and "&lt;b&gt;alpha" in shown and "12.35" in shown and "<b>" not in shown

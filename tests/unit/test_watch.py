@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.records.environment import capture_environment
 from paceline.records.training import METRICS_FILE, MetricsLog
-from paceline.runtime.session import lock_folder
+from paceline.runtime.session import Session, lock_folder
+from paceline.verbs import attach as attaching
 from paceline.verbs import watch as watching
 from paceline.verbs.watch import Follower, serve, watch
 from tests.unit.made_runs import make_folder, make_rows, note_end
-from tests.unit.test_page import HOSTILE, RESULTS, expect_inert, read_data
+from tests.unit.test_page import HOSTILE, RESULTS, expect_inert, list_points, read_data
 
 ROWS = make_rows()
 
@@ -196,3 +198,45 @@ def test_the_present_is_the_median_of_the_last_steps_of_each_rank(running):
         times = sorted(one["ranks"]["step_s"][rank] for one in ROWS[:10])
         assert row.step_s == pytest.approx((times[4] + times[5]) / 2)
     assert len(table.rows) == 2
+
+
+# -- a program that was attached to ------------------------------------------------------------------------------------
+
+
+def write_steps(folder, rank, first, last, **more):
+    """What a rank of a program writes: 20 ms a step, of which the second rank waits 5 ms for data."""
+    about = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "host": "a", "threads": 1}
+    steps = [(number, 0.02, 0.005 * rank) for number in range(first, last + 1)]
+    with (folder / f"rank-{rank}-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(about | more | {"steps": steps}) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(0, "finished"), (1, "stopped"), (-9, "killed")], ids=["its end", "an error", "kill -9"]
+)
+def test_a_program_is_followed_by_steps_that_all_ranks_took_and_recording_did_not_slow(tmp_path, code, how):
+    session = Session("watch", {"command": ["python", HOSTILE], "steps": 0}, 1, capture_environment(), progress=False)
+    viewer = attaching._Viewer(session, tmp_path / "seen", range(5, 8))
+    files = attaching._Files(viewer.folder, 0)
+    with serve(viewer) as server:
+        with ask(server.address) as answer:
+            assert "no step was taken yet" in answer.read().decode()
+        write_steps(viewer.folder, 0, 2, 12)
+        viewer.follow(files)
+        assert viewer.read(0) == ([], 0)  # the other rank has none yet
+        write_steps(viewer.folder, 1, 2, 9)
+        viewer.follow(files)
+        rows = [json.loads(line) for line in viewer.read(0)[0]]
+        assert [row["step"] for row in rows] == [2, 3, 4, 8, 9]
+        assert rows[0]["ranks"] == {"step_s": [0.02, 0.02], "data_wait_s": [0.0, 0.005]}
+        assert viewer.how == "running" and "step 9, 20" in viewer.text and "25.0%" in viewer.text
+        assert viewer.verdict[0].startswith("Waiting for data stands out")
+        with ask(server.address) as answer:
+            page = answer.read().decode()
+        expect_inert(page)
+        (points,) = list_points(read_data(page), "ranks", gid="ms:ranks.data_wait_s.1")
+        assert points == [(step, 5.0) for step in (2, 3, 4, 8, 9)]
+        write_steps(viewer.folder, 1, 10, 12)
+        viewer.close(files, f"exit code {code}" if code else "")
+        assert viewer.how == how and "step 12" in viewer.text
+        assert ("signal 9" in viewer.text) == (code == -9) and ("exit code 1" in viewer.text) == (code == 1)

@@ -224,9 +224,8 @@ def _watch(*, command: list[str] | None = None, out: Path, **given: Any) -> Any:
 
     words = command or []
     is_run = len(words) == 1 and Path(words[0]).is_dir()
-    wrong = [find_flag(name) for name in given if name in (("every",) if is_run else ("port", "browser"))]
-    refuse((wrong, f"{', '.join(wrong)} with {'a run' if is_run else 'a command'}: leave it out"))
     if is_run:
+        refuse(("every" in given, "--every with a run: leave it out"))
         os.nice(5)  # the ranks come first
         return watch(words[0], **given)
     return attach(words, **{"every": 50, **given}, steps=0, out=out)
@@ -235,7 +234,7 @@ def _watch(*, command: list[str] | None = None, out: Path, **given: Any) -> Any:
 add_command(
     app, "watch", _watch, "command:watch every port:watch browser",
     "Watch a training run on a live page, on this machine alone, and in the terminal: paceline watch FOLDER\n\n"
-    "Or your own program, a line every few steps, and at its end where the time of a step went: "
+    "Or your own program, on such a page and by a line every few steps, and at its end where the time of a step went: "
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(

@@ -34,6 +34,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 _MOST_RECORDED = 16
 # The step after which wrappers have their final buckets.
 _SETTLED = 4
+_WRITE_EVERY_S = 0.25
 # How often a program may catch the exit that `--stop` asks for.
 _MOST_EXITS = 3
 # Where a wrapper keeps the caps that it was made with: ours, and torch's of several versions.
@@ -41,9 +42,9 @@ _OF_BUCKETS = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_c
 
 
 class Settings(NamedTuple):
-    """Of `steps` (0: all), `record` are recorded, after `warmup` others. every `every` steps their times are written,
-    not only at the end. `race`: from step `first` on, `turns` of `length` steps, each the number of one of `plans`,
-    which are caps in MiB; None stands for the program's own."""
+    """Of `steps` (0: all), `record` are recorded, after `warmup` others. With `every` their times are written after so
+    many steps, and four times a second, not only at the end. `race`: from step `first` on, `turns` of `length` steps,
+    each the number of one of `plans`, which are caps in MiB; None stands for the program's own."""
 
     folder: str
     steps: int
@@ -73,7 +74,7 @@ class Observer:
         self._last = 0  # the optimizer that ends a step
         self._steps: list[tuple[int, float, float]] = []
         self._num_steps = self._num_exits = self._pid = self._thread = 0
-        self._end_s = self._data_s = 0.0
+        self._end_s = self._data_s = self._written_s = 0.0
         self._profiler: Any = None
         self._range: Any = None  # of the step that is recorded
         self._first = 0  # the step after which recording began
@@ -182,7 +183,7 @@ class Observer:
             self._start_recording()
         if settings.race is not None:
             self._take_turn(**settings.race)
-        if settings.every and number % settings.every == 0:
+        if settings.every and (number % settings.every == 0 or time.perf_counter() > self._written_s + _WRITE_EVERY_S):
             self._write({})
         if settings.steps and number >= settings.steps:
             self._finish()
@@ -242,7 +243,7 @@ class Observer:
     def _write(self, more: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(self._head | more | {"steps": self._steps}) + "\n")
-        self._steps = []
+        self._steps, self._written_s = [], time.perf_counter()
 
     def _finish(self) -> None:
         """Write what there is, once. Hooks stay, and do nothing: torch goes through them at this moment."""

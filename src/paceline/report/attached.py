@@ -16,6 +16,8 @@ from paceline.predict.traces import Lateness
 from paceline.records import StepRecord, TracedStepRecord
 from paceline.records.samples import group_by
 from paceline.records.steps import RACED
+from paceline.records.training import list_ranks, pick_like_last
+from paceline.report.plots import COLORS, build_panels
 from paceline.report.predictions import RACE, RaceRow, say_status
 from paceline.report.result import Result
 from paceline.report.table import Column, Table
@@ -30,6 +32,8 @@ _WORDS = {
     "data": "Waiting for data", "late rank": "A late rank", "buckets": "The size of the buckets",
     "batch": "The small batch", "network": "Exposed communication",
 }  # fmt: skip
+# The parts of a step in rows of metrics. Of more ranks, those with the longest steps are drawn.
+PARTS, _MOST_RANKS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s"), 16
 # The plan of the program itself, in a race.
 NOW = "as it is"
 _ASKED = {"network": None, "ranks": None, "inside": None, "ranks_per_node": None, "algorithm": "auto"}
@@ -158,10 +162,11 @@ class AttachedResult(Result):
 
     @property
     def verdict_text(self) -> str:
-        """What bounds a step, in one sentence."""
+        """What bounds a step in one sentence, and in another one what helps."""
         if self.bottleneck.kind not in _WORDS:
             return "Nothing stands out: a step is bound by what it computes."
-        return f"{_WORDS[self.bottleneck.kind]} stands out: {self.bottleneck.text}."
+        found = self.bottleneck.text.removeprefix("its buckets: ").replace(": ", ". What helps: ")
+        return f"{_WORDS[self.bottleneck.kind]} stands out: {found}."
 
     @property
     def headline(self) -> str:
@@ -223,6 +228,15 @@ class AttachedResult(Result):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         return {} if self.buckets is None else self.buckets.figures()
 
+    @cached_property
+    def step_rows(self) -> list[dict[str, Any]]:
+        """A row for each step, as in the metrics of training. Of a saved run: those that were timed, counted from 1."""
+        by_step = zip(self.steps.timing.seconds, self.waits.seconds, strict=True)
+        return [build_row(number, *times) for number, times in enumerate(by_step, 1)]
+
+    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+        return {"ranks": lambda: plot_ranks(self.step_rows, self.machine), **self.figures()}
+
     @property
     def next_steps(self) -> Sequence[str]:
         return [f"{where}: {line}" for where, line in self.lines.items()]
@@ -244,6 +258,12 @@ class AttachedResult(Result):
         }  # fmt: skip
 
 
+def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
+    """A row of metrics: the first of `PARTS` on each rank, and on the slowest."""
+    ranks = {name: list(of) for name, of in zip(PARTS, times, strict=False)}
+    return {"step": step, "ranks": ranks} | {name: max(of) for name, of in ranks.items()}
+
+
 def _say_share(gain: tuple[float, float, float]) -> str:
     return f"{gain[0]:.1%} [{gain[1]:.1%}, {gain[2]:.1%}]"
 
@@ -252,3 +272,25 @@ def _write_cap(cap_mib: float) -> str:
     """The shortest number of which torch makes the same bytes."""
     shorter = (float(f"{cap_mib:.{digits}g}") for digits in range(1, 18))
     return repr(next(cap for cap in shorter if int(cap * MIB) == round(cap_mib * MIB))).removesuffix(".0")
+
+
+def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
+    """The times of every step on each rank, from rows of metrics. A line says in its `gid` what of a row it shows."""
+    rows = pick_like_last(rows)
+    names = [name for name in PARTS if name in rows[-1]]
+    panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]
+    figure, grid = build_panels(panels, "Each step, on each rank", f"{subtitle}; measured")
+    steps, is_known = [row["step"] for row in rows], "ranks" in rows[-1]
+    taken = list(zip(*(list_ranks(row, "step_s") for row in rows), strict=True))
+    for axes, name in zip(grid, names, strict=True):
+        ranks = list(zip(*(list_ranks(row, name) for row in rows), strict=True))
+        for rank in sorted(sorted(range(len(taken)), key=lambda rank: -sum(taken[rank]))[:_MOST_RANKS]):
+            times = [math.nan if seconds is None else 1e3 * seconds for seconds in ranks[rank]]
+            label, color = f"rank {rank}" if is_known else "slowest rank", COLORS[rank % len(COLORS)]
+            place = f"ms:ranks.{name}.{rank}" if is_known else f"ms:{name}"
+            axes.plot(steps, times, lw=0.9, alpha=0.8, color=color, label=label, gid=place)
+        axes.set_xlabel("step", fontsize=9)
+    # The first step makes buckets, and loads what later ones have: it would make all others look like nothing.
+    grid[0].set_ylim(0, 1.05e3 * (max(max(times[1:] or times) for times in taken) or 1e-3))
+    grid[0].set_ylabel("ms")
+    return figure

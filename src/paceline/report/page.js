@@ -20,6 +20,8 @@
   }
 
   const data = await unpack();
+  for (const { panels } of data.figures)  // panels of one scale keep it when a live run makes it larger
+    for (const panel of panels) if (`${panel.y.lim}` === `${panels[0].y.lim}`) panel.y.lim = panels[0].y.lim;
 
   function say(value) {
     if (value === null) return "";
@@ -99,7 +101,7 @@
   const values = (mark, axis) => mark.own?.[axis] || data.lists[mark[axis]];
   const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-  function drawPanel(svg, panel, title) {
+  function drawPanel(svg, panel, title, isNamed) {
     const width = Math.max(260, svg.clientWidth || 600), rows = panel.y.ticks ? panel.y.ticks.length : 0;
     const height = rows > 6 ? Math.min(900, 70 + 30 * rows) : width < 420 ? 230 : 270;
     svg.replaceChildren();
@@ -108,7 +110,7 @@
     const yTicks = findTicks(panel.y, panel.y.lim, 6), rTicks = panel.right ? findTicks(panel.right, panel.right.lim, 6) : [];
     const most = Math.floor((width * 0.38) / 6.6), longest = (ticks) => Math.max(0, ...ticks.map(([, t]) => t.length));
     const left = 10 + 6.8 * Math.min(most, longest(yTicks)), right = panel.right ? 14 + 6.8 * longest(rTicks) : 12;
-    const names = [panel.y.label, panel.right?.label].filter(Boolean), top = 8 + (panel.title ? 18 : 0) + (names.length ? 18 : 0);
+    const top = 8 + (panel.title ? 18 : 0) + (isNamed ? 18 : 0);
     const lines = Math.max(1, ...(panel.x.ticks || []).map(([, text]) => text.split("\n").length));
     const bottom = height - 11 - 13 * lines - (panel.x.label ? 18 : 0), box = [left, width - right, top, bottom];
     const x = scale(panel.x, panel.x.lim, box[0], box[1]), y = scale(panel.y, panel.y.lim, bottom, top);
@@ -214,7 +216,8 @@
     drawLegend(node.querySelector(".legend"), figure);
     for (const panel of panels.children.length ? [] : figure.panels)
       add(panels, "svg", { role: "img", tabindex: 0, "aria-label": `Chart. ${[figure.title, panel.title].filter(Boolean).join(": ")}` });
-    figure.panels.forEach((panel, n) => drawPanel(panels.children[n], panel, `${number}-${n}`));
+    const isNamed = figure.panels.some((panel) => panel.y.label || panel.right?.label);
+    figure.panels.forEach((panel, n) => drawPanel(panels.children[n], panel, `${number}-${n}`, isNamed));
   }
 
   const drawAll = () => data.figures.forEach(drawFigure);
@@ -247,7 +250,8 @@
           mark.own.y.push(value * ({ ms: 1e3, percent: 100 }[unit] || 1));
           const axis = mark.right ? panel.right : panel.y, last = mark.own.y.at(-1);
           panel.x.lim[1] = Math.max(panel.x.lim[1], row.step);
-          axis.lim = [Math.min(axis.lim[0], last), Math.max(axis.lim[1], last * 1.02)];
+          axis.lim[0] = Math.min(axis.lim[0], last);
+          axis.lim[1] = Math.max(axis.lim[1], last * 1.02);
         }
   }
 
@@ -259,9 +263,9 @@
       if (sent.reload) return source.close(), location.reload();
       sent.rows.forEach((line) => append(JSON.parse(line)));
       status.textContent = sent.status;
-      if (sent.verdict) document.querySelector("h1").textContent = sent.verdict;
+      if (sent.verdict) ["verdict", "rest"].forEach((id, n) => (document.getElementById(id).textContent = sent.verdict[n]));
       if (sent.now) document.getElementById("now").innerHTML = sent.now;
-      if (sent.rows.length && !due) due = setTimeout(() => ((due = 0), document.hidden || drawAll()), 400);
+      if (sent.rows.length && !due) due = setTimeout(() => ((due = 0), document.hidden || drawAll()), 30);
     };
     source.onerror = () => {
       if (source.readyState === 2) status.textContent += " The command that served this page has ended.";

@@ -238,11 +238,14 @@ def render_page(
         drawn = [read_figure(name, draw(), numbers) for name, draw in result.page_figures().items()]
         shown = [_render_figure(len(figures) + number, figure, trace) for number, figure in enumerate(drawn)]
         figures += drawn
-        head = f"<h1>{_say(verdict)}</h1>" if not place else f"<h2>{_say(result.caption)}</h2><p>{_say(verdict)}</p>"
-        kicker = f'<p class="kicker">{_say(result.caption)}</p>' if not place else ""
+        if place:
+            head = f"<h2>{_say(result.caption)}</h2><p>{_say(verdict)} {_say(rest)}</p>"
+        else:
+            head = f'<p class="kicker">{_say(result.caption)}</p><h1 id="verdict">{_say(verdict)}</h1>'
+            head += f'<p id="rest">{_say(rest)}</p>'
         link = f'<p><a href="{_say(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
         sections.append(
-            f"<section>{kicker}{head}{f'<p>{_say(rest)}</p>' if rest else ''}"
+            f"<section>{head}"
             + (f'<p id="status" role="status" class="{live["how"]}">{_say(live["status"])}</p>' if live else "")
             + (f'<div id="now">{now}</div>' if live else "")
             + _render_list(result.warnings, "warnings")

@@ -170,16 +170,18 @@ class Table:
         return "\n".join([head, rule, *body]) + "\n"
 
     def html(self) -> str:
-        """All columns for people, for a notebook."""
-        shown = self._show(self.rows)
+        """All columns for people, for a page and a notebook; a word that is the same in every row is in the caption."""
+        title, shown = self._name_common(self._show(self.rows))
         sides = ["right" if one.column.is_number else "left" for one in shown]
-        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        caption = f"<caption>{html.escape(title)}</caption>" if title else ""
         lines = []
         for number, row in enumerate(_list_rows(shown)):
             tag = "td" if number else "th"
             parts = [f'<{tag} style="text-align:{s}">{html.escape(c)}</{tag}>' for c, s in zip(row, sides, strict=True)]
             lines.append(f"<tr>{''.join(parts)}</tr>")
         return f"<table>{caption}{''.join(lines)}</table>"
+
+    _repr_html_ = html
 
     def terminal(self, width: int | None = 80) -> str:
         """The table for a terminal of this width; None shows every column, however wide.
@@ -190,12 +192,7 @@ class Table:
         rows = self.rows if self.shown is None else self.shown
         if not rows:
             return ""
-        shown = self._show(rows)
-        same = [one for one in shown if one.column.unit == "text" and len(set(one.cells)) == 1]
-        same = same[len(same) == len(shown) :]
-        common = ", ".join(one.cells[0] for one in same)
-        title = f"{self.title} ({common})" if common and self.title else common or self.title
-        columns = [one for one in shown if one not in same]
+        title, columns = self._name_common(self._show(rows))
         kept = list(columns)
         if width is not None:
             for one in sorted(reversed(columns), key=lambda one: one.column.priority):
@@ -209,6 +206,14 @@ class Table:
             lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
         has_ratios = any(one.column.unit is format_ratio for one in columns)
         return "\n".join([*wrap(title, width), *lines, *wrap(_RATIO_NOTE if has_ratios else "", width)])
+
+    def _name_common(self, shown: Sequence[_Shown]) -> tuple[str, list[_Shown]]:
+        """The title with the words that are the same in every row, and the other columns."""
+        same = [one for one in shown if one.column.unit == "text" and len(set(one.cells)) == 1]
+        same = same[len(same) == len(shown) :]
+        common = ", ".join(one.cells[0] for one in same)
+        title = f"{self.title} ({common})" if common and self.title else common or self.title
+        return title, [one for one in shown if one not in same]
 
     def _show(self, rows: Sequence[Any]) -> list[_Shown]:
         """The columns for people in which some row has a value."""

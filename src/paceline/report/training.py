@@ -21,17 +21,14 @@ from paceline.records import TracedStepRecord
 from paceline.records import training as records
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.store import Run, write_new
-from paceline.report.attached import AttachedResult
-from paceline.report.plots import COLORS, build_panels, draw_line, new_figure, place_legend
+from paceline.report.attached import PARTS, AttachedResult, plot_ranks
+from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
 from paceline.report.result import Result, describe_job, list_differences, load_result
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
-
 
 _COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
@@ -104,7 +101,7 @@ class TrainRunResult(Result):
     def phases(self) -> dict[str, float]:
         """The median seconds of each part of a step, without the first, which makes the plan; {} without `profile`."""
         timed = [row for row in self.rows if "forward_s" in row]
-        columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in _PARTS}
+        columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in PARTS}
         return {name: statistics.median(values) for name, values in columns.items() if values} if timed else {}
 
     @property
@@ -144,8 +141,8 @@ class TrainRunResult(Result):
         phases = self.phases
         if not phases:
             return ()
-        parts = ", ".join(f"{name[:-2].replace('_', ' ')} {format_ms(phases[name])}" for name in _PARTS[1:-1])
-        sent, exposed_s = "`paceline profile phases` measures how much of it is communication", phases.get(_PARTS[-1])
+        parts = ", ".join(f"{name[:-2].replace('_', ' ')} {format_ms(phases[name])}" for name in PARTS[1:-1])
+        sent, exposed_s = "`paceline profile phases` measures how much of it is communication", phases.get(PARTS[-1])
         if exposed_s is not None:
             sent = f"exposed communication is {format_ms(exposed_s)} ({exposed_s / phases['step_s']:.1%}) of it"
         return (f"Median step {format_ms(phases['step_s'])} ms: {parts}; {sent}.",)
@@ -419,31 +416,4 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
         right.set(ylabel="test accuracy (%)", ylim=(0, 100))
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
-    return figure
-
-
-# On more ranks, these are drawn: the ones with the longest steps.
-_MOST_RANKS = 16
-
-
-def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
-    """The times of every step on each rank."""
-    rows = records.pick_like_last(rows)
-    names = {
-        name: list(zip(*(records.list_ranks(row, name) for row in rows), strict=True))
-        for name in _PARTS
-        if name in rows[-1]
-    }
-    panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]
-    figure, grid = build_panels(panels, "Each step, on each rank", f"{subtitle}; measured")
-    longest = sorted(range(len(names["step_s"])), key=lambda rank: -sum(names["step_s"][rank]))[:_MOST_RANKS]
-    for axes, (name, ranks) in zip(grid, names.items(), strict=True):
-        for rank in sorted(longest):
-            place = f"ranks.{name}.{rank}" if "ranks" in rows[-1] else name
-            times = [(row["step"], None if s is None else 1e3 * s) for row, s in zip(rows, ranks[rank], strict=True)]
-            label = f"rank {rank}" if "ranks" in rows[-1] else "slowest rank"
-            points = list(zip(*[(step, math.nan if ms is None else ms) for step, ms in times], strict=True))
-            axes.plot(*points, color=COLORS[rank % len(COLORS)], lw=0.9, alpha=0.8, label=label, gid=f"ms:{place}")
-        axes.set_xlabel("step", fontsize=9)
-    grid[0].set_ylabel("ms")
     return figure

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,10 +27,15 @@ from paceline.measure.settings import check_counts
 from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
 from paceline.records.store import Run, pause_collection, write_new
+from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
+from paceline.report.attached import build_row
+from paceline.report.page import save_page
+from paceline.report.result import Result, build_result
 from paceline.runtime.environment import read_place
 from paceline.runtime.session import Session, open_session
 from paceline.units import MIB, format_bytes, format_ms
 from paceline.verbs.jobs import Place, Sizes, finish, list_sizes
+from paceline.verbs.watch import Follower, serve, show_address
 
 if TYPE_CHECKING:
     from paceline.predict.traces import RankTrace
@@ -49,7 +55,8 @@ _MOST_STEPS = 5000
 
 def attach(
     command: Sequence[str], *, steps: int = 48, stop: bool = False, every: int | None = None, race: bool = False,
-    caps: Sizes = (), budget: float | None = None, out: Place = None, progress: bool | None = None,
+    caps: Sizes = (), budget: float | None = None, port: int | None = None, browser: bool | None = None,
+    out: Place = None, progress: bool | None = None,
 ) -> AttachedResult:  # fmt: skip
     """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
 
@@ -57,7 +64,9 @@ def attach(
         command: What starts the program: `["torchrun", "--nproc-per-node", "2", "train.py"]`.
         steps: The first ones, which are observed (0: all).
         stop: End the program on all ranks after them. Otherwise it continues.
-        every: Print the time of a step every N steps.
+        every: Watch it: print the time of a step every N steps, and serve a live page, whose address is printed.
+        port: That of the live page.
+        browser: Open the page. None: where there is a display.
         race: Stop this run, and a second one, in which its own buckets and the best ones take turns.
         caps: Bucket sizes that race instead of the best ones.
         budget: Seconds that the race may take at most.
@@ -81,7 +90,11 @@ def attach(
         # Where the run is saved, which other hosts may see, too.
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
-        ranks = _run(session, Path(folder) / "observed", asked | recorded)
+        seen = Path(folder) / "observed"
+        first = max(2, recorded["warmup"]) + 1  # recorded steps are slower, and the one after them writes a file
+        slower = range(first, first + recorded["record"] + 1)
+        with _watch(session, seen, slower, port, browser) if every else contextlib.nullcontext() as viewer:
+            ranks = _run(session, seen, asked | recorded, viewer)
         traces, traced, why = _read_traces(ranks)
         session.warnings += why
         records: list[Record] = [_build_record(ranks, traced), *traced]
@@ -91,7 +104,10 @@ def attach(
             write_new(session.folder / "trace.json.gz", render_trace(merge_traces(traces)))
         if race:
             records += _race(session, Path(folder) / "race", records, list_sizes(caps), budget)
-        return cast("AttachedResult", finish(session, records))
+        result = cast("AttachedResult", finish(session, records))
+        if every and result.folder is not None:
+            result.page = save_page([result], result.folder)
+        return result
 
 
 @dataclass
@@ -146,9 +162,9 @@ class _Files:
             print(f"paceline: step {self._shown}: {text}", file=sys.stderr, flush=True)
 
 
-def _run(session: Session, folder: Path, asked: dict[str, Any]) -> list[_Rank]:
+def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer | None = None) -> list[_Rank]:
     """Run the command, attached; what its ranks wrote. LaunchError where it failed before there was anything."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     command, stop = session.config["command"], asked["stop"]
     variables = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # torch 2.13 writes lines when a profile starts and stops
     variables |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -157,7 +173,7 @@ def _run(session: Session, folder: Path, asked: dict[str, Any]) -> list[_Rank]:
     files = _Files(folder, asked.get("every", 0) if session.progress is not False else 0)
     is_interrupted = False
     try:
-        is_interrupted = _wait(session, process, files, stop)
+        is_interrupted = _wait(session, process, files, stop, viewer)
     finally:
         code = process.poll()
         _end(process)
@@ -165,6 +181,8 @@ def _run(session: Session, folder: Path, asked: dict[str, Any]) -> list[_Rank]:
     while files.read() and not files.is_over() and time.monotonic() < until_s:
         time.sleep(_POLL_S)  # a rank that is not a child of the command may end after it
     ranks = files.read()
+    if viewer is not None:
+        viewer.close(files, "interrupted" if is_interrupted else f"exit code {code}" if code else "")
     least = min((len(rank.steps) for rank in ranks), default=0)
     if is_interrupted and (stop or least < _WARMUP):
         raise KeyboardInterrupt
@@ -177,7 +195,9 @@ def _run(session: Session, folder: Path, asked: dict[str, Any]) -> list[_Rank]:
     return ranks
 
 
-def _wait(session: Session, process: subprocess.Popen[bytes], files: _Files, stop: bool) -> bool:
+def _wait(
+    session: Session, process: subprocess.Popen[bytes], files: _Files, stop: bool, viewer: _Viewer | None
+) -> bool:
     """Until it ends; whether it was interrupted. Ctrl-C reaches the program, too, which may save first."""
     asked_s = 0.0
     while process.poll() is None:
@@ -185,6 +205,8 @@ def _wait(session: Session, process: subprocess.Popen[bytes], files: _Files, sto
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
             files.show()
+            if viewer is not None:
+                viewer.follow(files)
             if stop and not asked_s and files.is_over():
                 asked_s = time.monotonic()
             if asked_s and time.monotonic() - asked_s > _END_S:
@@ -196,6 +218,74 @@ def _wait(session: Session, process: subprocess.Popen[bytes], files: _Files, sto
             return True
     files.show()
     return False
+
+
+class _Waiting(Result):
+    answer = "The program has not taken a step yet."
+
+
+class _Viewer(Follower):
+    """The steps of a program that runs, but those that recording makes `slower`, for its live page: rows of metrics in
+    the folder of its files."""
+
+    def __init__(self, session: Session, folder: Path, slower: range) -> None:
+        folder.mkdir()
+        self._session, self._slower, self._ranks, self._end = session, slower, list[_Rank](), ("running", "Running")
+        self._traced: list[TracedStepRecord] | None = None
+        self._log, self._step = MetricsLog(folder / METRICS_FILE), 0
+        super().__init__(folder)
+
+    def find_end(self, step: int) -> tuple[str, str]:
+        return self._end
+
+    def load(self) -> Result:
+        with self.lock:
+            records: list[Record] = []
+            if self._step:
+                if self._traced is None and all("trace" in rank.about for rank in self._ranks):
+                    self._traced = _read_traces(self._ranks)[1]
+                records = [_build_record(self._ranks, self._traced or ()), *(self._traced or ())]
+            run = Run(self._session.verb, self._session.config, self._session.environment, tuple(records))
+        if not records:
+            return _Waiting(run, self._session.folder)
+        result = cast("AttachedResult", build_result(run, self._session.folder))
+        result.step_rows = load_metrics(self.folder / METRICS_FILE)
+        return result
+
+    def follow(self, files: _Files) -> None:
+        """A row for each step that all ranks have taken."""
+        with self.lock:
+            self._ranks = files.read()
+            if self._ranks and len(self._ranks) == self._ranks[0].about["world_size"]:
+                by_rank = [{number: times for number, *times in rank.steps} for rank in self._ranks]
+                new = sorted(number for number in set.intersection(*map(set, by_rank)) if number > self._step)
+                shown = (number for number in new if number not in self._slower)
+                found = [(number, zip(*(steps[number] for steps in by_rank), strict=True)) for number in shown]
+                self._log.append(*(build_row(number, *times) for number, times in found))
+                self._step = max((self._step, *new))
+        self.update()
+
+    def close(self, files: _Files, why: str) -> None:
+        self._end = ("stopped", f"Ended early: {why}") if why else ("finished", "Finished")
+        if why.startswith("exit code -"):
+            self._end = "killed", f"Killed by signal {why.removeprefix('exit code -')}"
+        self.follow(files)
+        self._log.close()
+        self._seen_s = -math.inf
+        self.update()
+
+
+@contextlib.contextmanager
+def _watch(session: Session, folder: Path, slower: range, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
+    """Serve the live page of a program. Who looks at its end sees how it ended."""
+    with serve(viewer := _Viewer(session, folder, slower), port) as server:
+        if session.progress is not False:
+            show_address(server, shlex.join(session.config["command"]), browser)
+        yield viewer
+        is_seen, until_s = bool(server.num_viewers), time.monotonic() + _LAST_S
+        while server.num_viewers and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        time.sleep(1.0 if is_seen else 0.0)  # a page that was told loads itself again
 
 
 def _explain(name: str, code: int | None, folder: Path, steps: int) -> str:

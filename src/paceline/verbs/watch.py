@@ -1,7 +1,7 @@
-"""`paceline.watch`: the page of a training run while it runs, served on loopback, and the same numbers in a terminal.
+"""`paceline.watch`: the page of a run while it runs, served on loopback, and the same numbers in a terminal.
 
 It reads what the run writes, four times a second by its ranks, and sends nothing to it. It goes on when the run has
-ended or was killed, and says which it was.
+ended or was killed, and says which it was. `verbs.attach` serves the page of a user's own program with it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.errors import ConfigError, RecordError, refuse
-from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last, summarize_rows
+from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last
 from paceline.report.attached import WHERE, RankRow
 from paceline.report.page import render_page, render_table, save_page, split_verdict
-from paceline.report.result import load_result
+from paceline.report.result import Result, load_result
 from paceline.report.table import Table
 from paceline.report.training import TrainRunResult, load_training
-from paceline.units import format_duration, format_speed
+from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S, _BEAT_S, _LINGER_S = 0.4, 5.0, 60.0
 # So many of the last steps are the present; a run without a step for so long is asked whether it still runs.
@@ -43,14 +43,29 @@ _MOST_VIEWERS = 16
 
 
 class Follower:
-    """What a training run has written until now. `how` is "running", "finished", "stopped" or "killed"."""
+    """What a run has written until now, a row for each step. `how` is "running", "finished", "stopped" or "killed"."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.place, self._lock = folder, 0, threading.Lock()
+        self.folder, self.place, self.lock = folder, 0, threading.RLock()
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT)
-        self._seen_s, self._due_s, self._begun_s = time.monotonic(), 0.0, time.time()
-        self.how, self.text, self.verdict = "running", "", ""
+        self._seen_s, self._due_s = time.monotonic(), 0.0
+        self.how, self.text, self.verdict = "running", "", ("", "")
         self.update()
+
+    def load(self) -> Result:
+        """What is shown of it."""
+        return load_training(self.folder)
+
+    def find_end(self, step: int) -> tuple[str, str]:
+        """How it has ended, and that in words: asked where there was no step for a while."""
+        if _is_locked(self.folder):
+            return "running", "Running"
+        document = load_config(self.folder)
+        if step > 0 and (document.get("outcome") or {}).get("steps") == step:
+            return "finished", "Finished"
+        if ended := document.get("end"):
+            return "stopped", f"Ended early: {ended}"
+        return "killed", "Killed, or its machine stopped: it ended without a word"
 
     def read(self, place: int) -> tuple[list[str], int]:
         """The whole lines of its metrics from this byte on, and where they end; from the start where it is shorter."""
@@ -66,7 +81,7 @@ class Follower:
 
     def update(self) -> None:
         """Look at what is new."""
-        with self._lock:
+        with self.lock:
             lines, place = self.read(self.place)
             if place < self.place:
                 self._recent.clear()
@@ -75,35 +90,30 @@ class Follower:
             self._seen_s = now_s if lines else self._seen_s
             if not lines and self.text and now_s - self._seen_s < _SILENT_S:
                 return
-            document = load_config(self.folder)
-            step, ended = self._recent[-1]["step"] if self._recent else 0, document.get("end", "")
-            if not lines and not _is_locked(self.folder):
-                is_whole = (document.get("outcome") or {}).get("steps") == step and step > 0
-                self.how = "finished" if is_whole else "stopped" if ended else "killed"
-            else:
-                self.how = "running"
-            said = {
-                "finished": "Finished", "stopped": f"Ended early: {ended}",
-                "killed": "Killed, or its machine stopped: it ended without a word", "running": "Running",
-            }  # fmt: skip
-            self.text = f"{said[self.how]}: {self._describe(step)}."
+            step = self._recent[-1]["step"] if self._recent else 0
+            self.how, said = ("running", "Running") if lines else self.find_end(step)
+            self.text = f"{said}: {self._describe(step)}."
             if self._recent and now_s > self._due_s:
                 with contextlib.suppress(RecordError):
-                    self.verdict = split_verdict(load_training(self.folder).headline)[0]
+                    self.verdict = split_verdict(self.load().headline)
                 self._due_s = time.monotonic() + max(10.0, (time.monotonic() - now_s) / _SHARE)
 
     def _describe(self, step: int) -> str:
-        if not self._recent:
+        rows = list(self._recent)
+        if not rows:
             return "no step was taken yet"
-        last = self._recent[-1]
-        found = f"step {step} in epoch {last['epoch'] + 1}"
-        if isinstance(last["loss"], float):
-            found += f", loss {last['loss']:.4f}"
-        recent = summarize_rows([row for row in self._recent if row.get("loss") is not None] or [last | {"loss": 0.0}])
-        found += f", {format_speed(recent.samples_per_s)} samples/s, data wait {recent.data_wait_share:.1%}"
-        if recent.exposed_share is not None:
-            found += f", exposed communication {recent.exposed_share:.1%}"
-        bad = [row["step"] for row in self._recent if "not_finite" in row]
+        found, last, seconds = f"step {step}", rows[-1], sum(row["step_s"] for row in rows)
+        if "epoch" in last:
+            speed = format_speed(sum(row["samples"] for row in rows) / seconds) if seconds else "0"
+            loss = f", loss {last['loss']:.4f}" if isinstance(last["loss"], float) else ""
+            found += f" in epoch {last['epoch'] + 1}{loss}, {speed} samples/s"
+        else:
+            found += f", {format_ms(statistics.median(row['step_s'] for row in rows))} ms a step"
+        for words, name in (("data wait", "data_wait_s"), ("exposed communication", "exposed_comm_s")):
+            parts = [(row[name], row["step_s"]) for row in rows if row.get(name) is not None]
+            if parts and seconds:
+                found += f", {words} {sum(part for part, _ in parts) / sum(whole for _, whole in parts):.1%}"
+        bad = [row["step"] for row in rows if "not_finite" in row]
         silent_s = time.monotonic() - self._seen_s
         found += f"; warning: the loss of step {bad[0]} is not finite" if bad else ""
         return found + (f"; no step for {format_duration(silent_s)}" if silent_s > 10 and self.how == "running" else "")
@@ -124,9 +134,8 @@ class Follower:
         return Table("now", f"the last {len(rows)} steps, median of each rank", WHERE, ranks)
 
     def render(self) -> str:
-        place, about = self.place, {"status": self.text, "how": self.how}
-        result = load_training(self.folder)
-        return render_page([result], live={"from": place, **about}, now=render_table(self.now))
+        live = {"from": self.place, "status": self.text, "how": self.how}  # before it is loaded: no row is lost
+        return render_page([self.load()], live=live, now=render_table(self.now))
 
 
 def _is_locked(folder: Path) -> bool:
@@ -195,17 +204,14 @@ class _Request(BaseHTTPRequestHandler):
             is_new = place == 0
             while not self.server.is_closing.is_set():
                 lines, end = follower.read(place)
+                if lines:
+                    follower.update()  # so that the status has them, too
                 is_over = follower.how != "running" and not lines
                 if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
-                    message: dict[str, Any] = {
-                        "rows": lines,
-                        "status": follower.text,
-                        "now": render_table(follower.now) if lines else "",
-                    }
-                    message |= {
-                        "verdict": follower.verdict,
-                        "reload": int(is_over or end < place or (is_new and end > 0)),
-                    }
+                    message: dict[str, Any] = {"rows": lines, "status": follower.text}
+                    message["verdict"] = follower.verdict if follower.verdict[0] else None
+                    message["now"] = render_table(follower.now) if lines else ""
+                    message["reload"] = int(is_over or end < place or (is_new and end > 0))
                     self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
                     self.wfile.flush()
                     place, sent_s = end, time.monotonic()
@@ -220,10 +226,10 @@ class _Request(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(folder: str | Path, port: int | None = None) -> Iterator[Server]:
+def serve(run: str | Path | Follower, port: int | None = None) -> Iterator[Server]:
     """Serve the live page of the run in this folder while the context lasts."""
     try:
-        server = Server(Follower(Path(folder)), port or 0)
+        server = Server(run if isinstance(run, Follower) else Follower(Path(run)), port or 0)
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; leave it out for one that is free") from None
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
@@ -258,10 +264,7 @@ def watch(
            code="other-verb")  # fmt: skip
     folder, over_s = Path(run), None
     with serve(folder, port) as server, _View(progress is not False and sys.stdin.isatty()) as view:
-        view.say(f"the page of {folder}: {server.address}")
-        has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
-        if browser or (browser is None and has_display):
-            webbrowser.open(server.address)
+        show_address(server, str(folder), browser)
         with contextlib.suppress(KeyboardInterrupt):
             while over_s is None or time.monotonic() - over_s < linger:
                 follower = server.follower
@@ -272,10 +275,22 @@ def watch(
                 elif over_s is None:
                     over_s = time.monotonic()
                 time.sleep(_POLL_S)
-        view.say(server.follower.text)
+        say(server.follower.text)
     result = cast("TrainRunResult", load_result(folder))
-    view.say(f"page: {save_page([result], folder)}")
+    result.page = save_page([result], folder)
     return result
+
+
+def say(text: str) -> None:
+    print(f"paceline: watch: {text}", file=sys.stderr, flush=True)
+
+
+def show_address(server: Server, name: str, browser: bool | None) -> None:
+    """Say where the page is; `browser` opens it, None where there is a display."""
+    say(f"the page of {name}: {server.address}")
+    has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
+    if has_display if browser is None else browser:
+        webbrowser.open(server.address)
 
 
 def start_watching(folder: Path) -> None:
@@ -304,12 +319,12 @@ class _View:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
-        print(f"paceline: watch: {text}", file=sys.stderr, flush=True)
-
     def show(self, follower: Follower) -> None:
         if self._live is not None:
             from rich.text import Text
 
-            words = (follower.verdict, follower.text, follower.now.terminal(self._live.console.width))
-            self._live.update(Text("\n".join(filter(None, words))), refresh=True)
+            lines = follower.now.terminal(self._live.console.width).splitlines()
+            lines = [line for line in lines if not line.startswith("(not shown")]  # they are on the page
+            shown = Text("\n".join(filter(None, (follower.verdict[0], follower.text, *lines))))
+            shown.stylize("bold", 0, len(follower.verdict[0]))
+            self._live.update(shown, refresh=True)

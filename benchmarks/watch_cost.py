@@ -1,0 +1,170 @@
+#!/usr/bin/env python
+"""What does a page cost? Its size and how soon it can be used; a live one: how late it is, and what it takes of a step.
+
+    benchmarks/watch_cost.py [page] [live] [--seconds 240]
+
+`page`: a made-up run of 10,000 steps on 8 ranks, whose times have no pattern to compress, in headless Chromium.
+`live`: `paceline train` on two ranks with `paceline watch`, and Chromium looks at the page.
+How late a step is: from the moment at which it is in the file of the run, which ranks write every quarter of a second,
+until it is in the text of the page. What watching costs: the watcher is stopped (SIGSTOP) every other two seconds, and
+steps with it are compared with those of the pauses around them; in this part nothing but the stream of events is read.
+Two cores that are not idle make both worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.browser import CHROMIUM, Browser
+from tests.unit.made_runs import make_folder, make_rows
+
+from paceline.predict.race import estimate_ratio
+from paceline.records.training import METRICS_FILE, load_metrics
+from paceline.verbs.report import save_report
+
+TRAIN = ("train", "--model", "cnn", "--ranks", "2", "--threads", "1", "--steps", "1000000", "--backend", "gloo")
+TURN_S, LEAST = 2.0, 8
+
+
+def measure_page(place: Path) -> None:
+    draw = random.Random(0)
+    rows = make_rows(steps=10_000, ranks=8)
+    for row in rows:
+        row["loss"] = draw.gauss(2.0, 0.1)
+        for times in row["ranks"].values():
+            times[:] = [round(seconds * draw.uniform(0.8, 1.2), 6) for seconds in times]
+    page = save_report([make_folder(place / "large", rows, ranks=8)]).page
+    assert page is not None
+    took = []
+    if CHROMIUM:
+        with Browser() as browser:
+            for _ in range(5):
+                browser.open(f"file://{page}")
+                took.append(browser.evaluate("performance.mark('now').startTime") / 1e3)
+    soon = f"ready {statistics.median(took):.2f} s after it was opened" if took else "no Chromium is installed"
+    print(f"page of 10,000 steps on 8 ranks: {page.stat().st_size / 1e6:.2f} MB; {soon}")
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-m", "paceline", *command], stderr=subprocess.PIPE, text=True,
+                               stdout=subprocess.DEVNULL)  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
+    until_s = time.monotonic() + 120
+    while not list(folder.glob(f"*/{METRICS_FILE}")) or len(load_metrics(find_metrics(folder))) < count:
+        if time.monotonic() > until_s:
+            raise SystemExit("the run takes no steps")
+        time.sleep(0.2)
+
+
+def find_metrics(folder: Path) -> Path:
+    return next(folder.glob(f"*/{METRICS_FILE}"))
+
+
+def read_last(file: Path) -> int:
+    """The last step in the file."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - 60_000))
+        return int(re.findall(rb'\n\{"step": (\d+)', opened.read())[-1])
+
+
+def measure_lateness(file: Path, address: str, seconds: float) -> list[float]:
+    """How long each of some steps is in the file before the page says so."""
+    late = []
+    with Browser() as browser:
+        browser.open(address)
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            step, begin_s = read_last(file), time.monotonic()
+            while read_last(file) == step:
+                time.sleep(0.005)
+            step, begin_s = read_last(file), time.monotonic()
+            said = "Number(document.getElementById('status').textContent.match(/step (\\d+)/)?.[1] ?? 0)"
+            while browser.evaluate(said) < step:
+                time.sleep(0.01)
+            late.append(time.monotonic() - begin_s)
+    return late
+
+
+def measure_cost(file: Path, watcher: subprocess.Popen[str], seconds: float) -> str:
+    ends, is_stopped = [(read_last(file), False)], False
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        time.sleep(TURN_S)
+        is_stopped = not is_stopped
+        watcher.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+        ends.append((read_last(file), is_stopped))
+    times = {row["step"]: row["step_s"] for row in load_metrics(file)}
+    turns = []
+    for (first, is_off), (last, _) in itertools.pairwise(ends):
+        # Rows reach the file a quarter of a second after their step: those at the ends may be of the other kind.
+        width = (last - first) // 5
+        steps = sorted(times[step] for step in range(first + width, last - width))
+        if len(steps) > LEAST:
+            turns.append((is_off, statistics.fmean(steps[: int(0.9 * len(steps))])))  # without what hit a step hard
+    pairs = [(b[1], (a[1] + c[1]) / 2) for a, b, c in zip(turns, turns[1:], turns[2:], strict=False)
+             if not b[0] and a[0] and c[0]]  # fmt: skip
+    ratio = estimate_ratio([on for on, _ in pairs], [off for _, off in pairs], 0.025)
+    return f"{ratio.value - 1:+.2%} [{ratio.low - 1:+.2%}, {ratio.high - 1:+.2%}] of a step, 95 %, {len(pairs)} pairs"
+
+
+def measure_live(place: Path, seconds: float) -> None:
+    with started(*TRAIN, "--out", str(place / "runs")):
+        wait_for_steps(place / "runs", 50)
+        file = find_metrics(place / "runs")
+        with started("watch", str(file.parent), "--no-browser") as watcher:
+            assert watcher.stderr is not None
+            address = re.findall(r"http://\S+", watcher.stderr.readline())[0]
+            if CHROMIUM:
+                late = measure_lateness(file, address, min(40.0, seconds / 4))
+                print(f"a step is on the page {statistics.median(late):.2f} s after it was written, at most "
+                      f"{max(late):.2f} s, of {len(late)}; ranks write every 0.25 s")  # fmt: skip
+            base, _, query = address.partition("?")
+            place_s = file.stat().st_size
+            stream = urllib.request.urlopen(f"{base}events?{query}&from={place_s}")
+            threading.Thread(target=stream.read, daemon=True).start()
+            print(f"watching takes {measure_cost(file, watcher, seconds)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["page", "live"], choices=["page", "live"])
+    parser.add_argument("--seconds", type=float, default=240.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if "page" in args.parts:
+            measure_page(Path(folder))
+        if "live" in args.parts:
+            measure_live(Path(folder), args.seconds)
+
+
+if __name__ == "__main__":
+    main()
