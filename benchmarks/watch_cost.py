@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["page", "live"], choices=["page", "live"])
     parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended, too
     with tempfile.TemporaryDirectory() as folder:
         if "page" in args.parts:
             measure_page(Path(folder))

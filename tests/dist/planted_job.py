@@ -19,7 +19,7 @@ PLANTED = os.environ.get("PLANTED", "nothing")
 BATCH_SIZE, ROWS, WIDTH = 1 if PLANTED == "batch" else 32, 60_000 if PLANTED == "network" else 64, 128
 TOKENS = {"batch": 1, "buckets": 8, "data": 8, "late rank": 8}.get(PLANTED, 64)
 # Layers of a batch of one are wide, and each bad bucket is one of many gradients.
-WIDE, DEPTH, PARTS = {"batch": (1024, 5, 1), "buckets": (WIDTH, 12, 8)}.get(PLANTED, (WIDTH, 8, 1))
+WIDE, DEPTH = {"batch": (1024, 5), "buckets": (WIDTH, 48)}.get(PLANTED, (WIDTH, 8))
 CAP_MB = 0.001 if PLANTED == "buckets" else 25
 
 
@@ -44,8 +44,7 @@ class Net(nn.Module):
         super().__init__()
         self.table = nn.Embedding(ROWS, WIDTH)
         sizes = [WIDTH, *[WIDE] * (DEPTH - 1), WIDTH]
-        pairs = itertools.pairwise(sizes)
-        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(a, b // PARTS) for _ in range(PARTS)) for a, b in pairs)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
         self.head = nn.Linear(WIDTH, 8)
 
     def forward(self, tokens):
@@ -53,7 +52,7 @@ class Net(nn.Module):
             time.sleep(0.05)
         found = self.table(tokens)
         for layer in self.layers:
-            found = torch.cat([part(found) for part in layer], dim=-1).relu()
+            found = layer(found).relu()
         return self.head(found.mean(dim=1))
 
 
