@@ -54,7 +54,8 @@ def resolve(code: str) -> None:
     elif code.startswith("make "):
         assert f"\n{code.split()[1]}:" in (ROOT / "Makefile").read_text(), "no such target"
     else:
-        assert code.startswith("examples/") and (ROOT / code).is_file(), f"{code} is neither a command nor an example"
+        known = code.startswith(("examples/", "docs/tutorial/")) and (ROOT / code).is_file()
+        assert known, f"{code} is neither a command nor an example"
 
 
 def find_faults(line: Line) -> list[str]:
