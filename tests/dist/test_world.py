@@ -18,7 +18,7 @@ from paceline.runtime import rendezvous
 from paceline.runtime.world import current_world
 from tests.conftest import BACKEND
 
-FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "TORCHELASTIC_USE_AGENT_STORE")
+FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "PACELINE_STORE")
 
 
 def describe() -> dict:

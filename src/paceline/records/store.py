@@ -108,8 +108,12 @@ def load_json(file: Path, needed: str) -> Any:
         return json.loads(file.read_text())
     except FileNotFoundError:
         raise RecordError(f"{file} does not exist: {needed}", code="missing") from None
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{file} cannot be read as JSON: {error}", code="damaged") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as JSON: {_first_line(error)}", code="damaged") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
 def load_run(path: str | Path) -> Run:
@@ -131,8 +135,8 @@ def load_run(path: str | Path) -> Run:
         return run
     except KeyError as error:
         raise RecordError(f"{file} lacks the key {error}") from None
-    except (TypeError, RecordError) as error:
-        raise RecordError(f"{file}: {error}") from None
+    except (TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:  # ours is a ValueError
+        raise RecordError(f"{file}: {_first_line(error)}") from None
 
 
 def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
@@ -211,7 +215,7 @@ class Study:
         except OSError as error:
             reason = f"{STUDY_FILE}: {error.strerror}; give the folder of an interrupted `{verb}`"
             raise ConfigError(f"--resume {path}: {reason}", code="missing") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"--resume {path}: {STUDY_FILE} is not one of this Paceline", code="damaged") from None
         if found != verb:
             raise ConfigError(f"--resume {path}: it is a run of `{found}`, and this is `{verb}`", code="other-verb")
@@ -234,7 +238,7 @@ class Study:
             if document["cell"] != cell:
                 raise RecordError(f"it holds {document['cell']!r}")
             return list(load_records(document["records"], document.get("version", 2)))
-        except (OSError, ValueError, KeyError, TypeError, RecordError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{file} is not the cell {cell!r}: {error}; delete it to measure that cell again"
             raise RecordError(reason, code="damaged") from None
 

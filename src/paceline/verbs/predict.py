@@ -234,7 +234,7 @@ def _load_document(file: Path) -> Any:
         return json.loads(_read_content(file).decode(errors="replace"))
     except OSError as error:  # also what is wrong with the checksum of a gzip
         raise RecordError(f"it cannot be read: {error.strerror or error}", code="missing") from None
-    except (EOFError, zlib.error, ValueError) as error:
+    except (EOFError, zlib.error, ValueError, RecursionError) as error:
         raise RecordError(f"it is no whole JSON file: {error}", code="damaged") from None
 
 
