@@ -161,7 +161,7 @@ def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
         for number in itertools.count(1):
             path = Path(out) / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(0o700)  # results and checkpoints are for this user, until they are given away
                 break
     except OSError as error:
         raise _cannot_write(out, str(error.strerror)) from None
