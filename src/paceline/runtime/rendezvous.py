@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import glob
 import hashlib
@@ -57,6 +58,8 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
     if key not in _stores:
         atexit.register(close_stores)
         _stores[key] = _connect_store(rendezvous, place, timeout_s), Counter()
+        if isinstance(_stores[key][0], PrivateStore):
+            _stores[key][0].set_timeout(timedelta(seconds=timeout_s))
     store, counts = _stores[key]
     counts[topic] += 1
     return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
@@ -78,7 +81,7 @@ def gather(
         cause = _find_failure(store) if failure.is_secondary else b""
         with contextlib.suppress(RuntimeError):
             if store.add("failures", 1) == 1:
-                store.set("failed", messages.encode(failure))
+                store.set("failed", _encode_failure(failure))
             _leave(store, place)
         if cause:
             raise make_error(_read_failure(cause), place.world_size) from error
@@ -112,6 +115,13 @@ def _decode(content: bytes, private: bool) -> Any:
     if content[:1] == b"p" and private:
         return pickle.loads(content[1:])
     return messages.decode(content[1:])
+
+
+def _encode_failure(failure: Failure) -> bytes:
+    try:
+        return messages.encode(failure)
+    except messages.NotPlainError:  # an error of a class of the user's: its text and traceback are there
+        return messages.encode(dataclasses.replace(failure, error=None))
 
 
 def _read_failure(content: bytes) -> Failure:
@@ -316,19 +326,20 @@ def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float)
     if place.rank == 0:
         listener = _listen(0 if served else port, where)
         if known is not None:
-            known.set(_PORT_KEY, str(listener.getsockname()[1]))
+            known.set(_find_port_key(), str(listener.getsockname()[1]))
         _serve(listener, secret)
     return PrivateStore(lambda: _call_host(host, _read_port(known, port), secret, place, timeout_s))
 
 
-_PORT_KEY = "paceline/port"
+def _find_port_key() -> str:
+    return f"paceline/port/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _read_port(known: dist.Store | None, port: int) -> int:
     """Where rank 0 listens. Anybody can have written it: what answers there must prove that it is rank 0."""
     if known is None:
         return port
-    text = known.get(_PORT_KEY).decode(errors="replace")
+    text = known.get(_find_port_key()).decode(errors="replace")
     return int(text) if text.isdigit() and 0 < int(text) < 65536 else port
 
 
@@ -370,7 +381,10 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
     """Serve a store from a process of its own: this rank may hang, and the others must still be able to ask."""
     with listener:
         command = [sys.executable, "-I", "-S", store_server.__file__]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )  # fmt: skip
         assert process.stdin is not None
         about = {"listener": listener.fileno(), "secret": secret.hex()}
         process.stdin.write(json.dumps(about).encode() + b"\n")
@@ -383,7 +397,7 @@ def _end_server(process: "subprocess.Popen[bytes]") -> None:
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LINGER_S)
+        process.wait(_BIND_S / 3)
 
 
 def _call(name: str, place: Place, timeout_s: float, where: str) -> socket.socket:
