@@ -13,7 +13,7 @@ from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
 from paceline.training.schedules import BatchSchedule
-from paceline.training.settings import TrainSettings
+from paceline.training.settings import TrainSettings, check_size
 from paceline.units import MIB, format_bytes, refuse_endless
 from paceline.workloads.registry import WORKLOADS
 
@@ -306,6 +306,14 @@ class StudySettings:
     def check(self) -> None:
         """Refuse what cannot be measured; the job itself is checked apart."""
         raise NotImplementedError
+
+    def check_size(self) -> None:
+        """Refuse cells that no memory here can hold, or that would not end."""
+        given = asdict(self)
+        check_counts(**{name: given.get(name) for name in ("iters", "epochs", "updates", "evaluations")})
+        sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
+        check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
+        refuse_endless(1e-6, global_batch_size=max(given.get("global_batch_sizes", ()), default=None))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

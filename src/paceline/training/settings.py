@@ -275,7 +275,7 @@ def estimate_bytes(settings: TrainSettings) -> dict[str, int]:
         found["context"] = max(found["context"], (settings.context or 0) * 1000 * 8)
     # Weights and gradients. What convolutions leave of an image is at least a pixel of the last of them.
     channels, hidden = settings.channels or (), settings.hidden or 0
-    found["channels"] = 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise(channels))
+    found["channels"] = 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise((1, *channels)))
     found["hidden"] = 2 * 4 * hidden * (size if settings.model == "mlp" else (channels or (64,))[-1])
     return found
 
