@@ -24,6 +24,7 @@ import torch.distributed as dist
 import paceline
 from paceline import LaunchError
 from paceline.runtime import rendezvous, store_server
+from paceline.runtime.worker import find_code
 from paceline.transport import why_not
 from tests.conftest import wait_until
 
@@ -124,9 +125,17 @@ SECRET = 1234.5678
 
 
 def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
-    """Train's traffic in small: a world, objects, gradients. What happened, and why it did not."""
-    if int(os.environ["RANK"]) == 1:
-        time.sleep(pause_s)  # the stranger is quicker than this rank
+    """Train's traffic in small: a world, objects, gradients. What happened, and why it did not.
+
+    Rank 1 is late when gloo's connections are made, and so the stranger is first.
+    """
+    agree = rendezvous.agree_on_backend
+
+    def agree_late(store, place, *rest):
+        agree(store, place, *rest)
+        time.sleep(pause_s * place.rank)
+
+    rendezvous.agree_on_backend = agree_late
     try:
         with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
             world.share({"rank": world.rank})
@@ -135,9 +144,13 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
             return "trained", str(len(values))
     except LaunchError as error:
         return error.code, str(error)
+    except RuntimeError as error:  # of gloo: the other rank has refused a stranger, and left
+        return find_code(error), str(error)
+    finally:
+        rendezvous.agree_on_backend = agree
 
 
-def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> None:
+def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set[str]:
     found = on_ranks(2, reduce_secrets, backend, pause_s)
     for how, text in found:
         # A stranger that is first can stop the job; it cannot be part of it.
@@ -148,6 +161,7 @@ def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> Non
     read = (attacker / "read").read_bytes() if (attacker / "read").exists() else b""
     assert struct.pack("<f", SECRET) * 4 not in read, "another user has read gradients"
     assert not (attacker / "told").exists() or (attacker / "told").read_bytes() == b""
+    return {how for how, _ in found}
 
 
 @as_root
@@ -158,12 +172,17 @@ def test_another_user_joins_no_world_reads_no_gradient_and_runs_no_code(on_ranks
     assert f"refused a process of another user (uid {NOBODY}" in capfd.readouterr().err
 
 
+seen: dict[str, list[str]] = {}
+
+
 @as_root
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(25))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fifty_tries_of_another_user_are_refused(on_ranks, attacker, backend, attempt):
-    check_refused(on_ranks, attacker, backend, 0.02 * attempt)
+    seen.setdefault(backend, []).extend(check_refused(on_ranks, attacker, backend, 0.01 * attempt))
+    # gloo lets either rank wait for the other: in some of the tries it is the one whose port the stranger has found.
+    assert attempt < 24 or len(seen[backend]) < 25 or "stranger" in seen[backend]
 
 
 def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
