@@ -329,10 +329,12 @@ def test_different_backends_are_told_on_every_rank(on_ranks):
 
 def test_a_taken_address_is_named(monkeypatch):
     monkeypatch.setattr(rendezvous, "_BIND_S", 0.1)
-    place, where = rendezvous.Place(0, 2, None, None, "arguments"), "tcp://127.0.0.1:29417"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place, where = rendezvous.Place(0, 2, None, None, "arguments"), f"tcp://127.0.0.1:{port}"
     store = rendezvous.open_store(where, place, 5.0)
     try:
-        with pytest.raises(LaunchError, match=r"29417 is taken, probably by another job") as caught:
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port} is taken, probably by another job") as caught:
             rendezvous._connect_store(where, place, 5.0)
         assert caught.value.code == "taken" and rendezvous.is_private(store)
     finally:

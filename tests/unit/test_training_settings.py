@@ -201,8 +201,9 @@ def test_saved_settings_come_back_as_they_were():
 @pytest.mark.parametrize(
     ("given", "code"),
     [
-        ({"batch_size": 10**12}, "memory"), ({"model": "mlp", "hidden": 10**9}, "memory"), ({"samples": 10**12}, "memory"),
-        ({"model": "gpt2-tiny", "context": 10**8}, "memory"), ({"steps": 10**24}, "endless"),
+        ({"batch_size": 10**12}, "memory"), ({"model": "mlp", "hidden": 10**9}, "memory"),
+        ({"samples": 10**12}, "memory"), ({"model": "gpt2-tiny", "context": 10**8}, "memory"),
+        ({"steps": 10**24}, "endless"),
         ({"epochs": 10**30}, "endless"), ({"channels": (10**9,)}, "memory"),
     ],
 )  # fmt: skip

@@ -258,7 +258,7 @@ class TrainSettings:
 NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
-def estimate_bytes(settings: TrainSettings) -> dict[str, int]:
+def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
     """The memory that one rank needs at least for what each option asks, without what only the model itself knows."""
     form = default_form(settings.model) if settings.data == "synthetic" and settings.model in MODELS else None
     shape, is_text = (form.shape, form.kind in ("tokens", "pairs")) if form is not None else ((1,), False)
@@ -287,7 +287,7 @@ def check_size(settings: TrainSettings) -> None:
     gpus = 0 if settings.device == "cpu" else machine.count_gpus()
     have, most = machine.available_memory_bytes(), max(1024, 16 * machine.count_cores())
     have = max(have, gpus * _LARGEST_GPU_BYTES)
-    for name, need in estimate_bytes(settings).items():
+    for name, need in count_least_bytes(settings).items():
         value = settings.batches.batch_size if name == "batch_size" else getattr(settings, name)
         if need > have:
             shown = " ".join(map(shorten, value)) if isinstance(value, tuple) else shorten(value or 0)
