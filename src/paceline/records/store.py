@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError, PacelineError, RecordError
 from paceline.records.environment import Environment
 from paceline.records.kinds import Record, decode, record_from_json, record_to_json
 
@@ -100,6 +100,19 @@ def pause_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def naming_damage() -> Iterator[None]:
+    """For a verb that reads what it was given and starts nothing: where a file holds values of another kind than any
+    run has, the failure to read them is one of the file."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError) as error:
+        text = f"a file that was given holds a value that no run has: {type(error).__name__}: {_first_line(error)}"
+        raise RecordError(f"{text}; write it again with the command that made it", code="damaged") from error
 
 
 def load_json(file: Path, needed: str) -> Any:

@@ -23,7 +23,7 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
-from paceline.records.store import RUN_FILE, Run, create_folder, load_run, pause_collection
+from paceline.records.store import RUN_FILE, Run, create_folder, load_run, naming_damage, pause_collection
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
@@ -35,6 +35,7 @@ Place = str | Path | None
 R = TypeVar("R", bound="Result")
 
 
+@naming_damage()
 def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
     allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
@@ -109,6 +110,7 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
     )  # fmt: skip
 
 
+@naming_damage()
 def predict_csv(
     folder: str | Path, *, ranks: int | None = None, backend: str | None = None, measured: Place = None,
     out: Place = None,
@@ -145,6 +147,7 @@ def predict_csv(
     return _save(result, out)
 
 
+@naming_damage()
 def predict_trace(
     traces: str | Path | Sequence[str | Path], *, network: str | None = None, ranks: int | Sequence[int] | None = None,
     ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", out: Place = None,
