@@ -13,7 +13,7 @@ _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_MOST_DIGITS = 18  # of a number that means anything
+_MOST_DIGITS = 30  # of a size that means anything
 _YEAR_S = 365 * 24 * 3600
 
 
@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
     if not match:
         raise ConfigError(f"size {text!r} is not a number with a unit: write it like 25MiB, 1MB or 512B")
     number, unit = match.groups()
-    refuse((len(number) > _MOST_DIGITS, f"size {text[:40]!r} has {len(number)} digits: at most {_MOST_DIGITS}"))
+    refuse((len(number) > _MOST_DIGITS, f"size {text[:40]!r} has {len(number)} digits: use a larger unit"))
     if not unit:
         raise ConfigError(f"size {text!r} has no unit: write {number}MiB, {number}MB or {number}B")
     scale = _UNITS.get(unit.lower())
