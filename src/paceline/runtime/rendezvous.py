@@ -273,7 +273,7 @@ def serve_env_for_torch() -> None:
             return
         place = read_place()
         store = open_store("env://", place, timeout.total_seconds(), "torch-")
-        proof.use_key(find_key(store))
+        proof.use_key(find_key(store), store)
         yield store, place.rank, place.world_size
 
     handlers["env"] = meet

@@ -135,7 +135,7 @@ def init(
             torch.cuda.set_device(torch_device)
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
-        proof.use_key(meeting.find_key(store))
+        proof.use_key(meeting.find_key(store), store)
         dist.init_process_group(chosen, store=default, rank=place.rank, world_size=place.world_size, timeout=limit)
         proof.check_group(dist.group.WORLD)
         # Apart from the data's group, so that control traffic never queues behind gradients, and never needs a GPU.

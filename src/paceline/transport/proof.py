@@ -6,6 +6,7 @@ port in /proc. So each pair of ranks exchanges what only ranks can compute, by a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -19,13 +20,15 @@ from paceline.errors import LaunchError
 
 _BYTES = 32
 _LOOK_S = 0.5
-_key = b""
+_key: bytes = b""
+_store: Any = None
 
 
-def use_key(key: bytes) -> None:
-    """Ask for proof by this key in groups that are made from now on; empty: for none, as where the store is open."""
-    global _key
-    _key = key
+def use_key(key: bytes, store: Any = None) -> None:
+    """Ask for proof by this key in groups that are made from now on; empty: for none, as where the store is open. In
+    the store a rank that refuses a stranger says so to the others."""
+    global _key, _store
+    _key, _store = key, store
 
 
 def check_group(group: Any) -> None:
@@ -53,6 +56,8 @@ def check_pairs(backend: Any, name: str) -> None:
         try:
             work.wait(timedelta(seconds=_LOOK_S))
         except RuntimeError as error:
+            if text := _read_refusal():
+                raise LaunchError(text, code="stranger") from None
             if work.is_completed() or _find_strangers():
                 failure = str(error).partition("\n")[0]
     if not failure:
@@ -65,13 +70,32 @@ def check_pairs(backend: Any, name: str) -> None:
     bad = [other for other, proof in proofs.items() if not hmac.compare_digest(proof, _prove(name, other, rank))]
     if not bad and not failure:
         return
+    text = ""
     if strangers := ", ".join(map(str, _find_strangers())):
         text = f"a process of another user (uid {strangers}) connected in the place of a rank"
-        raise LaunchError(f"refused a stranger: {text}; start the job again", code="stranger")
-    if failure:
-        raise LaunchError(f"ranks lost each other while they proved who they are: {failure}", code="peer-lost")
-    text = f"what connected in the place of rank {bad[0]} of {size} is no rank of this job"
-    raise LaunchError(f"refused a stranger: {text}; start the job again", code="stranger")
+    elif not failure:
+        text = f"what connected in the place of rank {bad[0]} of {size} is no rank of this job"
+    if text:
+        raise _refuse(f"refused a stranger: {text}; start the job again")
+    text = _read_refusal() or f"ranks lost each other while they proved who they are: {failure}"
+    raise LaunchError(text, code="stranger" if _read_refusal() else "peer-lost")
+
+
+def _refuse(text: str) -> LaunchError:
+    """The error for a stranger, which the other ranks raise, too: they may wait for this one."""
+    if _store is not None:
+        with contextlib.suppress(RuntimeError):
+            _store.set("stranger", text)
+    return LaunchError(text, code="stranger")
+
+
+def _read_refusal() -> str:
+    """What another rank said about a stranger; empty where none did."""
+    if _store is not None:
+        with contextlib.suppress(RuntimeError):
+            if _store.check(["stranger"]):
+                return str(_store.get("stranger"), "utf-8")
+    return ""
 
 
 def _prove(name: str, source: int, target: int) -> bytes:
