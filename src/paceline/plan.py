@@ -133,7 +133,7 @@ class Plan:
             return cls(gradients, buckets, document["rule"])
         except (ConfigError, RecordError):
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def as_torch_kwargs(self) -> dict[str, Any]:

@@ -13,6 +13,22 @@ _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MOST_DIGITS = 30  # of a size that means anything
+_YEAR_S = 365 * 24 * 3600
+
+
+def refuse_endless(least_s: float, **counts: int | None) -> None:
+    """Refuse numbers of steps or repetitions that take more than a year, even where each takes only `least_s`."""
+    most = int(_YEAR_S / least_s)
+    for name, count in counts.items():
+        if count is not None and count > most:
+            text = f"--{name.replace('_', '-')} {shorten(count)} takes more than a year, even at "
+            raise ConfigError(f"{text}{format_duration(least_s)} each: use at most {shorten(most)}", code="endless")
+
+
+def shorten(number: int) -> str:
+    """A number of any length for a message: 12 500, or 10^24 where its digits say nothing."""
+    return format_count(number) if abs(number) < 10**12 else f"10^{len(str(abs(number))) - 1}"
 
 
 def parse_size(text: str) -> int:
@@ -21,6 +37,7 @@ def parse_size(text: str) -> int:
     if not match:
         raise ConfigError(f"size {text!r} is not a number with a unit: write it like 25MiB, 1MB or 512B")
     number, unit = match.groups()
+    refuse((len(number) > _MOST_DIGITS, f"size {text[:40]!r} has {len(number)} digits: use a larger unit"))
     if not unit:
         raise ConfigError(f"size {text!r} has no unit: write {number}MiB, {number}MB or {number}B")
     scale = _UNITS.get(unit.lower())
@@ -66,8 +83,8 @@ def parse_counts(text: str, what: str) -> tuple[int, ...]:
     """The positive integers of a comma-separated list, in the order given, without repeats."""
     counts = []
     for part in text.split(","):
-        if not re.fullmatch(r"\s*\d+\s*", part) or int(part) < 1:
-            raise ConfigError(f"{what} {part.strip()!r} is not a whole number of at least 1")
+        if not re.fullmatch(r"\s*[0-9]{1,18}\s*", part) or int(part) < 1:
+            raise ConfigError(f"{what} {part.strip()[:40]!r} is not a whole number of at least 1")
         counts.append(int(part))
     return tuple(dict.fromkeys(counts))
 

@@ -18,7 +18,7 @@ from paceline.runtime import rendezvous
 from paceline.runtime.world import current_world
 from tests.conftest import BACKEND
 
-FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "TORCHELASTIC_USE_AGENT_STORE")
+FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "PACELINE_STORE")
 
 
 def describe() -> dict:
@@ -327,13 +327,20 @@ def test_different_backends_are_told_on_every_rank(on_ranks):
     assert all(answer.startswith(words) for answer, _ in answers)
 
 
-def test_a_taken_port_is_named(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is taken"):
-            paceline.init("gloo", "cpu", rendezvous=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, announce=None)
+def test_a_taken_address_is_named(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_BIND_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place, where = rendezvous.Place(0, 2, None, None, "arguments"), f"tcp://127.0.0.1:{port}"
+    store = rendezvous.open_store(where, place, 5.0)
+    try:
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port} is taken, probably by another job") as caught:
+            rendezvous._connect_store(where, place, 5.0)
+        assert caught.value.code == "taken" and rendezvous.is_private(store)
+    finally:
+        rendezvous.close_stores()
+    with socket.create_server(("", 0)) as taken, pytest.raises(LaunchError, match="is taken"):
+        rendezvous._listen(taken.getsockname()[1], "somewhere")
 
 
 def test_an_unreachable_rank_0_is_named():

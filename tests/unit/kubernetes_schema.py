@@ -51,7 +51,9 @@ OBJECTS: dict[str, dict[str, Any]] = {
         "volumeMounts": ["VolumeMount"],
         "imagePullPolicy": str,
     },
-    "EnvVar": {"name": str, "value": str},
+    "EnvVar": {"name": str, "value": str, "valueFrom": "EnvVarSource"},
+    "EnvVarSource": {"secretKeyRef": "SecretKeySelector"},
+    "SecretKeySelector": {"name": str, "key": str, "optional": bool},
     "ResourceRequirements": {"limits": "quantities", "requests": "quantities"},
     "VolumeMount": {"name": str, "mountPath": str, "readOnly": bool, "subPath": str},
     "Volume": {"name": str, "emptyDir": "EmptyDir", "persistentVolumeClaim": "Claim"},
@@ -87,6 +89,7 @@ REQUIRED = {
     "PodSpec": ("containers", "restartPolicy"),  # for a Job its default, Always, is refused
     "Container": ("name", "image"),
     "EnvVar": ("name",),
+    "SecretKeySelector": ("key",),
     "VolumeMount": ("name", "mountPath"),
     "Volume": ("name",),
     "Claim": ("claimName",),

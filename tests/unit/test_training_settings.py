@@ -178,3 +178,37 @@ def test_settings_survive_json():
 def test_settings_of_another_version_are_refused():
     with pytest.raises(ConfigError, match="unknown settings: a, zeal"):
         TrainSettings.from_json({"zeal": 1, "lr": 0.1, "a": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden", "8"), ("save_every", 5), ("lr", "0.1"), ("lr", True), ("batch_growth", [1]), ("compile", "yes"),
+        ("channels", "32"), ("channels", [None]), ("epochs", 1.5), ("model", None), ("steps", {}), ("lr_drops", ["a"]),
+    ],
+)  # fmt: skip
+def test_a_saved_setting_of_another_type_is_refused(name, value):
+    with pytest.raises(ConfigError) as caught:
+        TrainSettings.from_json(TrainSettings().to_json() | {name: value})
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_saved_settings_come_back_as_they_were():
+    settings = TrainSettings(channels=(8, 16), batch_growth=((0.5, 2),), lr_drops=(0.5,), hidden=8, augment=False)
+    assert TrainSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"batch_size": 10**12}, "memory"), ({"model": "mlp", "hidden": 10**9}, "memory"),
+        ({"samples": 10**12}, "memory"), ({"model": "gpt2-tiny", "context": 10**8}, "memory"),
+        ({"steps": 10**24}, "endless"),
+        ({"epochs": 10**30}, "endless"), ({"channels": (10**9,)}, "memory"),
+    ],
+)  # fmt: skip
+def test_what_no_memory_holds_or_never_ends_is_refused(monkeypatch, given, code):
+    monkeypatch.setattr("paceline.machine.count_gpus", lambda: 0)
+    with pytest.raises(ConfigError) as caught:
+        check_job(TrainSettings(**given))
+    assert caught.value.code == code and len(str(caught.value)) < 200

@@ -325,10 +325,18 @@ def main() -> None:
             more = "" if first == str(error) else " (--debug shows the traceback)"
             print(f"paceline: error: {first}{more}", file=sys.stderr)
         sys.exit(1 if isinstance(error, TrainingError) else 2)
+    except (OSError, MemoryError, RecursionError, OverflowError, UnicodeError) as error:
+        # Of a file or a machine, and no check has foreseen it; a broken pipe is `paceline ... | head`.
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        if debug:
+            traceback.print_exc()
+        else:
+            text = next(iter(str(error).splitlines()), "") or "there is not enough memory"
+            print(f"paceline: error: {type(error).__name__}: {text[:300]} (--debug shows where)", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt as error:
         if not getattr(error, "was_reported", False):  # a session says itself what is saved
             print("paceline: interrupted: nothing was saved", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `paceline ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json as encoder
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,22 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
         return tuple(map(float, text.split(",")))
     except ValueError:
         raise ConfigError(f"{flag} {text!r} is not understood: use shares of the run, such as 0.5,0.75") from None
+
+
+_MOST_TEXT, _MOST_NAME = 4096, 255  # of a path on Linux, and of a name in it
+
+
+def check_typed(value: Any, flag: str) -> None:
+    """Refuse a text that no file system takes for a path, and no list or number needs to be."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        text = str(item) if isinstance(item, str | Path) else ""
+        shown = f"{flag} {text[:40]!r}..."
+        refuse(
+            (len(text) > _MOST_TEXT, f"{shown} has {len(text)} characters: at most {_MOST_TEXT} are understood"),
+            (isinstance(item, Path) and any(len(os.fsencode(part)) > _MOST_NAME for part in item.parts),
+             f"{shown} has a name of more than {_MOST_NAME} bytes, which no file can have: check the path"),
+            ("\0" in text, f"{shown} has a character of code 0, which no file or name can have: leave it out"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -286,6 +303,8 @@ def add_command(
         for name, option in options.items():
             source = context_.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
+                if option.flags != "argument" or name != "command":  # what is behind -- is the user's own
+                    check_typed(values[name], find_flag(name))
                 given[name] = option.read(values[name], find_flag(name)) if option.read else values[name]
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
         if "resume" in given and isinstance(verb, str) and verb.startswith("scale:"):

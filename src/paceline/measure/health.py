@@ -96,7 +96,11 @@ def _check_launcher() -> CheckRecord:
         return _report("launcher", str(error), "unset the variables named, or let the launcher set all", "fail")
     if place.launcher == "none":
         return _report("launcher", "none: commands start their own ranks (--ranks N)")
-    return _report("launcher", f"{place.launcher}: rank {place.rank} of {place.world_size}")
+    found = f"{place.launcher}: rank {place.rank} of {place.world_size}"
+    if place.world_size == place.local_world_size or os.environ.get("PACELINE_SECRET"):
+        return _report("launcher", found)
+    advice = "start it with `paceline run`, or give all ranks one random PACELINE_SECRET (docs/trust.md)"
+    return _report("launcher", f"{found}; ranks of several hosts meet without a secret, so anybody can join", advice)
 
 
 def _check_interface() -> CheckRecord:

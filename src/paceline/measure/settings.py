@@ -13,8 +13,8 @@ from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
 from paceline.training.schedules import BatchSchedule
-from paceline.training.settings import TrainSettings
-from paceline.units import MIB, format_bytes
+from paceline.training.settings import TrainSettings, check_size
+from paceline.units import MIB, format_bytes, refuse_endless
 from paceline.workloads.registry import WORKLOADS
 
 BACKENDS = ("gloo", "nccl", "shm")
@@ -50,12 +50,17 @@ def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{what} {value!r} is unknown: {suggest(value, known)}known are {', '.join(known)}")
 
 
+# What one of these takes at least; anything else is counted in microseconds.
+_LEAST_S = {"seeds": 10.0, "evaluations": 0.01, "threads": 1e4, "steps": 1e-5, "at_once": 1e4, "workers": 1.0}
+
+
 def check_counts(advice: str = "", /, **counts: int | None) -> None:
     """Refuse impossible numbers of repetitions, by the names of their flags; None was not given."""
     for name, count in counts.items():
         least = 0 if name in ("warmup", "updates") else 1
         if count is not None and count < least:
             raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed{advice}")
+        refuse_endless(_LEAST_S.get(name, 1e-6), **{name: count})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +251,8 @@ class WrapperSettings(GroupSettings):
         replicas = num_backends * len(self.wrappers)
         if "torch-tuned" in self.wrappers:  # its candidates are tried before, on one backend after the other
             replicas = max(replicas, MAX_CANDIDATES)
-        return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements
+        batch_bytes = 4 * self.batch_of(model) * math.prod(WORKLOADS[model].data_form.shape)
+        return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements + batch_bytes
 
     @property
     def bytes_per_rank(self) -> int:
@@ -300,6 +306,14 @@ class StudySettings:
     def check(self) -> None:
         """Refuse what cannot be measured; the job itself is checked apart."""
         raise NotImplementedError
+
+    def check_size(self) -> None:
+        """Refuse cells that no memory here can hold, or that would not end."""
+        given = asdict(self)
+        check_counts(**{name: given.get(name) for name in ("iters", "epochs", "updates", "evaluations")})
+        sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
+        check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
+        refuse_endless(1e-6, global_batch_size=max(given.get("global_batch_sizes", ()), default=None))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
+from paceline.runtime import messages
 from paceline.runtime.world import find_departed_ranks
+from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
@@ -139,12 +141,9 @@ class Channel:
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
-        values: list[Any] = [None] * self.world_size
-        # Object collectives use the current GPU under NCCL, and hang on a wrong one.
-        here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with here, naming_lost_peers("the ranks cannot exchange their settings"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        device = self.device if self.is_nccl else torch.device("cpu")
+        with naming_lost_peers("the ranks cannot exchange their settings"):
+            return messages.share(value, self.group, device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
@@ -178,6 +177,7 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=is_part)
     except ValueError:
         return None
+    proof.check_group(group)
     weakref.finalize(owner, _destroy_group, group).atexit = False
     return cast(dist.ProcessGroup, group)
 
@@ -186,6 +186,7 @@ def open_part(ranks: Sequence[Sequence[int]], backend: str, owner: object) -> di
     """That of these groups that this rank is in, until `owner` goes. Collective: every rank of the world must call
     this, with the same groups."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
+    proof.check_group(group)
     weakref.finalize(owner, _destroy_group, group).atexit = False
     return cast(dist.ProcessGroup, group)
 

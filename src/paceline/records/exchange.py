@@ -151,7 +151,7 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"{path} cannot be read as JSON: {error}", code="damaged") from None
         if isinstance(document, dict) and "results" in document and document.get("format") != FORMAT:
             return read_nccl_json(path, document)

@@ -294,10 +294,12 @@ def decode(kind: Any, value: Any, name: str = "") -> Any:
             item_type = arguments[0]
             return tuple(map(float, value) if item_type is float else (decode(item_type, v, name) for v in value))
         if kind is float:
+            if isinstance(value, str | bool):
+                raise RecordError(f"{name} is {value!r:.40}; it must be a number")
             return float(value)
     except RecordError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{name or kind.__name__}: {error}") from None
     if kind in (str, int, bool) and type(value) is not kind:
         raise RecordError(f"{name} is {value!r:.40}; it must be {kind.__name__}")

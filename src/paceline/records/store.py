@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError, PacelineError, RecordError
 from paceline.records.environment import Environment
 from paceline.records.kinds import Record, decode, record_from_json, record_to_json
 
@@ -102,14 +102,31 @@ def pause_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def naming_damage() -> Iterator[None]:
+    """For a verb that reads what it was given and starts nothing: where a file holds values of another kind than any
+    run has, the failure to read them is one of the file."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError) as error:
+        text = f"a file that was given holds a value that no run has: {type(error).__name__}: {_first_line(error)}"
+        raise RecordError(f"{text}; write it again with the command that made it", code="damaged") from error
+
+
 def load_json(file: Path, needed: str) -> Any:
     """The document of a file. RecordError "missing", with what is needed, or "damaged"."""
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
         raise RecordError(f"{file} does not exist: {needed}", code="missing") from None
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{file} cannot be read as JSON: {error}", code="damaged") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file} cannot be read as JSON: {_first_line(error)}", code="damaged") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
 def load_run(path: str | Path) -> Run:
@@ -131,8 +148,8 @@ def load_run(path: str | Path) -> Run:
         return run
     except KeyError as error:
         raise RecordError(f"{file} lacks the key {error}") from None
-    except (TypeError, RecordError) as error:
-        raise RecordError(f"{file}: {error}") from None
+    except (TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:  # ours is a ValueError
+        raise RecordError(f"{file}: {_first_line(error)}") from None
 
 
 def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
@@ -157,7 +174,7 @@ def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
         for number in itertools.count(1):
             path = Path(out) / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(0o700)  # results and checkpoints are for this user, until they are given away
                 break
     except OSError as error:
         raise _cannot_write(out, str(error.strerror)) from None
@@ -211,7 +228,7 @@ class Study:
         except OSError as error:
             reason = f"{STUDY_FILE}: {error.strerror}; give the folder of an interrupted `{verb}`"
             raise ConfigError(f"--resume {path}: {reason}", code="missing") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"--resume {path}: {STUDY_FILE} is not one of this Paceline", code="damaged") from None
         if found != verb:
             raise ConfigError(f"--resume {path}: it is a run of `{found}`, and this is `{verb}`", code="other-verb")
@@ -234,7 +251,7 @@ class Study:
             if document["cell"] != cell:
                 raise RecordError(f"it holds {document['cell']!r}")
             return list(load_records(document["records"], document.get("version", 2)))
-        except (OSError, ValueError, KeyError, TypeError, RecordError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{file} is not the cell {cell!r}: {error}; delete it to measure that cell again"
             raise RecordError(reason, code="damaged") from None
 

@@ -227,7 +227,7 @@ class TraceResult(Result):
             self.overviews = [tracing.overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
             self.advice: list[dict[str, Any]] = self.document["advice"]
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
         self._model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
         batch = f"batch {self.facts.batch_size}" + (f", accumulate {n}" if (n := self.facts.accumulate) > 1 else "")

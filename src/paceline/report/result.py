@@ -188,7 +188,7 @@ class Result:
 
         folder = Path(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RecordError(f"cannot write {folder}: {error.strerror}") from None
         self._save_run(folder)

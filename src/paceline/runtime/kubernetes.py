@@ -45,7 +45,13 @@ def build_manifest(
     if kind == "job":
         own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(grace_s))
     command = [word.replace("$", "$$") for word in command]  # Kubernetes replaces $(NAME)
-    env = [{"name": key, "value": value.replace("$", "$$")} for key, value in {**own, **(variables or {})}.items()]
+    env: list[dict[str, Any]] = [
+        {"name": key, "value": value.replace("$", "$$")} for key, value in {**own, **(variables or {})}.items()
+    ]
+    if "PACELINE_SECRET" not in (variables or {}):
+        # What ranks prove to know when they meet, if the user has made a Secret of this name.
+        source = {"secretKeyRef": {"name": f"{name}-secret", "key": "secret", "optional": True}}
+        env.append({"name": "PACELINE_SECRET", "valueFrom": source})
     gpus = {"nvidia.com/gpu": gpus_per_node}
     resources = {"limits": gpus, "requests": gpus} if gpus_per_node else {}
     if kind == "trainjob":

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError
-from paceline.runtime import by_value
+from paceline.runtime import by_value, store_server
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.worker import Failure, listen, make_error, serve_jobs_spawned
 from paceline.units import format_memory
@@ -79,11 +80,11 @@ class _Server:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
-    def fork(self, kind: str, link: int, descriptors: Sequence[int]) -> _Forked:
-        """Request a process; returns at once, also while the server is still importing torch."""
+    def fork(self, link: int, descriptors: Sequence[int]) -> _Forked:
+        """Request a rank; returns at once, also while the server is still importing torch."""
         status, far_status = multiprocessing.Pipe(duplex=False)
         with far_status, self._lock, contextlib.suppress(OSError):  # a server that is gone: `is_ready` finds it
-            socket.send_fds(self._control, [kind.encode()], [link, far_status.fileno(), *descriptors])
+            socket.send_fds(self._control, [b"rank"], [link, far_status.fileno(), *descriptors])
         return _Forked(self, status)
 
     def is_ready(self, timeout_s: float) -> bool:
@@ -224,8 +225,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             try:
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
-                with _serve_store(self._server) as port:
-                    variables = _job_variables(num_ranks, port)
+                with _serve_store() as store:
+                    variables = _job_variables(num_ranks, store)
                     for rank in range(num_ranks):
                         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                         with contextlib.suppress(OSError):  # a rank that died already is found by _collect
@@ -298,7 +299,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 else:
                     with open(os.devnull, "wb") as nothing:
                         outputs = [fd if os.path.lexists(f"/proc/self/fd/{fd}") else nothing.fileno() for fd in (1, 2)]
-                        process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
+                        process = self._server.fork(far_link.fileno(), [far_stacks.fileno(), *outputs])
                     mask = os.umask(0)
                     os.umask(mask)
                     with contextlib.suppress(OSError):
@@ -431,12 +432,14 @@ def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
         raise ConfigError(f"{text}: use a function at the top level of a module, and plain values") from None
 
 
-def _job_variables(num_ranks: int, port: int) -> dict[str, str]:
+def _job_variables(num_ranks: int, store: str) -> dict[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]  # for programs that want one: our ranks meet in the store
     variables = {
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "PACELINE_LAUNCHER": "paceline", "PACELINE_JOB": secrets.token_hex(8),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
+        "PACELINE_STORE": store,
     }  # fmt: skip
     if (loopback := machine.loopback_interface()) and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Left alone, gloo resolves the host's name, which on a laptop may be unreachable or nobody's.
@@ -515,25 +518,17 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _serve_store(server: _Server | None) -> Iterator[int]:
-    """The port of a store for one job; in a process of its own unless torch is imported here."""
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        port = listener.getsockname()[1]
-        if server is None or "torch.distributed" in sys.modules:
-            with defer_signals():
-                from paceline.runtime.rendezvous import serve_local_store
-
-            store = serve_local_store(listener.detach())
-            yield port
-            del store
-            return
-        link, far_link = multiprocessing.Pipe()
-        with far_link:
-            process = server.fork("store", far_link.fileno(), [listener.fileno()])
-    try:
-        yield port
-    finally:
-        link.close()
-        process.join(_GRACE_S)
-        process.kill()
-        process.close()
+def _serve_store() -> Iterator[str]:
+    """The name of a store for one job, which serves processes of this user alone."""
+    with contextlib.ExitStack() as stack:
+        if sys.platform == "linux":
+            name = f"@paceline-{secrets.token_hex(16)}"
+        else:  # no abstract sockets, and no word of the kernel about the other end: a folder of this user
+            name = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")), "store")
+        server = store_server.Server(store_server.bind(name))
+        thread = server.start()
+        try:
+            yield name
+        finally:
+            server.stop()
+            thread.join()

@@ -1,19 +1,26 @@
-"""The rendezvous of ranks: a store by TCP, by file or in memory, and what ranks exchange on it before any group."""
+"""The rendezvous of ranks: a store that is open to them alone, and what they exchange on it before any group."""
 
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import glob
+import hashlib
+import hmac
+import json
 import math
 import os
 import pickle
 import platform
 import secrets
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +29,10 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.runtime.environment import Place
-from paceline.runtime.worker import describe_failure, make_error
+from paceline.runtime import messages, store_server
+from paceline.runtime.environment import Place, read_place
+from paceline.runtime.worker import Failure, describe_failure, make_error
+from paceline.transport import proof
 
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
 _STORE_S, _LINGER_S = 120.0, 3.0
@@ -31,6 +40,9 @@ _STALE = "{0} is left over from an earlier run, or in use by another: remove it 
 # By address and job, with how often each was opened. A second world at the same address reuses the store under a prefix
 # of its own: the keys of the first are still there, and a store that rank 0 opened again could be mistaken for the old.
 _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
+# Where our own launcher serves the store, and what ranks of several hosts prove to know.
+STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
+_BIND_S = 3.0  # how long the store of an earlier world may take to leave its name
 _closers = contextlib.ExitStack()
 ABSENT = "did not arrive within {:g} s: check that they started (on Slurm: `srun`, not a bare call in the batch script)"
 
@@ -46,6 +58,8 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
     if key not in _stores:
         atexit.register(close_stores)
         _stores[key] = _connect_store(rendezvous, place, timeout_s), Counter()
+        if isinstance(_stores[key][0], PrivateStore):
+            _stores[key][0].set_timeout(timedelta(seconds=timeout_s))
     store, counts = _stores[key]
     counts[topic] += 1
     return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
@@ -60,17 +74,17 @@ def gather(
     """
     store = open_store("env://", place, _STORE_S, "gather-")
     try:
-        mine = pickle.dumps(make())
+        mine = _encode(make(), is_private(store))
     except BaseException as error:
         failure = describe_failure(place.rank, error)
         # Another rank's failure may be the cause of this one.
         cause = _find_failure(store) if failure.is_secondary else b""
         with contextlib.suppress(RuntimeError):
             if store.add("failures", 1) == 1:
-                store.set("failed", pickle.dumps(failure))
+                store.set("failed", _encode_failure(failure))
             _leave(store, place)
         if cause:
-            raise make_error(pickle.loads(cause), place.world_size) from error
+            raise make_error(_read_failure(cause), place.world_size) from error
         raise
     limit_s = math.inf if timeout_s is None else timeout_s
     try:
@@ -81,8 +95,40 @@ def gather(
         raise LaunchError(f"rank {place.rank} {text}", code="peer-lost") from None
     _leave(store, place)
     if failed:
-        raise make_error(pickle.loads(failed), place.world_size)
-    return [pickle.loads(value) for value in values]
+        raise make_error(_read_failure(failed), place.world_size)
+    return [_decode(value, is_private(store)) for value in values]
+
+
+def _encode(value: Any, private: bool) -> bytes:
+    """A value of the user's. One that is no plain value is pickled, where only ranks of this job read and write."""
+    try:
+        return b"m" + messages.encode(value)
+    except messages.NotPlainError as error:
+        if not private:
+            hint = f"or give all ranks of the job the same random {SECRET}, as `paceline run` does"
+            text = f"ranks that have not proved who they are send plain values alone: {error}; {hint}"
+            raise ConfigError(text, code="not-plain") from None
+        return b"p" + pickle.dumps(value)
+
+
+def _decode(content: bytes, private: bool) -> Any:
+    if content[:1] == b"p" and private:
+        return pickle.loads(content[1:])
+    return messages.decode(content[1:])
+
+
+def _encode_failure(failure: Failure) -> bytes:
+    try:
+        return messages.encode(failure)
+    except messages.NotPlainError:  # an error of a class of the user's: its text and traceback are there
+        return messages.encode(dataclasses.replace(failure, error=None))
+
+
+def _read_failure(content: bytes) -> Failure:
+    found = messages.decode(content)
+    if not isinstance(found, Failure):
+        raise LaunchError("another rank failed, and said why in no form that is known here")
+    return found
 
 
 def _find_failure(store: Any) -> bytes:
@@ -102,40 +148,317 @@ def close_stores() -> None:
     """Close every store that this process opened; does nothing the second time. Rank 0 removes the file that ranks meet
     at, and the last rank that of the store."""
     atexit.unregister(close_stores)
+    for store, _ in _stores.values():
+        if isinstance(store, PrivateStore):
+            store.close()
     _stores.clear()
     _closers.close()
 
 
-def serve_local_store(listener: int) -> dist.TCPStore:
-    """A store for ranks on this host, on a socket that listens on the loopback interface."""
-    with socket.socket(fileno=os.dup(listener)) as bound:
-        port = bound.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+class PrivateStore(dist.Store):
+    """A connection to a `store_server`, with the methods of a store of torch. `connect` gives a checked socket."""
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        super().__init__()
+        self._connect, self._lock = connect, threading.Lock()
+        self._link: socket.socket | None = connect()
+        # C++ holds the store as long as it likes, and calls its methods, which live in Python.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            self._link, self._connect = None, _refuse_closed
+
+    def _ask(self, kind: int, *fields: str | bytes) -> list[bytes]:
+        request = store_server.pack(kind, [field.encode() if isinstance(field, str) else field for field in fields])
+        with self._lock:
+            try:
+                link = self._link = self._link or self._connect()
+                link.sendall(request)
+                answer = bytearray()
+                while (found := store_server.unpack(answer)) is None:
+                    if not (content := link.recv(1 << 18)):
+                        raise ConnectionError("closed")
+                    answer += content
+            except BaseException as error:  # an interrupt, too: the rest of the answer is for nobody
+                if self._link is not None:
+                    self._link.close()
+                self._link = None
+                if isinstance(error, OSError | LaunchError):
+                    text = "the Store of the job: Connection closed by peer, probably with rank 0 or the launcher"
+                    raise dist.DistNetworkError(text) from None
+                raise
+        if found[0] == store_server.LATE:
+            raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
+        return found[1]
+
+    def _limit(self, timeout: timedelta | None = None) -> str:
+        return str((timeout or self.timeout).total_seconds())
+
+    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+        self._ask(store_server.SET, key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._ask(store_server.GET, self._limit(), key)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(store_server.ADD, key, str(amount))[0])
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+        return bool(self._ask(store_server.CHECK, *keys)[0])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        self._ask(store_server.WAIT, self._limit(timeout), *keys)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(store_server.DELETE, key)[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # type: ignore[override]
+        return self._ask(store_server.COMPARE_SET, key, expected, desired)[0]
+
+    def append(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+        self._ask(store_server.APPEND, key, value)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
+        return self._ask(store_server.GET, self._limit(), *keys)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # type: ignore[override]
+        self._ask(store_server.MULTI_SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def num_keys(self) -> int:
+        return int(self._ask(store_server.COUNT)[0])
+
+    def clone(self) -> "PrivateStore":
+        found = PrivateStore(self._connect)
+        found.set_timeout(self.timeout)
+        _closers.callback(found.close)
+        return found
+
+    # By these names torch's C++ asks for them.
+    deleteKey, getNumKeys = delete_key, num_keys
+
+
+def _refuse_closed() -> socket.socket:
+    raise ConnectionError("this store is closed")
+
+
+def is_private(store: Any) -> bool:
+    """Whether only processes that have proved to be ranks of this job read and write a store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, PrivateStore | dist.FileStore | dist.HashStore)
+
+
+def find_key(store: dist.PrefixStore) -> bytes:
+    """A key of the world that meets in this store, random and known to its ranks alone; empty where the store is open
+    to others. The same on every rank, whichever asks first."""
+    if not is_private(store):
+        return b""
+    return bytes(store.compare_set("key", "", secrets.token_hex(32)))
+
+
+def serve_env_for_torch() -> None:
+    """Let `torch.distributed.init_process_group()` in ranks of our own launcher meet on its private store, too."""
+    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # type: ignore[attr-defined]
+    by_torch = handlers["env"]
+
+    def meet(url: str, timeout: timedelta = timedelta(seconds=_STORE_S), **options: Any) -> Iterator[Any]:
+        if STORE not in os.environ:
+            yield from by_torch(url, timeout=timeout, **options)
+            return
+        place = read_place()
+        store = open_store("env://", place, timeout.total_seconds(), "torch-")
+        proof.use_key(find_key(store), store)
+        yield store, place.rank, place.world_size
+
+    handlers["env"] = meet
 
 
 def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
     url = urlparse(rendezvous)
     if url.scheme == "env":
-        host, port = place.master_addr, place.master_port
-        if place.world_size == 1 and host is None:
+        if place.world_size == 1:
             return dist.HashStore()
+        if name := os.environ.get(STORE):  # our own launcher's
+            return PrivateStore(lambda: _call(name, place, timeout_s, "the store of the launcher"))
+        host, port = place.master_addr, place.master_port
         if host is None or port is None:
             missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
             text = f"rank {place.rank} of {place.world_size} has no rendezvous, for {missing} is not set: start it with"
             raise ConfigError(f"{text} torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'")
-        # Under torchrun and under our own launcher the agent serves the store, and every rank is a client of it.
+        # torchrun's agent serves a store on this port, and every rank is a client of it.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _open_tcp(host, port, place, place.rank == 0 and not served, timeout_s)
+        return _open_at(host, port, place, served, timeout_s)
     if url.scheme == "tcp":
         with contextlib.suppress(ValueError):  # a port that is none
             if url.hostname and url.port:
-                return _open_tcp(url.hostname, url.port, place, place.rank == 0, timeout_s)
+                return _open_at(url.hostname, url.port, place, False, timeout_s)
         raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: write tcp://HOST:PORT")
     if url.scheme == "file":
         if not url.path or url.netloc or url.fragment or url.query or Path(url.path).is_dir():
             raise ConfigError(f"rendezvous {rendezvous!r} names no file: write file:///PATH, absolute, without # and ?")
         return _open_file(Path(url.path), place, timeout_s)
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
+
+
+def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float) -> dist.Store:
+    """The store of the world that meets at an address: private on one host, and between hosts with a secret.
+
+    Without a secret it is torch's own, which serves everybody who reaches it; `paceline doctor` says so.
+    """
+    where, secret = f"{host}:{port}", os.environ.get(SECRET, "").encode()
+    is_local = place.local_world_size == place.world_size or host in ("localhost", "::1") or host.startswith("127.")
+    if is_local and sys.platform == "linux":
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        facts = [os.geteuid(), host, port, place.world_size, *(os.environ.get(name, "") for name in names)]
+        name = f"@paceline-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
+        if place.rank == 0:
+            _serve(_bind(name, where), b"")
+        return PrivateStore(lambda: _call(name, place, timeout_s, where))
+    if not secret:
+        return _open_tcp(host, port, place, place.rank == 0 and not served, timeout_s)
+    known = _open_tcp(host, port, place, False, timeout_s) if served else None
+    if place.rank == 0:
+        listener = _listen(0 if served else port, where)
+        if known is not None:
+            known.set(_find_port_key(), str(listener.getsockname()[1]))
+        _serve(listener, secret)
+    return PrivateStore(lambda: _call_host(host, _read_port(known, port), secret, place, timeout_s))
+
+
+def _find_port_key() -> str:
+    return f"paceline/port/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _read_port(known: dist.Store | None, port: int) -> int:
+    """Where rank 0 listens. Anybody can have written it: what answers there must prove that it is rank 0."""
+    if known is None:
+        return port
+    text = known.get(_find_port_key()).decode(errors="replace")
+    return int(text) if text.isdigit() and 0 < int(text) < 65536 else port
+
+
+def _bind(name: str, where: str) -> socket.socket:
+    until_s = time.monotonic() + _BIND_S
+    while True:
+        try:
+            return store_server.bind(name)
+        except OSError as error:
+            if time.monotonic() > until_s:
+                holder = _find_holder(name)
+                who = "probably by another job" if holder is None else f"by a process of another user (uid {holder})"
+                text = f"is taken, {who}: choose another MASTER_PORT, or use `torchrun --standalone`"
+                raise LaunchError(f"{where} {text} ({error.strerror})", code="taken") from None
+        time.sleep(0.05)
+
+
+def _find_holder(name: str) -> int | None:
+    """The other user whose process listens at this name, if one does."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.connect(store_server.address(name))
+        found = store_server.peer_user(link)
+        return found[0] if found is not None and found[0] != os.geteuid() else None
+    return None
+
+
+def _listen(port: int, where: str) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=1024, dualstack_ipv6=both
+        )
+    except OSError as error:
+        text = "is taken, probably by another job: choose another MASTER_PORT, or use `torchrun --standalone`"
+        raise LaunchError(f"{where} {text} ({error.strerror})", code="taken") from None
+
+
+def _serve(listener: socket.socket, secret: bytes) -> None:
+    """Serve a store from a process of its own: this rank may hang, and the others must still be able to ask."""
+    with listener:
+        command = [sys.executable, "-I", "-S", store_server.__file__]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None
+        about = {"listener": listener.fileno(), "secret": secret.hex()}
+        process.stdin.write(json.dumps(about).encode() + b"\n")
+        process.stdin.flush()
+    _closers.callback(_end_server, process)
+
+
+def _end_server(process: "subprocess.Popen[bytes]") -> None:
+    """Let the server go when the last rank has gone, and wait for it if that is this one."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_BIND_S / 3)
+
+
+def _call(name: str, place: Place, timeout_s: float, where: str) -> socket.socket:
+    """A connection to the store of this name, whose server is of this user."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.connect(store_server.address(name))
+            break
+        except OSError as error:
+            link.close()
+            if time.monotonic() > deadline:
+                text = f"rank {place.rank} could not reach {where} within {timeout_s:g} s"
+                hint = "is rank 0 running, and may this host reach it?"
+                raise LaunchError(f"{text} ({error.strerror}): {hint}", code="timeout") from None
+        time.sleep(0.02)
+    found = store_server.peer_user(link)
+    if found is not None and found[0] != os.geteuid():
+        link.close()
+        text = f"{where} is served by a process of another user (uid {found[0]}), which is no rank of this job"
+        raise LaunchError(f"refused a stranger: {text}; choose another MASTER_PORT", code="stranger")
+    return link
+
+
+def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: float) -> socket.socket:
+    """A connection to the store of another host; both ends have proved that they know the secret."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            link = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                reason = error.strerror or str(error)
+                text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s ({reason})"
+                raise LaunchError(f"{text}: is rank 0 running, and may this host reach it?", code="timeout") from None
+        time.sleep(0.05)
+    try:
+        link.settimeout(store_server.HELLO_S)
+        theirs, mine = _receive(link, store_server.NONCE_BYTES), secrets.token_bytes(store_server.NONCE_BYTES)
+        link.sendall(mine + store_server.prove(secret, b"rank", theirs, mine))
+        answer = _receive(link, store_server.PROOF_BYTES)
+    except OSError:
+        answer = b""
+    if not hmac.compare_digest(answer, store_server.prove(secret, b"store", theirs, mine) if answer else b"-"):
+        link.close()
+        text = f"what listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
+        raise LaunchError(f"{text}: give all ranks of the job the same", code="stranger")
+    link.settimeout(None)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
+
+
+def _receive(link: socket.socket, num_bytes: int) -> bytes:
+    content = b""
+    while len(content) < num_bytes:
+        if not (part := link.recv(num_bytes - len(content))):
+            raise ConnectionError("closed")
+        content += part
+    return content
 
 
 def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
@@ -177,6 +500,9 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
             time.sleep(0.02)
     # A name of its own for every claim: a late rank of an old store cannot touch a new one.
     own = path.with_name(f"{path.name}.paceline-{token}")
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # torch would let the umask decide
+    _check_owner(own)
     store = dist.FileStore(str(own), place.world_size)
     # Of two FileStores that are freed at the same moment, each may leave the file to the other, or make it again. So
     # this one is never freed, and the last rank to close its stores removes the file.
@@ -184,6 +510,14 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     _closers.callback(_leave_file, store, own, place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse a file that another user made or may write."""
+    about = path.stat()
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        text = f"{path} is of uid {about.st_uid}, mode {about.st_mode & 0o777:o}, and must be this user's alone"
+        raise LaunchError(f"refused a stranger: {text}; use a path in a folder of your own", code="stranger")
 
 
 def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:
@@ -220,6 +554,7 @@ def _read_claim(path: Path) -> str:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
+                _check_owner(path)
                 return file.read().decode(errors="replace")
             is_stale = bool(file.read())  # else rank 0 is just about to lock it
     except FileNotFoundError:

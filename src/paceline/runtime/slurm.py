@@ -27,6 +27,7 @@ _BODY = """\
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((15000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0}) % 17000))
 export PACELINE_LAUNCHER=slurm PACELINE_RUN=job-$SLURM_JOB_ID PYTHONUNBUFFERED=1
+export PACELINE_SECRET=$(od -An -v -N32 -tx1 /dev/urandom | tr -d " \\n") # what ranks prove to know when they meet
 export PACELINE_SAVED=$(mktemp) # written by rank 0, which runs on this node, when it has saved to be started again
 [[ -z $SLURM_CPUS_PER_TASK ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take over
 @exports

@@ -132,7 +132,9 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while this process started
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link
-    import torch.distributed  # noqa: F401  what makes a rank warm
+    from paceline.runtime.rendezvous import serve_env_for_torch  # with torch, which makes a rank warm
+
+    serve_env_for_torch()
 
     with contextlib.suppress(OSError):  # a launcher that gave up meanwhile is noticed below
         _answer("ready", None)
@@ -249,7 +251,7 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
                 for other, (_, other_status) in children.items():
                     os.close(other)
                     other_status.close()
-                _run_child(kind, link, descriptors[2:], launcher_fd, launcher_pid)
+                _run_child(link, descriptors[2:], launcher_fd, launcher_pid)
             with contextlib.suppress(OSError):
                 status.send(pid)
             link.close()
@@ -260,23 +262,14 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             poller.register(child_fd, select.POLLIN)
 
 
-def _run_child(kind: bytes, link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
+def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
     """The life of a forked process; does not return."""
     code = 1
     try:
         _die_with_parent(os.getppid())
         if select.select([launcher_fd], [], [], 0)[0]:
             os._exit(1)
-        if kind == b"store":  # here, so that the launcher need not import torch
-            from paceline.runtime.rendezvous import serve_local_store
-
-            store = serve_local_store(descriptors[0])
-            with contextlib.suppress(EOFError, OSError):
-                link.recv_bytes()  # until the launcher closes it
-            del store
-            code = 0
-        else:
-            code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
+        code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
+from paceline.runtime import messages
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
-from paceline.transport import register, why_not
+from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
@@ -54,15 +55,11 @@ class World(contextlib.AbstractContextManager["World"]):
         """Every rank's value, in rank order, over the control group. Collective: every rank must call this."""
         if _open is not self:
             raise LaunchError("this world is closed", code="closed")
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return messages.share(value, self.control, torch.device("cpu"))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on rank 0, and nothing on the others. Collective: call it on all ranks."""
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.control)
-        return values or []
+        return messages.gather(value, self.control, torch.device("cpu"))
 
     def barrier(self) -> None:
         """Wait for every rank, over the control group. Collective: every rank must call this."""
@@ -83,6 +80,7 @@ class World(contextlib.AbstractContextManager["World"]):
         _open = None
         atexit.unregister(shutdown)
         _destroy_groups(failed=error is not None)
+        proof.use_key(b"")
 
 
 _open: World | None = None
@@ -143,9 +141,12 @@ def init(
             torch.cuda.set_device(torch_device)
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
+        proof.use_key(meeting.find_key(store), store)
         dist.init_process_group(chosen, store=default, rank=place.rank, world_size=place.world_size, timeout=limit)
+        proof.check_group(dist.group.WORLD)
         # Apart from the data's group, so that control traffic never queues behind gradients, and never needs a GPU.
         control = dist.new_group(backend="gloo", timeout=limit)
+        proof.check_group(control)
     except BaseException:
         _destroy_groups(failed=True)
         raise
@@ -198,8 +199,7 @@ def share_first(place: Place, value: Any) -> Any:
 def _adopt(device: str) -> World:
     """A world around torch's open default group, with a control group of its own."""
     rank, world_size, control = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
-    hosts: list[Any] = [None] * world_size
-    dist.all_gather_object(hosts, meeting.find_host_id(), group=control)
+    hosts = messages.share(meeting.find_host_id(), control, torch.device("cpu"))
     local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
     backend = machine.canonical_backend(str(dist.get_backend()))
     departures = dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store())

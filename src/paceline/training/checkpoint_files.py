@@ -218,7 +218,7 @@ def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
     """Write the files and their manifest as a new folder, which replaces one of that name when it is complete."""
     temporary = path.with_name(f".saving-{path.name}")
     try:
-        temporary.mkdir()
+        temporary.mkdir(0o700)
         sums = {name: {"bytes": len(data), "crc32": _write(temporary / name, data)} for name, data in files.items()}
         manifest = json.dumps({"format": _FORMAT, "version": _VERSION, "files": sums})[:-1].encode()
         _write(temporary / MANIFEST, _seal(manifest))

@@ -70,7 +70,7 @@ class RunFiles:
         loaded, problem, code = None, "", ""
         if self._store is not None:
             try:
-                self._store.folder.mkdir(parents=True, exist_ok=True)
+                self._store.folder.mkdir(0o700, parents=True, exist_ok=True)
                 # The session that started this rank has locked the folder of the run.
                 self._lock = lock_folder(self._store.folder, _LOCK_TIMEOUT_S)
                 loaded = self._store.load_latest() if resume else None

@@ -6,6 +6,7 @@ What follows from a setting (batches, cadence of saves, the request for data) is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline import machine
-from paceline.errors import ConfigError, PacelineError, refuse
+from paceline.errors import ConfigError, PacelineError, RecordError, refuse
 from paceline.plan import Plan
+from paceline.records.kinds import decode
 from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
-from paceline.units import format_number_of
+from paceline.units import format_memory, format_number_of, refuse_endless, shorten
 from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
 from paceline.workloads.external import check_own
 from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
@@ -27,6 +29,7 @@ WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
 DEFAULT_BATCH_SIZE = 32
+_LARGEST_GPU_BYTES = 512 << 30
 
 # What each setting is: one of these names, at least this number, a finite number from 0 or above 0.
 _KNOWN = {
@@ -231,14 +234,68 @@ class TrainSettings:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainSettings:
-        """The settings that `to_json` wrote; refuses unknown keys."""
+        """The settings that `to_json` wrote; refuses unknown keys, and values of another type."""
+        where = "the run's configuration"
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where} is no JSON object: give the folder of a run of this Paceline")
         if unknown := sorted(set(values) - set(NAMES)):
-            raise ConfigError(f"the run's configuration has unknown settings: {', '.join(unknown)}")
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**values | {"batch_growth": tuple(map(tuple, values.get("batch_growth", ())))})
+            raise ConfigError(f"{where} has unknown settings: {', '.join(unknown)[:200]}")
+        grown = values.get("batch_growth", ())
+        pairs = isinstance(grown, list | tuple) and all(
+            isinstance(mark, list | tuple) and len(mark) == 2 for mark in grown
+        )
+        if not pairs or not all(type(number) in (int, float) for mark in grown for number in mark):
+            raise ConfigError(f"{where} has batch_growth {str(grown)[:40]!r}: it must be pairs of a share and a factor")
+        try:
+            found: TrainSettings = decode(
+                cls, {name: value for name, value in values.items() if name != "batch_growth"}
+            )
+        except (RecordError, RecursionError, OverflowError) as error:
+            raise ConfigError(f"{where} is damaged: {str(error)[:200]}", code="damaged") from None
+        return dataclasses.replace(found, batch_growth=tuple(map(tuple, grown)))
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
+
+
+def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
+    """The memory that one rank needs at least for what each option asks, without what only the model itself knows."""
+    form = default_form(settings.model) if settings.data == "synthetic" and settings.model in MODELS else None
+    shape, is_text = (form.shape, form.kind in ("tokens", "pairs")) if form is not None else ((1,), False)
+    shape = (settings.context or shape[0],) if is_text else shape
+    size, item = math.prod(shape), 1 if form is not None and form.kind == "images" else 8 if is_text else 4
+    batch = settings.batches.batch_size
+    found = {
+        "batch_size": batch * size * 4,
+        "context": batch * (settings.context or 0) * max(1, form.vocabulary if form is not None else 1) * 4,
+        "workers": settings.workers * 10_000,
+    }
+    if settings.data.startswith("synthetic"):
+        found["samples"] = (settings.samples or 0) * size * item
+        found["context"] = max(found["context"], (settings.context or 0) * 1000 * 8)
+    # Weights and gradients. What convolutions leave of an image is at least a pixel of the last of them.
+    channels, hidden = settings.channels or (), settings.hidden or 0
+    found["channels"] = 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise((1, *channels)))
+    found["hidden"] = 2 * 4 * hidden * (size if settings.model == "mlp" else (channels or (64,))[-1])
+    return found
+
+
+def check_size(settings: TrainSettings) -> None:
+    """Refuse what no memory here can hold, or what would not end, before anything is made. On GPUs their own memory
+    counts, which only torch knows: this refuses what the largest could not hold."""
+    refuse_endless(1e-5, epochs=settings.epochs, steps=settings.steps, accumulate=settings.batches.accumulate)
+    gpus = 0 if settings.device == "cpu" else machine.count_gpus()
+    have, most = machine.available_memory_bytes(), max(1024, 16 * machine.count_cores())
+    have = max(have, gpus * _LARGEST_GPU_BYTES)
+    for name, need in count_least_bytes(settings).items():
+        value = settings.batches.batch_size if name == "batch_size" else getattr(settings, name)
+        if need > have:
+            shown = " ".join(map(shorten, value)) if isinstance(value, tuple) else shorten(value or 0)
+            flag = f"--{name.replace('_', '-')} {shown}"
+            text = f"{flag} needs at least {format_memory(min(need, 10**30))} on each rank"
+            raise ConfigError(f"{text}, and {format_memory(have)} are free: use less", code="memory")
+    if (settings.threads or 0) > most:
+        raise ConfigError(f"--threads {shorten(settings.threads or 0)}: use at most {most}, as this host has few cores")
 
 
 def check_job(settings: TrainSettings) -> None:
@@ -249,6 +306,7 @@ def check_job(settings: TrainSettings) -> None:
         instead = "use paceline or torch with several --ranks, or none; a run that has it resumes on GPUs alone"
         raise ConfigError(f"{found}: {instead}, so start a new one here")
     check_model(settings.model, settings.model_options)
+    check_size(settings)
     check_request(settings.data_request)
     if is_own_data(settings.data):
         check_own(settings.data, "data")

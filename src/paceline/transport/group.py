@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline import machine
 from paceline.errors import LaunchError
-from paceline.transport import native, works
+from paceline.transport import native, proof, works
 from paceline.transport.hierarchy import TwoLevels
 from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
@@ -46,10 +46,11 @@ class PacelineGroup(_TorchGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         self._rank, self._size, self._timeout = rank, size, options.timeout
-        self._store = options.store
+        self._store, self._name = options.store, str(options.group_id)
         names = list(options.global_ranks_in_group) or list(range(size))
         gloo_store = dist.PrefixStore("gloo", self._store)
         self._gloo: Any = c10d.ProcessGroupGloo(gloo_store, rank, size, timeout=self._timeout)
+        proof.check_pairs(self._gloo, options.group_id)
         self._gloo._set_sequence_number_for_group()
         self._plain = c10d.ProcessGroup(self._store, rank, size)
         for group in (self, self._plain):
@@ -76,7 +77,7 @@ class PacelineGroup(_TorchGroup):
         self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
         self._levels = None
         if len(set(hosts)) > 1:
-            self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout)
+            self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout, self._name)
 
     def _exchange_places(self) -> list[dict[str, Any]]:
         """Every rank's host, process, cores and requested lanes, in rank order."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from paceline.transport import native
+from paceline.transport import native, proof
 from paceline.transport.works import DTYPES
 
 _PIECE_BYTES = 1 << 20
@@ -46,7 +46,14 @@ class TwoLevels:
     """
 
     def __init__(
-        self, store: Any, inside: native.Lanes, hosts: list[str], rank: int, names: list[int], timeout: timedelta
+        self,
+        store: Any,
+        inside: native.Lanes,
+        hosts: list[str],
+        rank: int,
+        names: list[int],
+        timeout: timedelta,
+        name: str = "",
     ) -> None:
         self._inside, self._size = inside, len(names)
         leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]  # the first rank of each host
@@ -58,6 +65,7 @@ class TwoLevels:
         if rank == mine:
             numbered = dist.PrefixStore("leaders", store)
             self._between = c10d.ProcessGroupGloo(numbered, leaders.index(rank), len(leaders), timeout=timeout)
+            proof.check_pairs(self._between, f"{name}/leaders")
         self._works: queue.SimpleQueue[_AllReduce | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._is_closing = False

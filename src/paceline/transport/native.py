@@ -14,6 +14,7 @@ import platform
 import secrets
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -176,7 +177,7 @@ class Mapping:
 
 def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str], timeout_s: float) -> None:
     """Hand a file to the processes of these ranks (by pid), and to no other."""
-    deadline = time.monotonic() + timeout_s
+    deadline, was_reported = time.monotonic() + timeout_s, False
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address = f"paceline-{secrets.token_hex(16)}"
         listener.bind("\0" + address)
@@ -197,6 +198,10 @@ def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str
                 if (pid := _pid_of(link)) in peers:
                     socket.send_fds(link, [b"memory"], [descriptor])
                     del peers[pid]
+                elif pid < 0 and not was_reported:
+                    text = "refused a process of another user that asked for the memory of this job"
+                    print(f"paceline: {text}", file=sys.stderr, flush=True)
+                    was_reported = True
 
 
 def _receive(name: int, pid: int, address: str, timeout_s: float) -> int:

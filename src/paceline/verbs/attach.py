@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import LaunchError, RecordError, refuse
+from paceline.errors import LaunchError, refuse
 from paceline.measure.settings import check_counts
 from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
@@ -324,7 +324,7 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
             traces.append(read_chrome(document, about["rank"], about["world_size"]))
             if about["world_size"] > 1:
                 steps += read_steps(traces[-1])
-        except (OSError, ValueError, KeyError, RecordError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             why[f"the recorded steps say nothing of messages: {error}"] = None
     return traces, steps, list(why)
 

@@ -23,7 +23,7 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
-from paceline.records.store import RUN_FILE, Run, create_folder, load_run, pause_collection
+from paceline.records.store import RUN_FILE, Run, create_folder, load_run, naming_damage, pause_collection
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
@@ -35,6 +35,7 @@ Place = str | Path | None
 R = TypeVar("R", bound="Result")
 
 
+@naming_damage()
 def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
     allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
@@ -119,6 +120,7 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
     )  # fmt: skip
 
 
+@naming_damage()
 def predict_csv(
     folder: str | Path, *, ranks: int | None = None, backend: str | None = None, measured: Place = None,
     out: Place = None,
@@ -155,6 +157,7 @@ def predict_csv(
     return _save(result, out)
 
 
+@naming_damage()
 def predict_trace(
     traces: str | Path | Sequence[str | Path], *, network: str | None = None, ranks: int | Sequence[int] | None = None,
     ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", out: Place = None,
@@ -251,7 +254,7 @@ def _load_document(file: Path) -> Any:
         return json.loads(_read_content(file).decode(errors="replace"))
     except OSError as error:  # also what is wrong with the checksum of a gzip
         raise RecordError(f"it cannot be read: {error.strerror or error}", code="missing") from None
-    except (EOFError, zlib.error, ValueError) as error:
+    except (EOFError, zlib.error, ValueError, RecursionError) as error:
         raise RecordError(f"it is no whole JSON file: {error}", code="damaged") from None
 
 

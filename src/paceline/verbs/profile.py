@@ -13,7 +13,7 @@ from paceline.errors import refuse
 from paceline.measure.settings import check_counts, check_names
 from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
-from paceline.records.store import Run, load_run
+from paceline.records.store import Run, load_run, naming_damage
 from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
 from paceline.verbs.jobs import Counts, Place, brings_data, build_settings, choose_worlds, finish, list_counts, open_job
@@ -205,6 +205,7 @@ def comm_table(
         return cast("CommTableResult", finish(session, records))
 
 
+@naming_damage()
 def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult | TrainComparisonResult:
     """Two traces, the phases of two runs, or two runs of training.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import refuse
+from paceline.records.store import naming_damage
 from paceline.report.compared import ComparedResult
 from paceline.report.page import PAGE_FILE, save_page
 from paceline.report.result import Result, load_result
@@ -13,6 +14,7 @@ from paceline.verbs.jobs import Place
 from paceline.verbs.profile import compare
 
 
+@naming_damage()
 def save_report(
     runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None
 ) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -129,5 +130,7 @@ def _run_hosts(
     ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
     interfaces = {name: found["interface"] for name, found in facts.items()}
     address, port = facts[agents[0].name]["address"], find_port(agents, facts, wanted)
+    # Sent over ssh, and never on a command line: what ranks prove to know before they are let into the world.
+    variables = {"PACELINE_SECRET": secrets.token_hex(32)} | variables
     requests = remote.build_requests(program, python, ranks, interfaces, address, port, variables, grace_s)
     return remote.run_agents(agents, requests, show, grace_s)

@@ -387,6 +387,7 @@ def _build(name: str, **given: Any) -> StudySettings:
     settings = STUDIES[name][1](**given)
     settings.check()
     check_job(settings.job)
+    settings.check_size()
     return settings
 
 

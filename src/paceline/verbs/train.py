@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.environment import Environment
-from paceline.records.store import Run, write_new
+from paceline.records.store import Run, naming_damage, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
 from paceline.report.result import Result, load_result
 from paceline.report.training import TrainComparisonResult, TrainRunResult, render_config
@@ -112,6 +112,7 @@ def _is_begun(folder: Path) -> bool:
     return bool(share_first(read_place(), found))
 
 
+@naming_damage()
 def compare_runs(runs: Sequence[str | Path | Result], out: Place = None) -> TrainComparisonResult:
     """What finished runs learned and how fast, compared with the first of them."""
     parts = [run if isinstance(run, Result) else load_result(run) for run in runs]

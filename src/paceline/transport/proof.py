@@ -1,0 +1,127 @@
+"""Proof that the other ends of gloo's connections are ranks of this world, before anything else goes through them.
+
+gloo listens on a TCP port and takes whoever first sends a small number for the peer. A stranger on the host finds the
+port in /proc. So each pair of ranks exchanges what only ranks can compute, by a key from the private store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from paceline.errors import LaunchError
+
+_BYTES = 32
+_LOOK_S = 0.5
+_key: bytes = b""
+_store: Any = None
+
+
+def use_key(key: bytes, store: Any = None) -> None:
+    """Ask for proof by this key in groups that are made from now on; empty: for none, as where the store is open. In
+    the store a rank that refuses a stranger says so to the others."""
+    global _key, _store
+    _key, _store = key, store
+
+
+def check_group(group: Any) -> None:
+    """Check the connections of a group of torch's, if they are gloo's. Collective: call on every rank of the group."""
+    if not isinstance(group, c10d.ProcessGroup):  # this rank is no member
+        return
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none for the CPU
+        return
+    if isinstance(backend, c10d.ProcessGroupGloo):
+        check_pairs(backend, group.group_name)
+
+
+def check_pairs(backend: Any, name: str) -> None:
+    """Exchange proofs over every connection of this group of gloo's, of this name. Collective."""
+    rank, size = backend.rank(), backend.size()
+    if not _key or size == 1:
+        return
+    mine = b"".join(_prove(name, rank, other) for other in range(size))
+    theirs = torch.empty(size * _BYTES, dtype=torch.uint8)
+    work = backend.alltoall_base(theirs, torch.frombuffer(bytearray(mine), dtype=torch.uint8), [], [])
+    failure = ""
+    while not failure and not work.is_completed():
+        try:
+            work.wait(timedelta(seconds=_LOOK_S))
+        except RuntimeError as error:
+            if text := _read_refusal():
+                raise LaunchError(text, code="stranger") from None
+            if work.is_completed() or _find_strangers():
+                failure = str(error).partition("\n")[0]
+    if not failure:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            failure = str(error).partition("\n")[0]
+    found = theirs.numpy().tobytes()
+    proofs = {other: found[other * _BYTES :][:_BYTES] for other in range(size)}
+    bad = [other for other, proof in proofs.items() if not hmac.compare_digest(proof, _prove(name, other, rank))]
+    if not bad and not failure:
+        return
+    text = ""
+    if strangers := ", ".join(map(str, _find_strangers())):
+        text = f"a process of another user (uid {strangers}) connected in the place of a rank"
+    elif not failure:
+        text = f"what connected in the place of rank {bad[0]} of {size} is no rank of this job"
+    if text:
+        raise _refuse(f"refused a stranger: {text}; start the job again")
+    text = _read_refusal() or f"ranks lost each other while they proved who they are: {failure}"
+    raise LaunchError(text, code="stranger" if _read_refusal() else "peer-lost")
+
+
+def _refuse(text: str) -> LaunchError:
+    """The error for a stranger, which the other ranks raise, too: they may wait for this one."""
+    if _store is not None:
+        with contextlib.suppress(RuntimeError):
+            _store.set("stranger", text)
+    return LaunchError(text, code="stranger")
+
+
+def _read_refusal() -> str:
+    """What another rank said about a stranger; empty where none did."""
+    if _store is not None:
+        with contextlib.suppress(RuntimeError):
+            if _store.check(["stranger"]):
+                return str(_store.get("stranger"), "utf-8")
+    return ""
+
+
+def _prove(name: str, source: int, target: int) -> bytes:
+    return hmac.new(_key, f"pair\0{name}\0{source}\0{target}".encode(), hashlib.sha256).digest()
+
+
+def _find_strangers() -> list[int]:
+    """The other users whose processes on this host hold the other end of a TCP connection of this process."""
+    own = set()
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            own.add(target[8:-1])
+    ends: dict[tuple[str, str], tuple[int, str]] = {}
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/net/{name}") as file:
+                lines = file.read().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            if words[3] == "01":  # established
+                ends[words[1], words[2]] = int(words[7]), words[9]
+    others = [ends.get((there, here)) for (here, there), (_, inode) in ends.items() if inode in own]
+    return sorted({other[0] for other in others if other is not None and other[0] != os.geteuid() and other[1] != "0"})
