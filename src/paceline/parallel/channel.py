@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
+from paceline.runtime import pulse
 from paceline.runtime.world import find_departed_ranks
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
@@ -137,6 +138,7 @@ class Channel:
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
 
+    @pulse.waits
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
         values: list[Any] = [None] * self.world_size
@@ -146,6 +148,7 @@ class Channel:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    @pulse.waits
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
         if self.world_size == 1:

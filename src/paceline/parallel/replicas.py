@@ -52,10 +52,6 @@ def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str
     return separator.join(items[:most]) + more
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that all ranks must share. `check_every` and `statistics_every` count synchronised steps."""

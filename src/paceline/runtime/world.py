@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
+from paceline.runtime import pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
 from paceline.transport import register, why_not
@@ -50,6 +51,7 @@ class World(contextlib.AbstractContextManager["World"]):
         """Whether all ranks run on one host, so that their monotonic clocks can be compared."""
         return len(set(self.hosts)) == 1
 
+    @pulse.waits
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, over the control group. Collective: every rank must call this."""
         if _open is not self:
@@ -58,12 +60,14 @@ class World(contextlib.AbstractContextManager["World"]):
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    @pulse.waits
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on rank 0, and nothing on the others. Collective: call it on all ranks."""
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(value, values, group=self.control)
         return values or []
 
+    @pulse.waits
     def barrier(self) -> None:
         """Wait for every rank, over the control group. Collective: every rank must call this."""
         dist.barrier(group=self.control)

@@ -22,6 +22,7 @@ from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.sharding import ShardedOptimizer
 from paceline.plan import Plan
+from paceline.runtime import pulse
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
@@ -63,6 +64,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
             begin_s = time.perf_counter()
             for window in windows:
                 waited_s = time.perf_counter() - begin_s
+                pulse.begin_step(position.step + 1)
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
                 outcome = take_step(learner, window.batches, num_targets, rate, phases)
@@ -189,7 +191,8 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
 
 def _close(files: RunFiles, world: World, has_failed: bool) -> None:
     """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
-    files.close(has_failed)
+    with pulse.slow("save"):
+        files.close(has_failed)
     if not has_failed:
         world.barrier()
 
@@ -250,7 +253,8 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
             clock.end()  # the time between two steps belongs to neither
             clock.enter("step")
     if not number:
-        files.export(job)
+        with pulse.slow("save"):
+            files.export(job)
     return step, number
 
 
@@ -271,7 +275,8 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
     if taken.is_last:
         job.learner.sync_parameters()
     if (taken.is_epoch_end or taken.is_last) and job.test is not None and job.learner.can_evaluate:
-        test = evaluate(job.learner, job.test, job.world)
+        with pulse.slow("evaluate"):
+            test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}
     files.write_rows(rows)
@@ -287,7 +292,8 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         if name := next(filter(None, names), ""):
             where = "" if all(names) else f" on rank {names.index(name)}"
             raise _not_finite(files, step, f"{name} is not finite{where} after the update, and the loss was")
-        files.save(job, taken.position)
+        with pulse.slow("save"):
+            files.save(job, taken.position)
     return exchange.signal
 
 

@@ -161,7 +161,7 @@ def _train(
         rows_wanted = folder is None or session.place is not None
         try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
-            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
+            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None, monitor=True)
         except BaseException as error:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
