@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from paceline.report.result import Result, load_result
     from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
+    from paceline.runtime.monitored import monitor
+    from paceline.runtime.pulse import slow
     from paceline.runtime.world import Ranks, World, get, init, ranks, set_seed, shutdown
     from paceline.strategy import Strategy
     from paceline.training.optimizers import LAMB, LARS, split_parameters
@@ -50,6 +52,7 @@ _HOMES = {
     "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
+    "paceline.runtime.monitored": ("monitor",), "paceline.runtime.pulse": ("slow",),
     "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
     "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
@@ -67,7 +70,7 @@ __all__ = [
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
     "bench", "comm_hook", "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run",
-    "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown",
+    "monitor", "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow",
     "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip
 

@@ -47,7 +47,7 @@ _COMPUTE = frozenset((FORWARD, BACKWARD, OPTIMIZER))
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 _ADVICE = {
-    "ended": "look at its own output, and at what the kernel says of it (dmesg)",
+    "ended": "its own output says more, or what the kernel says of it (dmesg)",
     "stopped": "a person, a debugger or a job manager stopped it, and nobody continued it",
     "gil": "a call in this stack holds Python's lock and does not return: it must release the lock, or end",
     "loop": "it computes without end: look for the loop in this stack",
@@ -86,7 +86,7 @@ class Verdict:
         """The sentence without its subject, the rank."""
         since = f" for {self.since_s:.1f} s" if self.since_s else ""
         at = f"it is at {self.place}" if self.place else ""
-        told = "; ".join(filter(None, (f"{self.what}{since} {self.where}", self.waiting, at)))
+        told = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
         return f"{told}: {_ADVICE[self.kind]}"
 
 
@@ -285,6 +285,10 @@ class _Process:
         return self._p99[1]
 
     @property
+    def has_left(self) -> bool:
+        return self._words[pulse.PHASE] == LEFT
+
+    @property
     def is_gone(self) -> bool:
         return self.pid > 0 and (self.handle < 0 or bool(select.select([self.handle], [], [], 0)[0]))
 
@@ -316,7 +320,7 @@ class _Process:
 
     def read_stack(self, limit_s: float = 1.0) -> str:
         """The stacks of all its threads; nothing from one that is stopped or gone."""
-        if self.is_gone or self._words[pulse.PHASE] == LEFT or self._read_process()[0] in ("T", "t", "Z", ""):
+        if self.is_gone or self.has_left or self._read_process()[0] in ("T", "t", "Z", ""):
             return ""
         os.ftruncate(self.stacks_fd, 0)
         self.signal(pulse.STACKS_SIGNAL)
@@ -373,6 +377,43 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         there = {rank: sight for rank, sight in sights.items() if sight is not None}
         found = self._judge.look(time.monotonic(), there)
         return None if found is None else self._make_verdict(found)
+
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that have been here."""
+        return {rank: one.pid for rank, one in self._processes.items() if one.pid}
+
+    def wait(self, limit_s: float) -> None:
+        """Until a rank ends, or this long."""
+        select.select([one.handle for one in self._processes.values() if one.pid and not one.is_gone], [], [], limit_s)
+
+    def signal(self, ranks: Sequence[int] | None, number: int) -> None:
+        """Send a signal to ranks, or to all."""
+        for rank in self._processes if ranks is None else ranks:
+            if self._processes[rank].pid:
+                self._processes[rank].signal(number)
+
+    def are_all_gone(self) -> bool:
+        return all(one.is_gone or not one.pid for one in self._processes.values())
+
+    def have_all_left(self) -> bool:
+        """Whether no rank of this host takes part any more, each having ended as it should."""
+        there = self._judge.seen
+        return len(there) == len(self._processes) and not any(one.is_there for one in there.values())
+
+    def find_ended(self) -> dict[int, tuple[str, bool]]:
+        """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
+        found = {}
+        for rank, one in self._processes.items():
+            error = pulse.read_text(one.page, pulse.ERROR)
+            if not one.is_gone or ((status := one.find_status()) == 0 and not error):
+                continue
+            code = 1 if status is None else os.waitstatus_to_exitcode(status)
+            where, waiting = self.describe(rank), self.describe_waiting(rank)
+            if status is None and not error and one.has_left:
+                continue
+            how = f"{error} {where}" if error else describe_end(code, where)
+            found[rank] = "; ".join(filter(None, (how, waiting))), bool(memoryview(one.page).cast("q")[pulse.IS_SECONDARY])
+        return found
 
     def describe(self, rank: int) -> str:
         """In which step and phase a rank is, or was when it ended; empty where it has not said."""

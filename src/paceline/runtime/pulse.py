@@ -146,6 +146,8 @@ class _Rank:
         _words = memoryview(self.page).cast("q")
         _words[PID], _words[STEP] = os.getpid(), 1
         _words[SINCE_NS] = _words[BEAT_NS] = time.monotonic_ns()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # after this one has left, it must not be killed by it
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         self._hook_optimizers()
         threading.Thread(target=self._beat, daemon=True, name="paceline-beat").start()
@@ -200,6 +202,11 @@ class _Rank:
         handler.register_end_callback(end)
         self._undo.callback(handler.remove_start_callback, begin)
         self._undo.callback(handler.remove_end_callback, end)
+
+
+def is_open() -> bool:
+    """Whether a monitor reads what this rank marks."""
+    return _rank is not None
 
 
 def open_page(page: str, stacks: str) -> None:

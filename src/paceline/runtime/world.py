@@ -85,6 +85,7 @@ class World(contextlib.AbstractContextManager["World"]):
             with contextlib.suppress(RuntimeError):
                 self.departures.set(str(self.rank), how)
         _open = None
+        pulse.close_page()
         atexit.unregister(shutdown)
         _destroy_groups(failed=error is not None)
 
