@@ -149,7 +149,8 @@ class _Rank:
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # after this one has left, it must not be killed by it
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
-        self._hook_optimizers()
+        if "torch" in sys.modules:
+            self._hook_optimizers()
         threading.Thread(target=self._beat, daemon=True, name="paceline-beat").start()
 
     def stop(self) -> None:
