@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.verbs import bench, scale
     from paceline.verbs.attach import attach
     from paceline.verbs.doctor import doctor
+    from paceline.verbs.faults import faults
     from paceline.verbs.predict import predict, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
     from paceline.verbs.report import save_report
@@ -57,6 +58,7 @@ _HOMES = {
     "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.faults": ("faults",),
     "paceline.verbs.predict": ("predict_trace",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.report": ("save_report",), "paceline.verbs.watch": ("watch",),
@@ -69,7 +71,7 @@ __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
-    "bench", "comm_hook", "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run",
+    "bench", "comm_hook", "comm_table", "compare", "doctor", "faults", "get", "init", "is_launched", "load_result", "load_run",
     "monitor", "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow",
     "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip

@@ -239,6 +239,11 @@ add_command(
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
+    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials limit:faults recover",
+    "Do harm to a small job, and see how soon and how rightly it is named, compared with torchrun and torch's wrapper.\n\n"
+    "Each fault is done to processes of its own, which are ended afterwards.",
+)  # fmt: skip
+add_command(
     app, "report", "report:save_report", "runs:report page -out",
     "Show any run on one HTML page that needs nothing else; several runs are compared.",
 )  # fmt: skip

@@ -7,6 +7,7 @@ wrapper and monitor or with torch's own. What is asked stands in PACELINE_FAULT,
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -96,7 +97,7 @@ class Net(nn.Module):
     def __init__(self, asked: Asked) -> None:
         super().__init__()
         widths = (NUM_INPUTS, WIDTH, WIDTH, 10)
-        layers = [layer for ins, outs in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(ins, outs), nn.ReLU())]
+        layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1])
         self._asked, self._is_mine = asked, int(os.environ.get("RANK", "0")) == asked.rank and bool(asked.fault)
         self.num_steps = 0
@@ -116,10 +117,11 @@ class Net(nn.Module):
         self.num_steps += 1
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layers(inputs.flatten(1)[:, :NUM_INPUTS])
+        hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])
         if self.training:
             self._reach("forward")
-            output.register_hook(lambda _: self._reach("backward"))
+            hidden.register_hook(lambda _: self._reach("backward"))
+        output: torch.Tensor = self.layers[2:](hidden)
         return output
 
 

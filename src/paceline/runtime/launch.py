@@ -358,7 +358,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         else:
                             failures.append(content)
                         break
-            if not failures and monitor is not None and (verdict := monitor.look()) is not None:
+            is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
+            if is_open and monitor is not None and (verdict := monitor.look()) is not None:
                 failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
             if any(failure.code in _CERTAIN for failure in failures):
                 break

@@ -36,6 +36,7 @@ _STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same before there are enough steps to learn from: none, and a few.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 300.0, 30.0, 8
+_NUM_FIRST = 3
 # Between steps a program loads, evaluates or saves: at least this long, and longer where it already was.
 _BETWEEN_S, _HELD_BETWEEN_S = 60.0, 10.0
 _SLOW_S = 1800.0
@@ -280,8 +281,11 @@ class _Process:
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
         """Of the last steps; only made anew where it is of use, for a rank that stays in one phase."""
         if num_steps != self._p99[0] and is_wanted:
-            recent = sorted(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
-            self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9
+            recent = list(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
+            if num_steps <= pulse.NUM_RECENT:
+                recent = recent[_NUM_FIRST:]  # in which ranks wait until all have started
+            recent.sort()
+            self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
         return self._p99[1]
 
     @property

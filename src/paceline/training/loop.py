@@ -148,13 +148,14 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended, by `signal` if it is not 0; `facts` of where it ran; `notes`, reasons to look at it again."""
+    """How a run ended, by `signal` if it is not 0, which the ranks `asked` got; `facts` of where it ran; `notes`, reasons to look at it again."""
 
     step: int
     signal: int
     facts: dict[str, Any]
     notes: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
+    asked: tuple[int, ...] = ()
 
 
 def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
@@ -183,10 +184,10 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
-        step, number = _run(job, files, request, start)
+        step, number, asked = _run(job, files, request, start)
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
         facts["num_parameters"] = _count_elements(job.learner.module)
-        return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else ())
+        return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else (), asked)
 
 
 def _close(files: RunFiles, world: World, has_failed: bool) -> None:
@@ -234,8 +235,8 @@ def _count_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int]:
-    """Train to the end; returns the last step, and the signal that ended the run there, or 0."""
+def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int, tuple[int, ...]]:
+    """Train to the end; returns the last step, the signal that ended the run there, or 0, and the ranks that got it."""
     read = functools.partial(read_messages, job.learner.model, job.world)
     journal, clock = Journal(job.world, request, read_messages=read), PhaseClock(job.world.device)
     phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
@@ -255,7 +256,7 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
     if not number:
         with pulse.slow("save"):
             files.export(job)
-    return step, number
+    return step, number, journal.asked
 
 
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:

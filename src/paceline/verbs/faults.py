@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from paceline.errors import refuse
 from paceline.measure.faults import FAULTS, SYSTEMS, measure_fault, parse_faults
 from paceline.records.kinds import FaultRecord
@@ -23,8 +26,9 @@ def faults(
     fault to be named. `recover`: restart each job from its newest checkpoint.
     """
     chosen, backends, named = parse_faults(faults), list_names(backend), list_names(systems)
+    strange = [name for name in named if name not in SYSTEMS]
     refuse(
-        (strange := [name for name in named if name not in SYSTEMS], f"--systems {', '.join(strange)}: {', '.join(SYSTEMS)}"),
+        (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(SYSTEMS)}"),
         (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
         (limit <= 0, f"--limit {limit:g}: above 0"),
     )
@@ -42,19 +46,19 @@ def faults(
         for trial in [rest[1]]
     ]
     config = {"faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks, "trials": trials}
-    with open_session("faults", config, out=out, progress=progress, cells=True, here=True) as session:
-        records = session.run(tasks, describe=lambda done: _describe(done))
+    with open_session("faults", config, out=out, progress=progress, here=True) as session:
         session.is_timed = False
+        records = session.run(tasks, describe=_describe)
         result = FaultsResult(session.save(records), session.folder)
         session.write(result)
         return result
 
 
-def _measure(*arguments: object) -> list[FaultRecord]:
-    return [measure_fault(*arguments)]  # type: ignore[arg-type]
+def _measure(*arguments: Any) -> list[FaultRecord]:
+    return [measure_fault(*arguments)]
 
 
-def _describe(records: object) -> str:
-    (one,) = records  # type: ignore[misc]
+def _describe(records: Sequence[Any]) -> str:
+    (one,) = records
     took = "not named" if one.detected_s is None else f"named after {one.detected_s:.1f} s"
     return took if FAULTS[one.fault][1] else "a pause"
