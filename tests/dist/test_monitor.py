@@ -86,7 +86,9 @@ def test_a_pause_is_no_fault(pool, tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "shm", reason="no shm here")
-@pytest.mark.parametrize(("fault", "words"), [("stop", "is stopped"), ("gil", "holds Python's lock"), ("kill", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("fault", "words"), [("stop", "is stopped"), ("gil", "holds Python's lock"), ("kill", "SIGKILL")]
+)
 def test_the_same_in_shared_memory(pool, tmp_path, fault, words):
     with pytest.raises(LaunchError, match=f"rank 1 of 2 .*{words}.*in step 20"):
         run(pool, tmp_path, "shm", fault, "forward")
@@ -125,7 +127,7 @@ def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
                 time.sleep(0.01)
             assert heard == "rank 2 is stopped"
             monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
-            assert "the host b (rank 2 on b) is lost" in (hub.look() or "")
+            assert "the host b (rank 2) is lost" in (hub.look() or "")
             monkeypatch.setattr(monitored, "_SILENT_S", 60.0)
             other.leave()
             while 1 not in hub._left and time.monotonic() < deadline:

@@ -37,7 +37,7 @@ class Scene:
             self.run(0.1, *(dict(cpu=0.5, beats=True, steps=2) for _ in range(2)))
 
     def run(self, seconds: float, *ranks: dict) -> Suspicion | None:
-        """`state`, `phase`, `cpu` (share of a core), `beats`, `steps` per look of each rank; until there is a verdict."""
+        """`state`, `phase`, `cpu` (share of a core), `beats`, `steps` per look of each rank; until a verdict."""
         for _ in range(round(seconds / 0.1)):
             self.now_s += 0.1
             for rank, given in enumerate(ranks):

@@ -82,8 +82,10 @@ class FaultsResult(Result):
 
     @property
     def failure(self) -> str:
-        ours = [one for one in self.only(FaultRecord) if one.system != "torch" and not one.is_right]
-        return "" if not ours else f"{ours[0].fault} on {ours[0].backend} under {_NAMES[ours[0].system]}: {ours[0].said}"
+        for one in self.only(FaultRecord):
+            if one.system != "torch" and not one.is_right:
+                return f"{one.fault} on {one.backend} under {_NAMES[one.system]}: {one.said}"
+        return ""
 
     def tables(self) -> list[Table]:
         columns = (
@@ -96,5 +98,5 @@ class FaultsResult(Result):
             Column("restart", "restart_s", "s", key="restart_s"),
             Column("left", "left_over", "number", key="left_over"),
         )
-        title = "Seconds until rank and cause were named; steps since the last checkpoint; left-over processes and files"
+        title = "Seconds until rank and cause were named; steps since the last checkpoint; what was left behind"
         return [Table("faults", title, columns, self.rows)]

@@ -29,8 +29,7 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError
-from paceline.runtime import by_value
-from paceline.runtime import pulse
+from paceline.runtime import by_value, pulse
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.monitor import LOOK_S, Monitor, describe_end
 from paceline.runtime.monitor import why_not as why_no_monitor

@@ -289,6 +289,10 @@ class _Process:
         return self._p99[1]
 
     @property
+    def is_secondary(self) -> bool:
+        return bool(self._words[pulse.IS_SECONDARY])
+
+    @property
     def has_left(self) -> bool:
         return self._words[pulse.PHASE] == LEFT
 
@@ -416,7 +420,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             if status is None and not error and one.has_left:
                 continue
             how = f"{error} {where}" if error else describe_end(code, where)
-            found[rank] = "; ".join(filter(None, (how, waiting))), bool(memoryview(one.page).cast("q")[pulse.IS_SECONDARY])
+            found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
     def describe(self, rank: int) -> str:

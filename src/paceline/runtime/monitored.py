@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import LaunchError
@@ -50,8 +50,8 @@ def monitor() -> None:
     if why_not() or pulse.is_open() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    serial = functools.partial("{}".format, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    store = dist.PrefixStore(f"paceline-monitor/{serial()}", dist.distributed_c10d._get_default_store())
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"paceline-monitor/{attempt}", dist.distributed_c10d._get_default_store())
     store.set(f"place/{rank}", name_place())
     places = [_await(store, f"place/{other}") for other in range(world_size)]
     here = [other for other in range(world_size) if places[other] == places[rank]]
@@ -207,9 +207,10 @@ class _Host:
         return None
 
     def _tell(self, verdict: Verdict) -> str:
-        subject = "" if verdict.rank is None else f"rank {verdict.rank} of {self.monitor.world_size} "
-        where = f"on {self.name}" if verdict.rank is None else f"on {self.name} (process {self.monitor.pids()[verdict.rank]})"
-        return f"{subject}{where} {verdict.summary}"
+        if (rank := verdict.rank) is None:
+            return f"on {self.name} {verdict.summary}"
+        who = f"rank {rank} of {self.monitor.world_size} on {self.name} (process {self.monitor.pids()[rank]})"
+        return f"{who} {verdict.summary}"
 
     def _conclude(self, text: str, culprit: int | None) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
@@ -295,9 +296,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
                 return text
         for number, heard_s in self._heard_s.items():
             if number not in self._left and now_s - heard_s > _SILENT_S:
-                who = f"{name_ranks(self._hosts[number])} on {self._names[number]}"
-                text = f"the host {self._names[number]} ({who}) is lost: nothing was heard from it for"
-                return f"{text} {now_s - heard_s:.1f} s: it is down, or the network between it and {self._names[self._mine]} is"
+                lost, here = self._names[number], self._names[self._mine]
+                text = f"the host {lost} ({name_ranks(self._hosts[number])}) is lost: nothing was heard from it for"
+                return f"{text} {now_s - heard_s:.1f} s: it is down, or the network between it and {here} is cut"
         return None
 
     def _receive(self, link: socket.socket, now_s: float) -> str | None:

@@ -148,7 +148,8 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended, by `signal` if it is not 0, which the ranks `asked` got; `facts` of where it ran; `notes`, reasons to look at it again."""
+    """How a run ended, by `signal` if it is not 0, which the ranks `asked` got; `facts` of where it ran; `notes`,
+    reasons to look at it again."""
 
     step: int
     signal: int
