@@ -71,9 +71,9 @@ __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
-    "bench", "comm_hook", "comm_table", "compare", "doctor", "faults", "get", "init", "is_launched", "load_result", "load_run",
-    "monitor", "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow",
-    "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
+    "bench", "comm_hook", "comm_table", "compare", "doctor", "faults", "get", "init", "is_launched", "load_result",
+    "load_run", "monitor", "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale",
+    "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip
 
 

@@ -240,8 +240,8 @@ add_command(
 )  # fmt: skip
 add_command(
     app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials limit:faults recover",
-    "Do harm to a small job, and see how soon and how rightly it is named, compared with torchrun and torch's wrapper.\n\n"
-    "Each fault is done to processes of its own, which are ended afterwards.",
+    "Which faults are named, and how soon? A small job is killed, stopped or made to hang, again and again.\n\n"
+    "Compared with torchrun and torch's own wrapper, in turns; each job has processes of its own.",
 )  # fmt: skip
 add_command(
     app, "report", "report:save_report", "runs:report page -out",

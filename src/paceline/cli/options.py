@@ -114,7 +114,7 @@ OPTIONS = {
     "backend:faults": Option(JOB, "gloo, shm, or both", "gloo,shm"),
     "ranks:faults": Option(JOB, "Number of ranks.", "2", read=read_one),
     "faults": Option(
-        MEASUREMENT, "all, or some: kill, stop, gil, loop, exception, term, segv, deadlock, extra-collective, stall, ...",
+        MEASUREMENT, "all, or some: kill, stop, gil, loop, exception, term, segv, deadlock, stall, ...",
         "kill,stop,gil,loop,exception,term,stall",
     ),
     "systems": Option(MEASUREMENT, "train, script (with Paceline's wrapper), torch", "train,script,torch"),
