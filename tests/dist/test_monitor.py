@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ from paceline.runtime.world import init
 from tests.conftest import BACKEND
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Its ranks are ended by a fault, and started again for the next one."""
-    with RankPool(2) as started:
-        started.start()
-        yield started
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +47,7 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
 
 
 def run(pool: RankPool, folder: Path, *args: object) -> list[int]:
-    return pool.run(train, (str(folder), *args), timeout_s=60.0, monitor=True)
+    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=60.0, monitor=True)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +60,9 @@ def run(pool: RankPool, folder: Path, *args: object) -> list[int]:
         pytest.param("gloo", "deadlock", "backward", "hangs", "hung", marks=pytest.mark.slow),
     ],
 )
-def test_the_rank_the_step_and_the_phase_are_named(pool, tmp_path, backend, fault, place, words, code):
+def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend, fault, place, words, code):
     with pytest.raises(LaunchError) as caught:
-        run(pool, tmp_path, backend, fault, place)
+        run(warm_pool, tmp_path, backend, fault, place)
     text = str(caught.value).splitlines()[0]
     assert text.startswith("rank 1 of 2 ") and words in text and f"in step 20, in {place}" in text, text
     assert (caught.value.rank, caught.value.code) == (1, code)
@@ -80,8 +71,8 @@ def test_the_rank_the_step_and_the_phase_are_named(pool, tmp_path, backend, faul
 
 
 @pytest.mark.parametrize("fault", ["slow", pytest.param("stall", marks=pytest.mark.slow)])
-def test_a_pause_is_no_fault(pool, tmp_path, fault):
-    assert run(pool, tmp_path, "gloo", fault, "between") == [30, 30]
+def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
+    assert run(warm_pool, tmp_path, "gloo", fault, "between") == [30, 30]
 
 
 @pytest.mark.slow
@@ -89,9 +80,9 @@ def test_a_pause_is_no_fault(pool, tmp_path, fault):
 @pytest.mark.parametrize(
     ("fault", "words"), [("stop", "is stopped"), ("gil", "holds Python's lock"), ("kill", "SIGKILL")]
 )
-def test_the_same_in_shared_memory(pool, tmp_path, fault, words):
+def test_the_same_in_shared_memory(warm_pool, tmp_path, fault, words):
     with pytest.raises(LaunchError, match=f"rank 1 of 2 .*{words}.*in step 20"):
-        run(pool, tmp_path, "shm", fault, "forward")
+        run(warm_pool, tmp_path, "shm", fault, "forward")
 
 
 @pytest.mark.slow
