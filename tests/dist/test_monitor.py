@@ -91,7 +91,7 @@ def test_the_same_in_shared_memory(warm_pool, tmp_path, fault, words):
 def test_the_laboratory_names_every_fault(fault, system):
     from paceline.measure.faults import measure_fault
 
-    record = measure_fault(fault, system, "gloo", recover=False, limit_s=60.0)
+    record = measure_fault(fault, system, "gloo", limit_s=60.0)
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 

@@ -142,7 +142,7 @@ def _find_saved(system: str, folder: Path) -> int:
 
 
 def measure_fault(
-    fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, recover: bool = True
+    fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False
 ) -> FaultRecord:
     """Do one fault to one job; `limit_s` is how long to wait, after it, for its cause to be named."""
     place, cause = FAULTS[fault]
@@ -174,7 +174,7 @@ def measure_fault(
         left_over += sorted(_list_shared() - shared)
         saved = _find_saved(system, folder)
         restart_s = None
-        if recover and cause:
+        if restart and cause:
             restart_s = _measure_restart(system, backend, ranks, asked, folder, step)
     if is_pause:
         is_right, detected_s = code == 0 and found is None, None

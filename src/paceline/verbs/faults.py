@@ -17,23 +17,23 @@ _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 def faults(
     faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2, trials: int = 1,
-    limit: float = 30.0, recover: bool = True, out: Place = None, progress: bool | None = None,
+    patience: float = 30.0, restart: bool = False, out: Place = None, progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
     """Do faults to a small job in processes of its own, under each system in turns, and return what followed.
 
     `faults`: names, or "all". `systems`: "train" (`paceline train`), "script" (a script with Paceline's wrapper and
-    monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `limit`: how many seconds to wait for a
-    fault to be named. `recover`: restart each job from its newest checkpoint.
+    monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `patience`: how many seconds to wait for a
+    fault to be named. `restart`: restart each job once from its newest checkpoint.
     """
     chosen, backends, named = parse_faults(faults), list_names(backend), list_names(systems)
     strange = [name for name in named if name not in SYSTEMS]
     refuse(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(SYSTEMS)}"),
         (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
-        (limit <= 0, f"--limit {limit:g}: above 0"),
+        (patience <= 0, f"--patience {patience:g}: above 0"),
     )
     cells = [
-        (fault, system, one, ranks, trial, limit, recover and trial == 0)
+        (fault, system, one, ranks, trial, patience, restart and trial == 0)
         for trial in range(trials)
         for fault in chosen
         for one in backends
