@@ -22,8 +22,8 @@ def faults(
     """Do faults to a small job in processes of its own, under each system in turns, and return what followed.
 
     `faults`: names, or "all". `systems`: "train" (`paceline train`), "script" (a script with Paceline's wrapper and
-    monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `patience`: how many seconds to wait for a
-    fault to be named. `restart`: restart each job once from its newest checkpoint.
+    monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `patience`: how many seconds to wait
+    for a fault to be named. `restart`: restart each job once from its newest checkpoint.
     """
     chosen, backends, named = parse_faults(faults), list_names(backend), list_names(systems)
     strange = [name for name in named if name not in SYSTEMS]
