@@ -144,9 +144,9 @@ def main() -> None:
         from paceline.runtime.world import init
 
         init(asked.backend, announce=None)
+        monitor()  # before the model, whose hook is then called after that of the monitor: between two steps
         net = Net(asked)
         model = DDP(net)
-        monitor()
     optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / "saved.pt", 0
     if path.exists():
         saved = torch.load(path)
