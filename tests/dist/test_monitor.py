@@ -87,7 +87,7 @@ def test_the_same_in_shared_memory(warm_pool, tmp_path, fault, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["train", "script"])
-@pytest.mark.parametrize("fault", ["kill", "stop", "gil", "loop", "term", "exception", "extra-collective", "stall"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "gil", "loop", "term", "exception", "stall"])
 def test_the_laboratory_names_every_fault(fault, system):
     from paceline.measure.faults import measure_fault
 
