@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from paceline.report.result import Result, load_result
     from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
+    from paceline.runtime.monitored import monitor
+    from paceline.runtime.pulse import slow
     from paceline.runtime.world import Ranks, World, get, init, ranks, set_seed, shutdown
     from paceline.strategy import Strategy
     from paceline.training.optimizers import LAMB, LARS, split_parameters
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.verbs import bench, scale
     from paceline.verbs.attach import attach
     from paceline.verbs.doctor import doctor
+    from paceline.verbs.faults import faults
     from paceline.verbs.predict import predict, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
     from paceline.verbs.report import save_report
@@ -50,10 +53,12 @@ _HOMES = {
     "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
+    "paceline.runtime.monitored": ("monitor",), "paceline.runtime.pulse": ("slow",),
     "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
     "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.faults": ("faults",),
     "paceline.verbs.predict": ("predict_trace",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.report": ("save_report",), "paceline.verbs.watch": ("watch",),
@@ -66,9 +71,9 @@ __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
-    "bench", "comm_hook", "comm_table", "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run",
-    "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown",
-    "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
+    "bench", "comm_hook", "comm_table", "compare", "doctor", "faults", "get", "init", "is_launched", "load_result",
+    "load_run", "monitor", "predict", "predict_trace", "profile", "ranks", "run_ranks", "save_report", "scale",
+    "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """What torch calls when it is imported (entry point `torch.backends`): nothing, unless a variable asks for it.
 
 PACELINE_WRAPPER=1 puts our wrapper in the place of torch's. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
-observes the training of this process. An error would fail `import torch`, so none leaves this module.
+observes the training of this process. PACELINE_MONITOR=1 lets a monitor watch its ranks. An error would fail
+`import torch`, so none leaves this module.
 """
 
 import os
@@ -10,6 +11,7 @@ import os
 _CALLS = (
     ("PACELINE_WRAPPER", "paceline.parallel", "swap_wrapper"),
     ("PACELINE_ATTACH", "paceline.measure.attach", "attach"),
+    ("PACELINE_MONITOR", "paceline.runtime.monitored", "attach"),
 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from paceline.errors import ConfigError, refuse
@@ -129,6 +130,11 @@ def format_rate(bytes_per_s: float) -> str:
 def format_speed(per_s: float) -> str:
     """Samples per second and the like: whole numbers, and decimals where there are few."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 10 else f"{per_s:.2f}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def format_number_of(count: int, noun: str) -> str:

@@ -35,6 +35,7 @@ from paceline.parallel.sharding import Placement
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
+from paceline.runtime import pulse
 from paceline.transport.works import keep_from_compiler
 
 _engine = torch.autograd.Variable._execution_engine
@@ -149,6 +150,7 @@ class GradientSync:
             text = f"{self._unusable}; messages do not match any more after that: restart the ranks"
             raise CollectiveError(text, code="unusable")
         self._read_deferred()
+        pulse.enter(pulse.FORWARD)
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
@@ -162,6 +164,7 @@ class GradientSync:
 
     def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
         """Get notice when a backward passes through the output."""
+        pulse.enter(pulse.BETWEEN)
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             return  # for example of a teacher: no backward will follow
         forward = _Forward(samples, is_training)
@@ -219,6 +222,7 @@ class GradientSync:
         if syncing:
             self._announce_step()
         self._task, self._syncing = task, syncing
+        pulse.enter(pulse.BACKWARD)
         if syncing and not self._is_local:
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
@@ -238,6 +242,7 @@ class GradientSync:
             self._end_step()
         else:
             self.is_pending = True
+        pulse.enter(pulse.BETWEEN)
 
     def synchronize(self) -> None:
         """Average the gradients now. Collective: every rank must call this."""
@@ -388,7 +393,8 @@ class GradientSync:
     def _read_deferred(self) -> None:
         if self._unread is not None:
             (slots, event, missing), self._unread = self._unread, None
-            event.synchronize()
+            with pulse.within(pulse.WAIT):
+                event.synchronize()
             self._act_on(self.control.read_reports(slots.tolist()), missing, None)
 
     def _act_or_discard(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
@@ -832,6 +838,7 @@ class BucketedReducer:
 
     def _wait(self, bucket: _LiveBucket, take_part: bool) -> None:
         self.timeline.mark("wait", bucket.number)
+        pulse.enter(pulse.WAIT, bucket.number)
         work, bucket.work = bucket.work, None
         if self._hook_calls is not None:
             self._hook_calls.finish(work, bucket.range if take_part else None)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
-from paceline.runtime import messages
+from paceline.runtime import messages, pulse
 from paceline.runtime.world import find_departed_ranks
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
@@ -139,12 +139,14 @@ class Channel:
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
 
+    @pulse.waits
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
         device = self.device if self.is_nccl else torch.device("cpu")
         with naming_lost_peers("the ranks cannot exchange their settings"):
             return messages.share(value, self.group, device)
 
+    @pulse.waits
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
         if self.world_size == 1:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError
-from paceline.parallel.replicas import Replica, list_some, name_ranks
+from paceline.parallel.replicas import Replica, list_some
+from paceline.units import name_ranks
 
 _SAMPLE_WORDS, _DIGEST_WORDS = 5, 6
 SLOT_WORDS = 1 + _SAMPLE_WORDS + _DIGEST_WORDS

@@ -12,8 +12,8 @@ import torch
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias
 from paceline.parallel.flat import FlatGradients
-from paceline.parallel.replicas import name_ranks
 from paceline.plan import Plan
+from paceline.units import name_ranks
 
 IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"
 # How often a rank that waits for a hook's result checks whether another rank's hook has failed.

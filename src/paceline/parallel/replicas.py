@@ -26,7 +26,7 @@ from paceline.parallel.channel import Channel
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.runtime.world import current_world
 from paceline.strategy import DENSE, Strategy
-from paceline.units import MIB
+from paceline.units import MIB, name_ranks
 
 # The reducers, and for all but the default the cap of their buckets in bytes and what follows from it.
 _PER_DTYPE, _PER_GRADIENT = (sys.maxsize, "one bucket per dtype"), (1, "one bucket per gradient")
@@ -50,10 +50,6 @@ def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str
     """The first items, and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,11 @@ from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, SWAP, Exchange
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.levels import SCATTER
-from paceline.parallel.replicas import Replica, list_some, name_ranks
+from paceline.parallel.replicas import Replica, list_some
 from paceline.parallel.strategies import Exchanges, start_message
 from paceline.plan import Plan
 from paceline.strategy import LINE_BYTES, Strategy, count_each
+from paceline.units import name_ranks
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)

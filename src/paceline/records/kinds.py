@@ -235,6 +235,34 @@ class LinkRecord(Record):
         return self.num_bytes / self.timing.median_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class FaultRecord(Record):
+    """One fault that was done to one job, in step `step` on rank `rank`, and what followed. Times count from the fault.
+
+    `detected_s`: until the rank and the cause were named; None where they were not within `limit_s`. `is_right`: they
+    were or, of a pause, nothing was. `ended_s`: until the command ended; None where it did not. `steps_lost`: since the
+    newest checkpoint. `restart_s`: a restart, until the lost steps were made again. `said`: the line that named it, or
+    the last one.
+    """
+
+    kind: ClassVar[str] = "fault"
+    fault: str
+    system: str
+    backend: str
+    ranks: int
+    trial: int
+    rank: int
+    step: int
+    detected_s: float | None
+    is_right: bool
+    ended_s: float | None
+    limit_s: float
+    steps_lost: int | None
+    restart_s: float | None
+    left_over: tuple[str, ...]
+    said: str
+
+
 def record_to_json(record: Record) -> dict[str, Any]:
     """The record as plain JSON values, without derived numbers. `timing` is written as `samples` or `summary`."""
     written = {Samples: "samples", Summary: "summary"}.get(type(getattr(record, "timing", None)), "timing")

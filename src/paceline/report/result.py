@@ -29,6 +29,7 @@ _CLASSES = {
     "bench chunks": "collectives.ChunksResult",
     "bench wrappers": "steps.WrappersResult",
     "doctor": "result.DoctorResult",
+    "faults": "faults.FaultsResult",
     "predict": "predictions.PredictResult",
     "predict csv": "predictions.CapsResult",
     "predict strategies": "strategy_steps.StrategyStepsResult",

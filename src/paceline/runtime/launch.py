@@ -30,8 +30,10 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError
-from paceline.runtime import by_value, store_server
+from paceline.runtime import by_value, pulse, store_server
 from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.monitor import LOOK_S, Monitor, describe_end
+from paceline.runtime.monitor import why_not as why_no_monitor
 from paceline.runtime.worker import Failure, listen, make_error, serve_jobs_spawned
 from paceline.units import format_memory
 
@@ -43,6 +45,8 @@ _AFTERMATH_S = 1.0
 _LOOK_S = 0.5  # how often to check that the ranks are alive while no message comes
 _LEAVE_S = 1.0  # how long an idle rank may take to end after its link is closed, before SIGTERM
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
+# Failures that no victim of another rank has: there is nothing to listen for, and the others can only wait.
+_CERTAIN = ("killed", "hung")
 _LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
 # A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
 # the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
@@ -207,14 +211,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def run(
         self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), *, num_ranks: int | None = None,
-        timeout_s: float | None = None, on_message: _Hear = None,
+        timeout_s: float | None = None, on_message: _Hear = None, monitor: bool = False,
     ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
         `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
-        raised is raised here as itself.
+        raised is raised here as itself. With `monitor`, so is a rank that is stopped or hangs (`runtime/monitor.py`).
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
@@ -225,15 +229,20 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             try:
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
-                with _serve_store() as store:
+                watched = Monitor(range(num_ranks), num_ranks) if monitor and not why_no_monitor() else None
+                with watched or contextlib.nullcontext(), _serve_store() as store:
                     variables = _job_variables(num_ranks, store)
                     for rank in range(num_ranks):
                         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                        if watched is not None:
+                            own[pulse.VARIABLE] = ":".join(watched.find_pages(rank))
                         with contextlib.suppress(OSError):  # a rank that died already is found by _collect
                             self._ranks[rank].link.send_bytes(pickle.dumps((sys.path, variables | own, job)))
-                    values, failures = self._collect(num_ranks, deadline, on_message)
+                    values, failures = self._collect(num_ranks, deadline, on_message, watched)
                     stuck = [rank for rank in range(num_ranks) if rank not in values and not failures]
                     # While there is a store: without it they would no longer be where they were stuck.
+                    if any(failure.code in _CERTAIN for failure in failures):
+                        self._kill()
                     places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
                 if failures:
                     first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
@@ -274,6 +283,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             rank.process.kill()  # if it is stopped, or busy in a handler of its own
             rank.process.join()
             rank.process.close()
+
+    def _kill(self) -> None:
+        """End all ranks now, while there is a store: without it they would fill the screen with errors of their own."""
+        for rank in self._ranks:
+            rank.process.kill()
+        _join(self._ranks, _GRACE_S)
 
     def start(self, num_ranks: int | None = None) -> None:
         """Start ranks now, so that torch is imported while the caller does something else; `run` would too."""
@@ -320,18 +335,20 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         rank.was_heard = bool(rank.link.recv_bytes())  # "ready"
                     break
 
-    def _collect(self, num_ranks: int, deadline: float, on_message: _Hear) -> tuple[dict[int, Any], list[Failure]]:
+    def _collect(
+        self, num_ranks: int, deadline: float, on_message: _Hear, monitor: Monitor | None
+    ) -> tuple[dict[int, Any], list[Failure]]:
         """Listen to all ranks until each has answered, one has failed, or time is up."""
         values: dict[int, Any] = {}
         failures: list[Failure] = []
         pending = set(range(num_ranks))
         while pending and (left_s := deadline - time.monotonic()) > 0:
             links: dict[Any, int] = {self._ranks[rank].link: rank for rank in pending}
-            ready = multiprocessing.connection.wait(list(links), min(left_s, _LOOK_S))
+            ready = multiprocessing.connection.wait(list(links), min(left_s, _LOOK_S if monitor is None else LOOK_S))
             # A dead rank is known by the end of its link or, where a grandchild holds the link open, by a look at it.
             dead = {rank for rank in pending if self._ranks[rank].process.exitcode is not None}
             for rank in sorted({links[item] for item in ready} | dead):
-                for kind, content in self._receive(rank, rank in dead):
+                for kind, content in self._receive(rank, rank in dead, monitor):
                     if kind == "message" and on_message is not None:
                         on_message(rank, content)
                     elif kind in ("value", "failure"):
@@ -341,11 +358,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         else:
                             failures.append(content)
                         break
+            is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
+            if is_open and monitor is not None and (verdict := monitor.look()) is not None:
+                failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
+            if any(failure.code in _CERTAIN for failure in failures):
+                break
             if failures:
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
         return values, failures
 
-    def _receive(self, rank: int, is_gone: bool) -> Iterator[tuple[str, Any]]:
+    def _receive(self, rank: int, is_gone: bool, monitor: Monitor | None) -> Iterator[tuple[str, Any]]:
         """What a rank has sent and then, if it is gone, how it died: one that answered and then died has answered."""
         end = self._ranks[rank]
         try:
@@ -357,7 +379,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             is_gone = True
         if is_gone:
             end.process.join()
-            yield "failure", _describe_death(rank, end.process.exitcode or 0, end.was_heard)
+            where = monitor.describe(rank) if monitor is not None else ""
+            yield "failure", _describe_death(rank, end.process.exitcode or 0, end.was_heard, where)
 
     def _read_stack(self, rank: int) -> str:
         stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
@@ -370,13 +393,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
 
 
-def _describe_death(rank: int, code: int, was_heard: bool) -> Failure:
-    summary = f"exited with code {code}"
-    if code < 0:
-        names = {known.value: known.name for known in signal.Signals}
-        summary = f"was killed by {names.get(-code, f'signal {-code}')}"
-        summary += " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-    elif not was_heard:
+def _describe_death(rank: int, code: int, was_heard: bool, where: str) -> Failure:
+    summary = describe_end(code, where)
+    if code >= 0 and not was_heard:
         summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
     return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "")
 

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.errors import LaunchError, PacelineError
+from paceline.runtime import pulse
 
 # What gloo, NCCL and torch's stores say of a peer that is gone or late. They have no codes.
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
@@ -36,7 +37,7 @@ _PEER_LOST = (
 class Failure:
     """Why a rank returned no value, in a form that outlives the rank."""
 
-    rank: int
+    rank: int | None  # None: no single one
     when_s: float
     summary: str
     trace: str = ""
@@ -76,7 +77,8 @@ def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -
         failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
         return failure.error
     trace = f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}" if failure.trace else ""
-    message = f"rank {failure.rank} of {num_ranks} {failure.summary}{lost}{trace}"
+    who = "" if failure.rank is None else f"rank {failure.rank} of {num_ranks} "
+    message = f"{who}{failure.summary}{lost}{trace}"
     return LaunchError(message, failure.rank, failure.trace, failure.code)
 
 
@@ -147,16 +149,20 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         before = dict(os.environ)
         os.environ.update(variables)
         try:
+            if pulse.VARIABLE in variables:
+                pulse.open_page(*variables[pulse.VARIABLE].split(":"))
             fn, args = pickle.loads(job)
             value = find_function(fn)(*args)
             _close_groups()
             _answer("value", value)
         except BaseException as error:
             # First the answer, then the groups: closing them is what makes the peers fail, and later.
-            _answer("failure", describe_failure(rank, error))
+            with contextlib.suppress(OSError):  # the launcher has given up
+                _answer("failure", describe_failure(rank, error))
             with contextlib.suppress(Exception):
                 _close_groups()
         finally:
+            pulse.close_page()
             os.environ.clear()
             os.environ.update(before)
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
-from paceline.runtime import messages
+from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
 from paceline.transport import proof, register, why_not
@@ -51,16 +51,19 @@ class World(contextlib.AbstractContextManager["World"]):
         """Whether all ranks run on one host, so that their monotonic clocks can be compared."""
         return len(set(self.hosts)) == 1
 
+    @pulse.waits
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, over the control group. Collective: every rank must call this."""
         if _open is not self:
             raise LaunchError("this world is closed", code="closed")
         return messages.share(value, self.control, torch.device("cpu"))
 
+    @pulse.waits
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on rank 0, and nothing on the others. Collective: call it on all ranks."""
         return messages.gather(value, self.control, torch.device("cpu"))
 
+    @pulse.waits
     def barrier(self) -> None:
         """Wait for every rank, over the control group. Collective: every rank must call this."""
         dist.barrier(group=self.control)
@@ -78,6 +81,7 @@ class World(contextlib.AbstractContextManager["World"]):
             with contextlib.suppress(RuntimeError):
                 self.departures.set(str(self.rank), how)
         _open = None
+        pulse.close_page()
         atexit.unregister(shutdown)
         _destroy_groups(failed=error is not None)
         proof.use_key(b"")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import ConfigError, refuse
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook
 from paceline.plan import Plan
+from paceline.runtime.monitored import monitor
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.training.own import OwnState, Sets, load_own, open_parts, open_whole, settle, wrap_models
@@ -76,6 +77,7 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
         join_world(settings.backend, settings.device, threads=settings.threads) as world,
         settled_kernels(world.device, settings.precision),
     ):
+        monitor()
         yield world
 
 

@@ -97,6 +97,7 @@ class Journal:
     world: World
     request: StopRequest
     every: int = 1
+    asked: tuple[int, ...] = ()  # the ranks that got the signal which ends the run
     # The messages of a recent step, after how many others; see `loop.read_messages`.
     read_messages: Callable[[], tuple[int, dict[str, Any]] | None] = lambda: None
     _num_recorded: int = 0
@@ -152,6 +153,7 @@ class Journal:
             self.every = max(1, min(_MAX_STEPS, int(_EXCHANGE_EVERY_S / max(slowest_s, 1e-6))))
         bad = min((report.bad for report in reports if report.bad is not None), default=None)
         number = next((report.signal for report in reports if report.signal), 0)
+        self.asked = tuple(rank for rank, report in enumerate(reports) if report.signal)
         return Exchange(rows, bad, number, reports[0].is_save_due)
 
 

@@ -22,6 +22,7 @@ from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.sharding import ShardedOptimizer
 from paceline.plan import Plan
+from paceline.runtime import pulse
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
@@ -63,6 +64,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
             begin_s = time.perf_counter()
             for window in windows:
                 waited_s = time.perf_counter() - begin_s
+                pulse.begin_step(position.step + 1)
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
                 outcome = take_step(learner, window.batches, num_targets, rate, phases)
@@ -146,13 +148,15 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended, by `signal` if it is not 0; `facts` of where it ran; `notes`, reasons to look at it again."""
+    """How a run ended, by `signal` if it is not 0, which the ranks `asked` got; `facts` of where it ran; `notes`,
+    reasons to look at it again."""
 
     step: int
     signal: int
     facts: dict[str, Any]
     notes: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
+    asked: tuple[int, ...] = ()
 
 
 def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
@@ -181,15 +185,16 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
-        step, number = _run(job, files, request, start)
+        step, number, asked = _run(job, files, request, start)
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
         facts["num_parameters"] = _count_elements(job.learner.module)
-        return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else ())
+        return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else (), asked)
 
 
 def _close(files: RunFiles, world: World, has_failed: bool) -> None:
     """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
-    files.close(has_failed)
+    with pulse.slow("save"):
+        files.close(has_failed)
     if not has_failed:
         world.barrier()
 
@@ -231,8 +236,8 @@ def _count_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int]:
-    """Train to the end; returns the last step, and the signal that ended the run there, or 0."""
+def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int, tuple[int, ...]]:
+    """Train to the end; returns the last step, the signal that ended the run there, or 0, and the ranks that got it."""
     read = functools.partial(read_messages, job.learner.model, job.world)
     journal, clock = Journal(job.world, request, read_messages=read), PhaseClock(job.world.device)
     phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
@@ -250,8 +255,9 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
             clock.end()  # the time between two steps belongs to neither
             clock.enter("step")
     if not number:
-        files.export(job)
-    return step, number
+        with pulse.slow("save"):
+            files.export(job)
+    return step, number, journal.asked
 
 
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
@@ -271,7 +277,8 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
     if taken.is_last:
         job.learner.sync_parameters()
     if (taken.is_epoch_end or taken.is_last) and job.test is not None and job.learner.can_evaluate:
-        test = evaluate(job.learner, job.test, job.world)
+        with pulse.slow("evaluate"):
+            test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}
     files.write_rows(rows)
@@ -287,7 +294,8 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         if name := next(filter(None, names), ""):
             where = "" if all(names) else f" on rank {names.index(name)}"
             raise _not_finite(files, step, f"{name} is not finite{where} after the update, and the loss was")
-        files.save(job, taken.position)
+        with pulse.slow("save"):
+            files.save(job, taken.position)
     return exchange.signal
 
 

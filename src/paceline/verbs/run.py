@@ -66,7 +66,8 @@ def run(
     refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
     # What observes the program or replaces its wrapper is for the ranks, as with torchrun alone; a pod sees no folder.
     passed = () if kubernetes else ("PACELINE_ATTACH", "PACELINE_WRAPPER", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-    variables = {key: os.environ[key] for key in passed if key in os.environ} | parse_variables(env)
+    variables = {"PACELINE_MONITOR": os.environ.get("PACELINE_MONITOR", "1")}
+    variables |= {key: os.environ[key] for key in passed if key in os.environ} | parse_variables(env)
     refuse((slurm and "PACELINE_ATTACH" in variables and not (wait or dry_run),
             "a job that is observed must be waited for: give --wait to paceline run"), code="wait")  # fmt: skip
     show = show or (lambda stream, text: None)

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
-from paceline.units import format_number_of
+from paceline.units import format_number_of, name_ranks
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts
 from paceline.verbs.watch import start_watching
 from paceline.workloads.data import parse_data
@@ -169,7 +170,7 @@ def _train(
         rows_wanted = folder is None or session.place is not None
         try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
-            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
+            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None, monitor=True)
         except BaseException as error:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
@@ -186,6 +187,10 @@ def _train(
                 raise SystemExit(0)
         if outcome.signal and folder is not None and session.is_leader:
             update_config(folder, end="interrupted")
+        if outcome.signal and not session.signal and len(outcome.asked) < wanted.ranks and session.is_leader:
+            who, name = name_ranks(outcome.asked), signal.Signals(outcome.signal).name
+            text = f"{who} alone of {wanted.ranks} got {name}, by hand or by a job manager"
+            print(f"paceline: {text}: all ranks stopped after step {outcome.step}", file=sys.stderr, flush=True)
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             _interrupt(session.signal or outcome.signal)
         if whole is not None:

@@ -1,0 +1,167 @@
+"""The job of `paceline faults`, in its ranks: a small model that trains, saves, and does harm to itself when asked.
+
+`paceline train` gets the model from here (`build`); under torchrun this file is the program (`main`), with Paceline's
+wrapper and monitor or with torch's own. What is asked stands in PACELINE_FAULT, as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+VARIABLE = "PACELINE_FAULT"
+NUM_INPUTS, WIDTH = 784, 256
+
+
+class Asked(NamedTuple):
+    """`fault` at a `place` of step `step` on rank `rank`; files that this job writes are in `folder`."""
+
+    folder: str
+    fault: str = ""
+    place: str = "forward"
+    rank: int = 1
+    step: int = 40
+    steps: int = 100
+    save_every: int = 10
+    wrapper: str = "paceline"
+    backend: str = "gloo"
+    batch_size: int = 8
+
+
+def read_asked() -> Asked:
+    return Asked(**json.loads(os.environ[VARIABLE]))
+
+
+def _hold_lock() -> None:
+    """Wait for ever inside a call that does not release Python's lock. A signal does not end it."""
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def _compute(seconds: float) -> None:
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        torch.ones(1000).sum()
+
+
+def _wait_for_lock() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def harm(fault: str) -> None:
+    """Do it to this process; what is only a pause returns."""
+    signals = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "segv": "SIGSEGV", "abrt": "SIGABRT"}
+    match fault:
+        case "kill" | "stop" | "term" | "segv" | "abrt":
+            os.kill(os.getpid(), getattr(signal, signals[fault]))
+        case "exit":
+            os._exit(3)
+        case "gil":
+            _hold_lock()
+        case "loop":
+            while True:
+                pass
+        case "deadlock":
+            _wait_for_lock()
+        case "exception":
+            raise ValueError("a bad sample")
+        case "extra-collective":
+            dist.barrier()
+        case "stall":
+            time.sleep(5.0)
+        case "evaluate":
+            _compute(5.0)
+        case "straggle":
+            time.sleep(1.0)
+
+
+class Net(nn.Module):
+    """Three layers of 256, and the harm."""
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__()
+        widths = (NUM_INPUTS, WIDTH, WIDTH, 10)
+        layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())]
+        self.layers = nn.Sequential(*layers[:-1])
+        self._asked, self._is_mine = asked, int(os.environ.get("RANK", "0")) == asked.rank and bool(asked.fault)
+        self.num_steps = 0
+        register_optimizer_step_pre_hook(lambda *_: self._reach("optimizer"))
+        register_optimizer_step_post_hook(self._count)
+
+    def _reach(self, place: str) -> None:
+        if self._is_mine and (place, self.num_steps + 1) == (self._asked.place, self._asked.step):
+            self._is_mine = self._asked.fault == "straggle"
+            path = Path(self._asked.folder) / "injected"
+            if not path.exists():
+                path.write_text(f"{time.monotonic()} {self.num_steps + 1}")
+            harm(self._asked.fault)
+
+    def _count(self, *_: Any) -> None:
+        self._reach("between")
+        self.num_steps += 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])
+        if self.training:
+            self._reach("forward")
+            hidden.register_hook(lambda _: self._reach("backward"))
+        output: torch.Tensor = self.layers[2:](hidden)
+        return output
+
+
+def build() -> Net:
+    """The model for `paceline train --model FILE:build`."""
+    return Net(read_asked())
+
+
+def main() -> None:
+    """A user's script: it trains, saves with torch.save, and resumes from what it saved."""
+    asked = read_asked()
+    torch.manual_seed(1)
+    if asked.wrapper == "torch":
+        dist.init_process_group(asked.backend)
+        net = Net(asked)
+        model: nn.Module = nn.parallel.DistributedDataParallel(net)
+    else:
+        from paceline.parallel import DDP
+        from paceline.runtime.monitored import monitor
+        from paceline.runtime.world import init
+
+        init(asked.backend, announce=None)
+        monitor()  # before the model, whose hook is then called after that of the monitor: between two steps
+        net = Net(asked)
+        model = DDP(net)
+    optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / "saved.pt", 0
+    if path.exists():
+        saved = torch.load(path)
+        net.load_state_dict(saved["model"])
+        first = net.num_steps = saved["step"]
+    for step in range(first, asked.steps):
+        inputs = torch.randn(asked.batch_size, NUM_INPUTS)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 and (step + 1) % asked.save_every == 0:
+            torch.save({"model": net.state_dict(), "step": step + 1}, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,470 @@
+"""Which rank is dead, stopped or hung, where, since when and why: the monitor of one host, and its verdict.
+
+`Monitor` looks at the ranks of one host: at their pages (`pulse`) and at their processes in /proc. `Judge` decides from
+what was seen so far. The launcher looks at ranks of its own; elsewhere a process does, which outlives every rank
+(`monitor_process`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import math
+import os
+import re
+import select
+import signal
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.runtime import pulse
+from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
+from paceline.units import name_ranks
+
+LOOK_S = 0.1
+# Time counts only while the monitor itself gets to look: on a machine too loaded for that, ranks have more of it.
+_MOST_S = 2.5 * LOOK_S
+_STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
+# One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
+_TIMES, _AT_LEAST_S = 4.0, 3.0
+# The same before there are enough steps to learn from: none, and a few.
+_FIRST_S, _EARLY_S, _NUM_EARLY = 300.0, 30.0, 8
+_NUM_FIRST = 3
+# Between steps a program loads, evaluates or saves: at least this long, and longer where it already was.
+_BETWEEN_S, _HELD_BETWEEN_S = 60.0, 10.0
+_SLOW_S = 1800.0
+_PATIENCE = 5.0  # times as long where no other rank waits for this one
+_CPU_S = 1.5  # at least, before a rank that computes is in an endless loop
+# The share of looks at which a blocked process sleeps. One that waits for a core is runnable, and that is no hang.
+_BLOCKED = 0.8
+_COMPUTE = frozenset((FORWARD, BACKWARD, OPTIMIZER))
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+_ADVICE = {
+    "ended": "its own output says more, or what the kernel says of it (dmesg)",
+    "stopped": "a person, a debugger or a job manager stopped it, and nobody continued it",
+    "gil": "a call in this stack holds Python's lock and does not return: it must release the lock, or end",
+    "loop": "it computes without end: look for the loop in this stack",
+    "blocked": "it waits for something that is no other rank: a lock, a file, a child process",
+    "collective": "the other ranks are not in this collective: all must make the same calls in one order",
+    "left": "give all ranks the same number of batches, or train inside `with model.join():`",
+    "all-wait": "no rank is missing: they made different collectives, or the network between them is cut",
+}
+
+
+def why_not() -> str:
+    """Why this host can have no monitor; empty where it can."""
+    has_all = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+    return "" if has_all else "the monitor needs Linux 5.3 or later"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
+
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "collective", "left" or "all-wait"; with the last
+    one there is no rank to blame.
+    """
+
+    kind: str
+    rank: int | None
+    what: str
+    where: str
+    since_s: float = 0.0
+    waiting: str = ""
+    place: str = ""
+    stack: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The sentence without its subject, the rank."""
+        since = f" for {self.since_s:.1f} s" if self.since_s else ""
+        at = f"it is at {self.place}" if self.place else ""
+        told = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
+        return f"{told}: {_ADVICE[self.kind]}"
+
+
+class Sight(NamedTuple):
+    """One look at one rank: the state of its process (R, S, D, T; "" where it is gone), and its page."""
+
+    state: str
+    cpu_s: float
+    serial: int = 0
+    step: int = 0
+    phase: int = START
+    bucket: int = -1
+    beat_ns: int = 0
+    num_steps: int = 0
+    p99_s: float = 0.0  # of the recent steps, without what is between them
+    longest_s: float = 0.0  # between two steps, so far
+
+
+class _History:
+    """What was seen of one rank. All times are of looks: those of the phase that it is in, and since its last beat."""
+
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
+        self.stopped_s = 0.0
+        self.phase_s = self.phase_asleep_s = self.silent_s = self.silent_asleep_s = 0.0
+        self.phase_cpu_s = self.silent_cpu_s = sight.cpu_s  # when it began
+        self._step_cpu_s = collections.deque[float](maxlen=31)  # of a step, on the average of each second
+        self._window = 0.0, 0, 0.0  # seconds that were looked at, and steps and seconds of CPU time when it began
+
+    def add(self, sight: Sight, took_s: float) -> None:
+        before, self.sight = self.sight, sight
+        asleep_s = took_s if sight.state == "S" else 0.0
+        self.stopped_s = self.stopped_s + took_s if sight.state == "T" else 0.0
+        if sight.serial != before.serial:
+            self.phase_s, self.phase_asleep_s, self.phase_cpu_s = 0.0, 0.0, sight.cpu_s
+        self.phase_s, self.phase_asleep_s = self.phase_s + took_s, self.phase_asleep_s + asleep_s
+        if sight.beat_ns != before.beat_ns:
+            self.silent_s, self.silent_asleep_s, self.silent_cpu_s = 0.0, 0.0, sight.cpu_s
+        self.silent_s, self.silent_asleep_s = self.silent_s + took_s, self.silent_asleep_s + asleep_s
+        window_s, num_steps, cpu_s = self._window
+        self._window = window_s + took_s, num_steps, cpu_s
+        if window_s > 1.0 and sight.num_steps > num_steps:
+            if num_steps:  # not what came before the first step
+                self._step_cpu_s.append((sight.cpu_s - cpu_s) / (sight.num_steps - num_steps))
+            self._window = 0.0, sight.num_steps, sight.cpu_s
+
+    @property
+    def step_cpu_s(self) -> float:
+        """CPU time of a step. The median: a second may hold an evaluation."""
+        return statistics.median(self._step_cpu_s) if self._step_cpu_s else 0.0
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.sight.state) and self.sight.phase != LEFT
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.phase_asleep_s >= _BLOCKED * self.phase_s
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for other ranks, or may: a program's own collectives are not marked."""
+        return self.phase_s > 1.0 and (self.sight.phase == WAIT or self.is_blocked)
+
+
+class Suspicion(NamedTuple):
+    """A rank that is to blame, by the numbers; `is_certain` False: only if its stack is inside a collective."""
+
+    kind: str
+    rank: int | None
+    since_s: float
+    is_certain: bool = True
+
+
+class Judge:
+    """Decides, from sights of all ranks of a host, whether one of them is stopped or hung. `has_others`: there are
+    ranks on other hosts, which may wait for those here, and the other way round."""
+
+    def __init__(self, has_others: bool = False) -> None:
+        self.has_others = has_others
+        self.seen: dict[int, _History] = {}
+        self._looked_s = math.inf
+
+    def look(self, now_s: float, sights: Mapping[int, Sight]) -> Suspicion | None:
+        took_s, self._looked_s = min(max(0.0, now_s - self._looked_s), _MOST_S), now_s
+        for rank, sight in sights.items():
+            if rank in self.seen:
+                self.seen[rank].add(sight, took_s)
+            else:
+                self.seen[rank] = _History(sight)
+        return self._find_stopped() or self._find_hung() or self._find_unmatched()
+
+    @property
+    def limit_s(self) -> float:
+        """How long one phase of a step may take."""
+        steps = [(one.sight.num_steps, one.sight.p99_s) for one in self.seen.values()]
+        num_steps, p99_s = min((n for n, _ in steps), default=0), max((p for _, p in steps), default=0.0)
+        at_least_s = _FIRST_S if num_steps == 0 else _EARLY_S if num_steps < _NUM_EARLY else _AT_LEAST_S
+        return max(at_least_s, _TIMES * p99_s)
+
+    def _there(self) -> dict[int, _History]:
+        return {rank: one for rank, one in self.seen.items() if one.is_there}
+
+    def _find_stopped(self) -> Suspicion | None:
+        there = self._there()
+        stopped = {rank: one.stopped_s for rank, one in there.items() if one.stopped_s > _STOPPED_S}
+        # All of them: the job was suspended, by Ctrl-Z or by its manager.
+        if not stopped or (len(stopped) == len(there) and not (self.has_others and len(there) == 1)):
+            return None
+        rank = max(stopped, key=lambda rank: stopped[rank])
+        return Suspicion("stopped", rank, stopped[rank])
+
+    def _find_hung(self) -> Suspicion | None:
+        there, found = self._there(), list[Suspicion]()
+        for rank, one in there.items():
+            waits = self.has_others or any(other.is_waiting for number, other in there.items() if number != rank)
+            if (suspicion := self._suspect(rank, one, 1.0 if waits else _PATIENCE)) is not None:
+                found.append(suspicion)
+        order = ("gil", "loop", "blocked")
+        return min(found, key=lambda one: (order.index(one.kind), -one.since_s), default=None)
+
+    def _suspect(self, rank: int, one: _History, patience: float) -> Suspicion | None:
+        sight, step_s = one.sight, self.limit_s
+        between_s = max(step_s, _TIMES * sight.longest_s)
+        limits = {SLOW: (_SLOW_S, _SLOW_S), START: (_FIRST_S, _FIRST_S)}
+        limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
+        held_s, limit_s = (patience * each for each in limits.get(sight.phase, (step_s, step_s)))
+        cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
+        silent_cpu_s, phase_cpu_s = sight.cpu_s - one.silent_cpu_s, sight.cpu_s - one.phase_cpu_s
+        if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
+            return Suspicion("gil", rank, one.silent_s)
+        if sight.phase == WAIT or one.phase_s <= limit_s:
+            return None
+        if phase_cpu_s >= cpu_s and not one.is_blocked:
+            return Suspicion("loop", rank, one.phase_s)
+        return Suspicion("blocked", rank, one.phase_s) if one.is_blocked else None
+
+    def _find_unmatched(self) -> Suspicion | None:
+        """Ranks that wait for one that left, for one that is in a collective of its own, or for each other."""
+        there, limit_s = self._there(), self.limit_s
+        waiting = {rank: one for rank, one in there.items() if one.sight.phase == WAIT and one.phase_s > limit_s}
+        if not waiting or self.has_others:
+            return None
+        since_s = max(one.phase_s for one in waiting.values())
+        if left := [rank for rank, one in self.seen.items() if not one.is_there]:
+            return Suspicion("left", left[0], since_s)
+        for rank, one in there.items():
+            if one.sight.phase in (BETWEEN, START) and one.phase_s > limit_s and one.is_blocked:
+                return Suspicion("collective", rank, one.phase_s, is_certain=False)
+        if len(waiting) == len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
+            return Suspicion("all-wait", None, since_s)
+        return None
+
+
+class _Process:
+    """One rank as this host sees it: its page, its stacks, its process."""
+
+    def __init__(self) -> None:
+        self.page_fd, self.stacks_fd = (os.memfd_create(f"paceline-{name}") for name in ("page", "stacks"))
+        os.ftruncate(self.page_fd, pulse.PAGE_BYTES)
+        self.page = pulse.map_page(self.page_fd)
+        self._words = memoryview(self.page).cast("q")
+        self.pid, self.handle = 0, -1
+        self._p99: tuple[int, float] = 0, 0.0
+
+    def close(self) -> None:
+        self._words.release()
+        self.page.close()
+        for descriptor in (self.page_fd, self.stacks_fd, self.handle):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def look(self) -> Sight | None:
+        """None while there is nobody yet."""
+        words = self._words
+        if not self.pid:
+            if not words[pulse.PID]:
+                return None
+            self.pid = words[pulse.PID]
+            with contextlib.suppress(ProcessLookupError):
+                self.handle = os.pidfd_open(self.pid)
+        state, cpu_s = self._read_process()
+        phase, num_steps = words[pulse.PHASE], words[pulse.NUM_STEPS]
+        since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
+        longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
+        return Sight(
+            state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
+            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s,
+        )  # fmt: skip
+
+    def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
+        """Of the last steps; only made anew where it is of use, for a rank that stays in one phase."""
+        if num_steps != self._p99[0] and is_wanted:
+            recent = list(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
+            if num_steps <= pulse.NUM_RECENT:
+                recent = recent[_NUM_FIRST:]  # in which ranks wait until all have started
+            recent.sort()
+            self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
+        return self._p99[1]
+
+    @property
+    def is_secondary(self) -> bool:
+        return bool(self._words[pulse.IS_SECONDARY])
+
+    @property
+    def has_left(self) -> bool:
+        return self._words[pulse.PHASE] == LEFT
+
+    @property
+    def is_gone(self) -> bool:
+        return self.pid > 0 and (self.handle < 0 or bool(select.select([self.handle], [], [], 0)[0]))
+
+    def _read_process(self) -> tuple[str, float]:
+        if self.is_gone:
+            return "", 0.0
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return "", 0.0
+        return fields[0], (int(fields[11]) + int(fields[12])) * _TICK_S
+
+    def find_status(self) -> int | None:
+        """How it ended, as `os.wait` reports it: the kernel keeps that for a handle, or for a zombie. None: unknown."""
+        answer = bytearray(struct.pack("Q", 1 << 3).ljust(64, b"\0"))  # PIDFD_INFO_EXIT, from Linux 6.15 on
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.handle, 0xC040FF0B, answer)
+            if struct.unpack_from("Q", answer)[0] & 1 << 3:
+                return int(struct.unpack_from("i", answer, 60)[0])
+        with contextlib.suppress(OSError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z":
+                return int(fields[49])
+        return None
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.handle, number)
+
+    def read_stack(self, limit_s: float = 1.0) -> str:
+        """The stacks of all its threads; nothing from one that is stopped or gone."""
+        if self.is_gone or self.has_left or self._read_process()[0] in ("T", "t", "Z", ""):
+            return ""
+        os.ftruncate(self.stacks_fd, 0)
+        self.signal(pulse.STACKS_SIGNAL)
+        until_s, size = time.monotonic() + limit_s, 0
+        while time.monotonic() < until_s:
+            time.sleep(0.03)
+            before, size = size, os.fstat(self.stacks_fd).st_size
+            if size and size == before:
+                break
+        return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace").strip()
+
+
+def find_frames(stack: str) -> list[tuple[str, str, str]]:
+    """File, line and function of the main thread's frames, the innermost first, from what faulthandler wrote."""
+    main = re.split(r"\n\s*\n", stack.strip())[-1]  # it lists the thread that started first last
+    return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', main)
+
+
+def describe_frames(stack: str, most: int = 4) -> str:
+    return " < ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in find_frames(stack)[:most])
+
+
+def describe_end(code: int, where: str = "") -> str:
+    """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was."""
+    where = f" {where}" if where else ""
+    if code >= 0:
+        return f"exited with code {code}{where}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    why = " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
+    return f"was killed by {name}{why}{where}"
+
+
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
+    """The ranks of one host. `look` ten times a second; `variables` is what each rank needs to find its page."""
+
+    def __init__(self, ranks: Sequence[int], world_size: int) -> None:
+        self.world_size = world_size
+        self._processes = {rank: _Process() for rank in ranks}
+        self._judge = Judge(has_others=len(ranks) < world_size)
+        self._asked_s = 0.0
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.close()
+        self._processes = {}
+
+    def find_pages(self, rank: int) -> tuple[str, str]:
+        """The paths of a rank's page and of the file for its stacks, for a process of this user on this host."""
+        process, here = self._processes[rank], f"/proc/{os.getpid()}/fd"
+        return f"{here}/{process.page_fd}", f"{here}/{process.stacks_fd}"
+
+    def look(self) -> Verdict | None:
+        sights = {rank: one.look() for rank, one in self._processes.items()}
+        there = {rank: sight for rank, sight in sights.items() if sight is not None}
+        found = self._judge.look(time.monotonic(), there)
+        return None if found is None else self._make_verdict(found)
+
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that have been here."""
+        return {rank: one.pid for rank, one in self._processes.items() if one.pid}
+
+    def wait(self, limit_s: float) -> None:
+        """Until a rank ends, or this long."""
+        select.select([one.handle for one in self._processes.values() if one.pid and not one.is_gone], [], [], limit_s)
+
+    def signal(self, ranks: Sequence[int] | None, number: int) -> None:
+        """Send a signal to ranks, or to all."""
+        for rank in self._processes if ranks is None else ranks:
+            if self._processes[rank].pid:
+                self._processes[rank].signal(number)
+
+    def are_all_gone(self) -> bool:
+        return all(one.is_gone or not one.pid for one in self._processes.values())
+
+    def have_all_left(self) -> bool:
+        """Whether no rank of this host takes part any more, each having ended as it should."""
+        there = self._judge.seen
+        return len(there) == len(self._processes) and not any(one.is_there for one in there.values())
+
+    def find_ended(self) -> dict[int, tuple[str, bool]]:
+        """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
+        found = {}
+        for rank, one in self._processes.items():
+            error = pulse.read_text(one.page, pulse.ERROR)
+            if not one.is_gone or ((status := one.find_status()) == 0 and not error):
+                continue
+            code = 1 if status is None else os.waitstatus_to_exitcode(status)
+            where, waiting = self.describe(rank), self.describe_waiting(rank)
+            if status is None and not error and one.has_left:
+                continue
+            how = f"{error} {where}" if error else describe_end(code, where)
+            found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
+        return found
+
+    def describe(self, rank: int) -> str:
+        """In which step and phase a rank is, or was when it ended; empty where it has not said."""
+        words = memoryview(self._processes[rank].page).cast("q")
+        step, phase, bucket = (words[place] for place in (pulse.STEP, pulse.PHASE, pulse.BUCKET))
+        if phase == START:
+            return "before the first step" if words[pulse.PID] else ""
+        if phase == LEFT:
+            return f"after {step - 1} steps"
+        label = pulse.read_text(self._processes[rank].page, pulse.LABEL)
+        text = {
+            WAIT: f"while it waited for {'the other ranks' if bucket < 0 else f'bucket {bucket}'}",
+            SLOW: f"in {label!r}", BETWEEN: "outside of forward, backward and optimizer",
+        }.get(phase, f"in {pulse.NAMES[phase]}")  # fmt: skip
+        return f"in step {step}, {text}"
+
+    def describe_waiting(self, rank: int | None) -> str:
+        """Which ranks wait, and for what."""
+        waiting: dict[str, list[int]] = {}
+        for other, one in self._judge.seen.items():
+            if other != rank and one.is_there and one.sight.phase == WAIT:
+                what = f"bucket {one.sight.bucket}" if one.sight.bucket >= 0 else "the other ranks"
+                waiting.setdefault(f"for {what} in step {one.sight.step}", []).append(other)
+        told = [f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waiting.items()]
+        return ", ".join(told)
+
+    def _make_verdict(self, found: Suspicion) -> Verdict | None:
+        kind, rank, since_s, is_certain = found
+        if rank is None:
+            stacks = {other: one.read_stack() for other, one in self._processes.items()}
+            places = {other: describe_frames(stack, 2) for other, stack in stacks.items()}
+            text = "; ".join(f"rank {other} is at {place}" for other, place in places.items() if place)
+            return Verdict(kind, None, "all ranks wait for each other", self.describe_waiting(None), since_s, text)
+        if not is_certain and time.monotonic() - self._asked_s < 2.0:
+            return None
+        self._asked_s = time.monotonic()
+        where, waiting = self.describe(rank), self.describe_waiting(rank)  # a signal may wake it
+        stack = self._processes[rank].read_stack()
+        if not is_certain and not any("torch/distributed/" in file for file, _, _ in find_frames(stack)[:6]):
+            return None
+        what = {
+            "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
+            "loop": "does not come to an end", "blocked": "hangs", "collective": "waits in a collective of its own",
+            "left": "has left, and others wait",
+        }[kind]  # fmt: skip
+        return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)

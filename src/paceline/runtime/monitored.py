@@ -1,0 +1,332 @@
+"""A monitor for ranks that another launcher started: one process per host, which outlives every rank.
+
+`monitor` is the line for a program of one's own; PACELINE_MONITOR=1 calls it in any program that opens a process group.
+The first rank of a host starts the process, and the others find it through the store of their group. It names the rank
+that is dead, stopped or hung, and ends the others. Monitors of several hosts are in touch over TCP (`Links`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hmac
+import json
+import os
+import platform
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.runtime import pulse
+from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, why_not
+from paceline.runtime.worker import describe_failure
+from paceline.units import name_ranks
+
+VARIABLE = "PACELINE_MONITOR"
+_MEET_S = 60.0  # how long a rank waits for the others, and for its host's monitor
+_AFTERMATH_S = 0.5  # how long to look for the cause of an error that may be another rank's
+# The culprit is killed first, so that its launcher reports it; then the others have this long to end, and to obey.
+_TURN_S, _GRACE_S = 0.5, 3.0
+_BEAT_S, _SILENT_S = 0.5, 4.0  # between hosts
+_started: subprocess.Popen[bytes] | None = None
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+def monitor() -> None:
+    """Let a monitor watch the ranks of the open process group: it names one that is killed, stopped or hung, with its
+    step, phase and stack, and then ends all. Call it on every rank, once the group is open; it sends no message."""
+    import torch.distributed as dist
+
+    if why_not() or pulse.is_open() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"paceline-monitor/{attempt}", dist.distributed_c10d._get_default_store())
+    store.set(f"place/{rank}", name_place())
+    places = [_await(store, f"place/{other}") for other in range(world_size)]
+    here = [other for other in range(world_size) if places[other] == places[rank]]
+    if rank == here[0]:
+        token = _await(store, "token") if rank else secrets.token_hex(16)
+        answer = _start_process(here, places, token, "" if rank == 0 else _await(store, "hub"))
+        if rank == 0:
+            store.set("hub", answer["hub"])
+            store.set("token", token)
+        for other, page in zip(here, answer["pages"], strict=True):
+            store.set(f"page/{other}", json.dumps(page))
+    pulse.open_page(*json.loads(_await(store, f"page/{rank}")))
+    _note_errors(rank)
+    atexit.register(pulse.close_page)
+
+
+def name_place() -> str:
+    """A name that two ranks share exactly when one of them can see the other's process."""
+    from paceline import machine
+
+    return f"{platform.node()} {machine.name_host()}"
+
+
+def _await(store: Any, key: str) -> str:
+    until_s = time.monotonic() + _MEET_S
+    while not store.check([key]):
+        if time.monotonic() > until_s:
+            text = f"the monitor's {key!r} is not there after {_MEET_S:g} s: call paceline.monitor() on every rank"
+            raise LaunchError(text, code="timeout")
+        time.sleep(0.005)
+    return str(store.get(key), "utf-8")
+
+
+def _start_process(ranks: Sequence[int], places: Sequence[str], token: str, hub: str) -> dict[str, Any]:
+    """Start the process of this host, in a session of its own, and return what it answers."""
+    global _started
+    asked = {"ranks": list(ranks), "places": list(places), "token": token, "hub": hub}
+    asked["address"] = os.environ.get("MASTER_ADDR", "")
+    source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import monitored; monitored.serve()"
+    _started = subprocess.Popen(
+        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != VARIABLE},
+    )  # fmt: skip
+    assert _started.stdin is not None and _started.stdout is not None
+    with _started.stdin, _started.stdout:
+        _started.stdin.write(json.dumps(asked).encode())
+        _started.stdin.close()
+        line = _started.stdout.readline()
+    if not line:
+        raise LaunchError("the monitor's process ended before it began", code="monitor")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def _note_errors(rank: int) -> None:
+    """Tell the monitor of an error that ends this process."""
+    before = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, Exception):
+            failure = describe_failure(rank, error)
+            pulse.fail(failure.summary, failure.is_secondary)
+        before(kind, error, trace)
+
+    sys.excepthook = note
+
+
+def attach() -> None:
+    """What PACELINE_MONITOR=1 does when torch is imported: `monitor` with the first process group, and marks in the
+    steps of torch's own wrapper."""
+    import torch
+    import torch.distributed as dist
+
+    from paceline.transport.works import keep_from_compiler
+
+    keep_from_compiler(pulse.enter)
+    open_group, backward, wrapper = dist.init_process_group, torch.autograd.backward, torch.nn.parallel
+    make = wrapper.DistributedDataParallel.__init__
+
+    @functools.wraps(open_group)
+    def open_and_monitor(*args: Any, **kwargs: Any) -> None:
+        open_group(*args, **kwargs)
+        try:
+            monitor()
+        except Exception as error:
+            print(f"paceline: there is no monitor: {error}", file=sys.stderr, flush=True)
+
+    @functools.wraps(make)
+    def make_marked(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.register_forward_pre_hook(lambda *_: pulse.enter(pulse.FORWARD))
+        self.register_forward_hook(lambda *_: pulse.enter(pulse.BETWEEN))
+
+    @functools.wraps(backward)
+    def run_backward(*args: Any, **kwargs: Any) -> None:
+        pulse.enter(pulse.BACKWARD)
+        backward(*args, **kwargs)
+        pulse.enter(pulse.BETWEEN)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = open_and_monitor
+    wrapper.DistributedDataParallel.__init__ = make_marked
+    torch.autograd.backward = run_backward
+
+
+# -- the process of a host ---------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Watch the ranks of this host until all have left; the request is on stdin, and the answer goes to stdout."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's, which are for the ranks
+        signal.signal(number, signal.SIG_IGN)
+    asked = json.loads(sys.stdin.buffer.read())
+    ranks, places = asked["ranks"], asked["places"]
+    hosts = {place: [rank for rank, one in enumerate(places) if one == place] for place in dict.fromkeys(places)}
+    with Monitor(ranks, len(places)) as found, Links(hosts, asked) as links:
+        pages = [found.find_pages(rank) for rank in ranks]
+        os.write(1, json.dumps({"pages": pages, "hub": links.address}).encode() + b"\n")
+        os.close(1)
+        _Host(found, links, platform.node()).run()
+
+
+class _Host:
+    def __init__(self, monitor: Monitor, links: Links, name: str) -> None:
+        self.monitor, self.links, self.name = monitor, links, name
+        self._failed_s: dict[int, float] = {}
+
+    def run(self) -> None:
+        begin_s = time.monotonic()
+        while True:
+            verdict = self._find_ended() or self.monitor.look()
+            if verdict is not None:
+                self._conclude(self._tell(verdict), verdict.rank if verdict.kind != "ended" else None)
+                return
+            if (heard := self.links.look()) is not None:
+                self._conclude(heard, None)
+                return
+            if self.monitor.have_all_left():
+                self.links.leave()
+                return
+            if not self.monitor.pids() and time.monotonic() - begin_s > _MEET_S:
+                return
+            self.monitor.wait(LOOK_S)
+
+    def _find_ended(self) -> Verdict | None:
+        """The rank that ended first and not as it should; an error that only reports a lost rank can wait a moment."""
+        now_s, ended = time.monotonic(), self.monitor.find_ended()
+        for rank in ended:
+            self._failed_s.setdefault(rank, now_s)
+        causes = [rank for rank, (_, is_secondary) in ended.items() if not is_secondary]
+        late = [rank for rank in ended if now_s - self._failed_s[rank] > _AFTERMATH_S]
+        for rank in (*causes, *late):
+            return Verdict("ended", rank, ended[rank][0], "")
+        return None
+
+    def _tell(self, verdict: Verdict) -> str:
+        if (rank := verdict.rank) is None:
+            return f"on {self.name} {verdict.summary}"
+        who = f"rank {rank} of {self.monitor.world_size} on {self.name} (process {self.monitor.pids()[rank]})"
+        return f"{who} {verdict.summary}"
+
+    def _conclude(self, text: str, culprit: int | None) -> None:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
+        self.links.send({"verdict": text})
+        if culprit is not None:
+            self.monitor.signal([culprit], signal.SIGKILL)
+        for number, limit_s in ((0, _TURN_S), (signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+            if number:
+                self.monitor.signal(None, number)
+            until_s = time.monotonic() + limit_s
+            while time.monotonic() < until_s:
+                if self.monitor.are_all_gone():
+                    return
+                time.sleep(0.02)
+
+
+class Links(contextlib.AbstractContextManager["Links"]):
+    """Lines of JSON between the monitors of several hosts: that of rank 0 listens, and passes on what it hears.
+
+    A connection begins with a secret, from the store of the ranks. Each end sends a beat; a host that was not heard of
+    for a while, and did not leave, is lost.
+    """
+
+    def __init__(self, hosts: dict[str, list[int]], asked: dict[str, Any]) -> None:
+        self._hosts, self._token = list(hosts.values()), asked["token"]
+        self._mine = next(number for number, ranks in enumerate(self._hosts) if ranks == asked["ranks"])
+        self._names = [place.split()[0] for place in hosts]
+        self._listener: socket.socket | None = None
+        self._peers: dict[int, socket.socket] = {}  # by the number of the host
+        self._unknown: list[socket.socket] = []
+        self._heard_s: dict[int, float] = {}
+        self._data: dict[socket.socket, bytes] = {}
+        self._left: set[int] = set()
+        self._sent_s, self.address = 0.0, ""
+        if len(self._hosts) == 1:
+            return
+        if self._mine == 0:
+            self._listen(asked["address"])
+            self._heard_s = dict.fromkeys(range(1, len(self._hosts)), time.monotonic() + _MEET_S)
+        else:
+            host, _, port = asked["hub"].rpartition(":")
+            self._peers[0] = socket.create_connection((host, int(port)), timeout=_SILENT_S)
+            self._heard_s[0] = time.monotonic()
+            self._peers[0].sendall(json.dumps({"token": self._token, "host": self._mine}).encode() + b"\n")
+
+    def __exit__(self, *_: object) -> None:
+        for link in (*self._peers.values(), *self._unknown, *([self._listener] if self._listener else [])):
+            link.close()
+
+    def _listen(self, address: str) -> None:
+        """On the address by which the other hosts find rank 0."""
+        with contextlib.suppress(OSError):
+            family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server(place[:2], family=family)
+        if self._listener is None:  # an address that is not this host's own, behind a translation
+            self._listener = socket.create_server(("", 0))
+        self.address = f"{address}:{self._listener.getsockname()[1]}"
+
+    def send(self, message: dict[str, Any], but: int = -1) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        for number, link in list(self._peers.items()):
+            if number != but:
+                with contextlib.suppress(OSError):
+                    link.settimeout(0.2)
+                    link.sendall(data)
+
+    def leave(self) -> None:
+        self.send({"left": [self._mine]})
+
+    def look(self) -> str | None:
+        """Answer and listen, without waiting; what another host found, or that it is lost."""
+        if len(self._hosts) == 1:
+            return None
+        now_s = time.monotonic()
+        if now_s - self._sent_s > _BEAT_S:
+            self._sent_s = now_s
+            self.send({"left": sorted(self._left)})
+        readable = [link for link in (self._listener, *self._unknown, *self._peers.values()) if link is not None]
+        for link in select.select(readable, [], [], 0)[0]:
+            if link is self._listener:
+                self._unknown.append(link.accept()[0])
+            elif (text := self._receive(link, now_s)) is not None:
+                return text
+        for number, heard_s in self._heard_s.items():
+            if number not in self._left and now_s - heard_s > _SILENT_S:
+                lost, here = self._names[number], self._names[self._mine]
+                text = f"the host {lost} ({name_ranks(self._hosts[number])}) is lost: nothing was heard from it for"
+                return f"{text} {now_s - heard_s:.1f} s: it is down, or the network between it and {here} is cut"
+        return None
+
+    def _receive(self, link: socket.socket, now_s: float) -> str | None:
+        try:
+            data = link.recv(1 << 16)
+        except OSError:
+            data = b""
+        number = next((number for number, one in self._peers.items() if one is link), None)
+        if not data:  # closed: if it did not leave, it is found to be silent
+            (self._unknown.remove(link) if number is None else self._peers.pop(number))
+            link.close()
+            return None
+        *lines, self._data[link] = (self._data.get(link, b"") + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if number is None:
+                self._unknown.remove(link)
+                number = message.get("host")
+                if not hmac.compare_digest(str(message.get("token")), self._token) or number not in self._heard_s:
+                    link.close()
+                    return None
+                self._peers[number] = link
+            self._heard_s[number] = now_s
+            self._left |= set(message.get("left", ()))
+            if "verdict" in message:
+                self.send(message, but=number)
+                return str(message["verdict"])
+        if number is None and len(self._data[link]) > 4096:  # no monitor of ours
+            self._unknown.remove(link)
+            link.close()
+        return None

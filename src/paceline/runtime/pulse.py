@@ -1,0 +1,235 @@
+"""What a rank says of itself, on one shared page: its step, phase, bucket and heartbeat; the monitor reads it.
+
+A mark is a few stores into memory, without a lock, a message or a system call. Where nobody reads, it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+PAGE_BYTES = 4096
+# The numbers of phases. BETWEEN is everything that is not marked: loading, logging, what a program does after a step.
+START, BETWEEN, FORWARD, BACKWARD, WAIT, OPTIMIZER, SLOW, LEFT = range(8)
+NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer", "slow", "end")
+# Places of words (int64) on the page.
+PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_SECONDARY, NUM_BUCKETS = range(11)
+LONGEST_NS = 16  # of each phase
+RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
+# Texts: their place and their size in bytes.
+LABEL, ERROR = (2048, 128), (2176, 1024)
+# Dumps the stacks of all threads, without Python's lock. Programs and job managers use SIGUSR1 and SIGUSR2.
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+BEAT_S = 0.2
+# For a rank's page and the file of its stacks, where the launcher is its monitor.
+VARIABLE = "PACELINE_PULSE"
+
+_IN_STEP = frozenset((FORWARD, BACKWARD, WAIT, OPTIMIZER))
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_words: Any = None  # the page as int64, while a monitor reads it
+_rank: _Rank | None = None
+
+
+def map_page(descriptor: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, PAGE_BYTES)
+
+
+def enter(phase: int, bucket: int = -1) -> None:
+    """This rank is in this phase from now on; `bucket` is the one that it waits for."""
+    words = _words
+    if words is None:
+        return
+    now_ns, before = time.monotonic_ns(), words[PHASE]
+    took_ns = now_ns - words[SINCE_NS]
+    if took_ns > words[LONGEST_NS + before]:
+        words[LONGEST_NS + before] = took_ns
+    if before in _IN_STEP:
+        words[IN_STEP_NS] += took_ns
+    words[PHASE], words[BUCKET], words[SINCE_NS] = phase, bucket, now_ns
+    words[SERIAL] += 1
+
+
+def begin_step(number: int) -> None:
+    """A step begins; steps count from 1. A program that does not say so has as many as its optimizers."""
+    if _words is not None and _rank is not None:
+        _rank.counts_itself = True
+        _end_step(number)
+
+
+def _end_step(number: int) -> None:
+    words = _words
+    if words[IN_STEP_NS]:
+        words[RECENT_NS + words[NUM_STEPS] % NUM_RECENT] = words[IN_STEP_NS]
+        words[NUM_STEPS] += 1
+    words[IN_STEP_NS], words[STEP] = 0, number
+
+
+@contextlib.contextmanager
+def within(phase: int, label: str = "") -> Iterator[None]:
+    """Inside, this phase; afterwards, the one before it."""
+    if _words is None:
+        yield
+        return
+    before, bucket = _words[PHASE], _words[BUCKET]
+    if label:
+        _write(LABEL, label)
+    enter(phase)
+    try:
+        yield
+    finally:
+        enter(before, bucket)
+
+
+@contextlib.contextmanager
+def slow(label: str) -> Iterator[None]:
+    """Mark a pause that is as long as it is: an evaluation, a download, a save. The monitor does not take it for a
+    hang, nor the ranks that wait for this one. It changes nothing else, and works where there is no monitor."""
+    with within(SLOW, label):
+        yield
+
+
+def waits(function: _Function) -> _Function:
+    """Of a function that waits for the other ranks."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _words is None or _words[PHASE] == SLOW:
+            return function(*args, **kwargs)
+        with within(WAIT):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _write(place: tuple[int, int], text: str) -> None:
+    if _rank is not None:
+        begin, size = place
+        data = text.encode(errors="replace")[: size - 1]
+        _rank.page[begin : begin + size] = data.ljust(size, b"\0")
+
+
+def read_text(page: mmap.mmap, place: tuple[int, int]) -> str:
+    begin, size = place
+    return page[begin : begin + size].partition(b"\0")[0].decode(errors="replace")
+
+
+def fail(summary: str, is_secondary: bool) -> None:
+    """This rank ends by an error; a secondary one only reports that another rank is lost."""
+    if _words is not None and not read_text(_rank.page, ERROR):  # type: ignore[union-attr]
+        _words[IS_SECONDARY] = int(is_secondary)
+        _write(ERROR, summary)
+
+
+class _Rank:
+    """The page and the hooks of this process."""
+
+    def __init__(self, page: str, stacks: str) -> None:
+        descriptor = os.open(page, os.O_RDWR | os.O_CLOEXEC)
+        self.page = map_page(descriptor)
+        os.close(descriptor)
+        self.stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self.counts_itself, self._sees_compiler = False, False
+        self._stop, self._undo = threading.Event(), contextlib.ExitStack()
+        self._is_compiling: tuple[int, int] | None = None
+
+    def start(self) -> None:
+        global _words
+        _words = memoryview(self.page).cast("q")
+        _words[PID], _words[STEP] = os.getpid(), 1
+        _words[SINCE_NS] = _words[BEAT_NS] = time.monotonic_ns()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # after this one has left, it must not be killed by it
+        faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
+        if "torch" in sys.modules:
+            self._hook_optimizers()
+        threading.Thread(target=self._beat, daemon=True, name="paceline-beat").start()
+
+    def stop(self) -> None:
+        global _words
+        self._stop.set()
+        self._undo.close()
+        faulthandler.unregister(STACKS_SIGNAL)
+        os.close(self.stacks)
+        _words = None
+
+    def _hook_optimizers(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        def after(*_: Any) -> None:
+            if _words is not None:
+                enter(BETWEEN)
+                if not self.counts_itself:
+                    _end_step(_words[STEP] + 1)
+
+        before = register_optimizer_step_pre_hook(lambda *_: enter(OPTIMIZER))
+        self._undo.callback(before.remove)
+        self._undo.callback(register_optimizer_step_post_hook(after).remove)
+
+    def _beat(self) -> None:
+        """In a thread, which needs Python's lock: while this does not run, no Python does."""
+        words = _words
+        while not self._stop.wait(BEAT_S):
+            words[BEAT_NS] = time.monotonic_ns()
+            if not self._sees_compiler and (module := sys.modules.get("torch._dynamo.callback")) is not None:
+                self._watch_compiler(module)
+
+    def _watch_compiler(self, module: Any) -> None:
+        handler = getattr(module, "callback_handler", None)
+        if handler is None:  # it is being imported
+            return
+        self._sees_compiler = True
+
+        def begin(*_: Any) -> None:
+            if _words is not None and self._is_compiling is None:
+                self._is_compiling = _words[PHASE], _words[BUCKET]
+                _write(LABEL, "torch.compile")
+                enter(SLOW)
+
+        def end(*_: Any) -> None:
+            if _words is not None and self._is_compiling is not None:
+                before, self._is_compiling = self._is_compiling, None
+                enter(*before)
+
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
+        self._undo.callback(handler.remove_start_callback, begin)
+        self._undo.callback(handler.remove_end_callback, end)
+
+
+def is_open() -> bool:
+    """Whether a monitor reads what this rank marks."""
+    return _rank is not None
+
+
+def open_page(page: str, stacks: str) -> None:
+    """Write to this page from now on; does nothing where one is open."""
+    global _rank
+    if _rank is None:
+        _rank = _Rank(page, stacks)
+        _rank.start()
+
+
+def close_page() -> None:
+    """Leave: from now on nobody may wait for this rank."""
+    global _rank
+    if _rank is not None:
+        enter(LEFT)
+        _rank.stop()
+        _rank = None
+
+
+def _forget() -> None:
+    global _rank, _words
+    _rank = _words = None
+
+
+os.register_at_fork(after_in_child=_forget)  # workers of a data loader are no ranks

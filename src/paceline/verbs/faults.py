@@ -1,0 +1,64 @@
+"""`paceline.faults`: do harm to a small job, again and again, and see how soon and how rightly it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import refuse
+from paceline.measure.faults import FAULTS, SYSTEMS, measure_fault, parse_faults
+from paceline.records.kinds import FaultRecord
+from paceline.report.faults import FaultsResult
+from paceline.runtime.session import Task, open_session
+from paceline.verbs.jobs import Names, Place, list_names
+
+_QUICK = "kill,stop,gil,loop,exception,term,stall"
+
+
+def faults(
+    faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2, trials: int = 1,
+    patience: float = 30.0, restart: bool = False, out: Place = None, progress: bool | None = None,
+) -> FaultsResult:  # fmt: skip
+    """Do faults to a small job in processes of its own, under each system in turns, and return what followed.
+
+    `faults`: names, or "all". `systems`: "train" (`paceline train`), "script" (a script with Paceline's wrapper and
+    monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `patience`: how many seconds to wait
+    for a fault to be named. `restart`: restart each job once from its newest checkpoint.
+    """
+    chosen, backends, named = parse_faults(faults), list_names(backend), list_names(systems)
+    strange = [name for name in named if name not in SYSTEMS]
+    refuse(
+        (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(SYSTEMS)}"),
+        (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
+        (patience <= 0, f"--patience {patience:g}: above 0"),
+    )
+    cells = [
+        (fault, system, one, ranks, trial, patience, restart and trial == 0)
+        for trial in range(trials)
+        for fault in chosen
+        for one in backends
+        for system in named
+        if not (system == "torch" and one == "shm")
+    ]
+    tasks = [
+        Task(f"{fault}-{one}-{system}-{trial}", _measure, (fault, system, one, *rest), ranks=1)
+        for fault, system, one, *rest in cells
+        for trial in [rest[1]]
+    ]
+    config = {"faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks, "trials": trials}
+    with open_session("faults", config, out=out, progress=progress, here=True) as session:
+        session.is_timed = False
+        records = session.run(tasks, describe=_describe)
+        result = FaultsResult(session.save(records), session.folder)
+        session.write(result)
+        return result
+
+
+def _measure(*arguments: Any) -> list[FaultRecord]:
+    return [measure_fault(*arguments)]
+
+
+def _describe(records: Sequence[Any]) -> str:
+    (one,) = records
+    took = "not named" if one.detected_s is None else f"named after {one.detected_s:.1f} s"
+    return took if FAULTS[one.fault][1] else "a pause"

@@ -1,0 +1,132 @@
+"""Ranks that are killed, stopped or hang, as the launcher's monitor names them; and pauses, which are no faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import LaunchError
+from paceline.measure.fault_job import Asked, Net, harm
+from paceline.parallel import DDP
+from paceline.runtime import monitor
+from paceline.runtime.launch import RankPool
+from paceline.runtime.monitored import Links
+from paceline.runtime.pulse import slow
+from paceline.runtime.world import init
+from tests.conftest import BACKEND
+
+pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_AT_LEAST_S", 0.5)
+    monkeypatch.setattr(monitor, "_CPU_S", 0.2)
+    monkeypatch.setattr(monitor, "_STOPPED_S", 0.5)
+
+
+def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) -> int:
+    asked = Asked(folder=folder, fault=fault, place=place, rank=1, step=20, steps=steps)
+    with init(backend, announce=None):
+        net = Net(asked)
+        model, optimizer = DDP(net), torch.optim.SGD(net.parameters(), 0.01)
+        for _ in range(steps):
+            model(torch.randn(2, 784)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if fault == "slow" and net.num_steps == 20:
+                with slow("evaluate"):
+                    time.sleep(1.5 if os.environ["RANK"] == "1" else 0.0)
+        return net.num_steps
+
+
+def run(pool: RankPool, folder: Path, *args: object) -> list[int]:
+    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=60.0, monitor=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault", "place", "words", "code"),
+    [
+        ("gloo", "kill", "forward", "was killed by SIGKILL", "killed"),
+        ("gloo", "stop", "backward", "is stopped (SIGSTOP)", "hung"),
+        ("gloo", "gil", "forward", "holds Python's lock", "hung"),
+        pytest.param("gloo", "loop", "optimizer", "does not come to an end", "hung", marks=pytest.mark.slow),
+        pytest.param("gloo", "deadlock", "backward", "hangs", "hung", marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend, fault, place, words, code):
+    with pytest.raises(LaunchError) as caught:
+        run(warm_pool, tmp_path, backend, fault, place)
+    text = str(caught.value).splitlines()[0]
+    assert text.startswith("rank 1 of 2 ") and words in text and f"in step 20, in {place}" in text, text
+    assert (caught.value.rank, caught.value.code) == (1, code)
+    if fault in ("gil", "loop", "deadlock"):
+        assert "fault_job.py" in text and "rank 0 waits for bucket" in text, text
+
+
+@pytest.mark.parametrize("fault", ["slow", pytest.param("stall", marks=pytest.mark.slow)])
+def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
+    assert run(warm_pool, tmp_path, "gloo", fault, "between") == [30, 30]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND != "shm", reason="no shm here")
+@pytest.mark.parametrize(
+    ("fault", "words"), [("stop", "is stopped"), ("gil", "holds Python's lock"), ("kill", "SIGKILL")]
+)
+def test_the_same_in_shared_memory(warm_pool, tmp_path, fault, words):
+    with pytest.raises(LaunchError, match=f"rank 1 of 2 .*{words}.*in step 20"):
+        run(warm_pool, tmp_path, "shm", fault, "forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["train", "script"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "gil", "loop", "term", "exception", "stall"])
+def test_the_laboratory_names_every_fault(fault, system):
+    from paceline.measure.faults import measure_fault
+
+    record = measure_fault(fault, system, "gloo", limit_s=60.0)
+    assert record.is_right and not record.left_over and record.ended_s is not None, record
+
+
+def test_every_harm_is_known():
+    from paceline.measure.faults import FAULTS
+
+    assert {place for place, _ in FAULTS.values()} == {"forward", "backward", "optimizer", "between"}
+    with pytest.raises(ValueError, match="a bad sample"):
+        harm("exception")
+
+
+def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
+    from paceline.runtime import monitored
+
+    hosts, secret = {"a net": [0, 1], "b net": [2]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with Links(hosts, secret | {"ranks": [0, 1], "hub": ""}) as hub:
+        with Links(hosts, secret | {"ranks": [2], "hub": hub.address, "token": "2" * 32}) as stranger:
+            stranger.send({"verdict": "not yours"})
+            assert all(hub.look() is None for _ in range(20))
+        with Links(hosts, secret | {"ranks": [2], "hub": hub.address}) as other:
+            deadline, heard = time.monotonic() + 10, None
+            other.send({"verdict": "rank 2 is stopped"})
+            while (heard := hub.look()) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert heard == "rank 2 is stopped"
+            monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
+            assert "the host b (rank 2) is lost" in (hub.look() or "")
+            monkeypatch.setattr(monitored, "_SILENT_S", 60.0)
+            other.leave()
+            while 1 not in hub._left and time.monotonic() < deadline:
+                hub.look()
+            monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
+            assert hub.look() is None
+
+
+def test_the_monitor_imports_no_torch():
+    source = "import sys, paceline.runtime.monitored; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == 0

@@ -1,0 +1,228 @@
+"""What the monitor makes of sights of ranks: the verdicts, and the honest pauses that are none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.runtime import pulse
+from paceline.runtime.monitor import (
+    Judge,
+    Monitor,
+    Sight,
+    Suspicion,
+    Verdict,
+    describe_end,
+    describe_frames,
+    find_frames,
+    why_not,
+)
+from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
+
+STEP_S = 0.05
+
+
+class Scene:
+    """Two ranks that have trained for a while; then each does what the test says, second after second."""
+
+    def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False) -> None:
+        self.judge, self.now_s = Judge(has_others), 0.0
+        self.sights = [Sight("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01) for _ in range(2)]
+        for _ in range(50):  # busy: a beat and a step at every look
+            self.run(0.1, *(dict(cpu=0.5, beats=True, steps=2) for _ in range(2)))
+
+    def run(self, seconds: float, *ranks: dict) -> Suspicion | None:
+        """`state`, `phase`, `cpu` (share of a core), `beats`, `steps` per look of each rank; until a verdict."""
+        for _ in range(round(seconds / 0.1)):
+            self.now_s += 0.1
+            for rank, given in enumerate(ranks):
+                sight = self.sights[rank]
+                phase, steps = given.get("phase", sight.phase), given.get("steps", 0)
+                self.sights[rank] = sight._replace(
+                    state=given.get("state", "R"), cpu_s=sight.cpu_s + 0.1 * given.get("cpu", 0.0),
+                    serial=sight.serial + (phase != sight.phase or steps > 0), phase=phase,
+                    bucket=given.get("bucket", -1), beat_ns=sight.beat_ns + given.get("beats", True),
+                    step=sight.step + steps, num_steps=sight.num_steps + steps,
+                )  # fmt: skip
+            found = self.judge.look(self.now_s, dict(enumerate(self.sights)))
+            if found is not None:
+                return found
+        return None
+
+
+WAITS = dict(state="S", phase=WAIT, bucket=2)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "kind", "at_least_s", "at_most_s"),
+    [
+        (dict(state="T", phase=FORWARD, beats=False), "stopped", 1.5, 2.0),
+        (dict(state="S", phase=FORWARD, beats=False), "gil", 3.0, 3.5),
+        (dict(state="R", phase=BACKWARD, beats=False, cpu=1.0), "gil", 3.0, 3.5),
+        (dict(state="R", phase=OPTIMIZER, cpu=0.9), "loop", 3.0, 3.5),
+        (dict(state="S", phase=BACKWARD), "blocked", 3.0, 3.5),
+        (dict(state="S", phase=BETWEEN, beats=False), "gil", 10.0, 10.5),
+        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 60.0, 61.0),
+    ],
+)
+def test_a_rank_that_hangs_is_to_blame(culprit, kind, at_least_s, at_most_s):
+    scene = Scene()
+    found = scene.run(100.0, WAITS, culprit)
+    # What is uncertain asks for a stack, and goes on.
+    while found is not None and not found.is_certain:
+        found = scene.run(100.0, WAITS, culprit)
+    assert found is not None and (found.kind, found.rank) == (kind, 1)
+    assert at_least_s <= found.since_s <= at_most_s
+
+
+@pytest.mark.parametrize(
+    "pause",
+    [
+        dict(state="S", phase=BETWEEN),  # a loader that stalls; asked for its stack, it is not in a collective
+        dict(state="D", phase=BETWEEN),  # a disk
+        dict(state="R", phase=BETWEEN, cpu=1.0),  # an evaluation on one rank
+        dict(state="R", phase=SLOW, cpu=1.0),  # one that is marked, or a compilation
+        dict(state="S", phase=SLOW, beats=False),  # a save
+        dict(state="R", phase=FORWARD, cpu=0.01),  # a machine on which it gets no core
+        dict(state="R", phase=FORWARD, cpu=0.01, beats=False),
+        dict(state="t", phase=FORWARD, beats=False),  # a debugger
+    ],
+)
+def test_a_pause_is_no_hang(pause):
+    scene = Scene()
+    for _ in range(80):
+        found = scene.run(0.1, WAITS, pause)
+        assert found is None or not found.is_certain
+    assert scene.run(2.0, *(dict(cpu=0.5, steps=1, phase=FORWARD) for _ in range(2))) is None
+
+
+def test_a_suspended_job_is_no_hang():
+    stopped = dict(state="T", phase=FORWARD, beats=False)
+    assert Scene().run(100.0, stopped, stopped) is None
+
+
+def test_a_long_step_that_nobody_waits_for_has_more_time():
+    busy = dict(state="R", phase=FORWARD, cpu=1.0)
+    found = Scene().run(100.0, busy, busy)
+    assert found is not None and found.kind == "loop" and found.since_s > 15.0
+
+
+def test_limits_follow_the_steps():
+    blocked = dict(state="S", phase=FORWARD)
+    slow = Scene(step_s=2.0).run(100.0, WAITS, blocked)
+    early = Scene(num_steps=-97).run(100.0, WAITS, blocked)  # three steps so far
+    assert slow is not None and 8.0 <= slow.since_s < 8.5
+    assert early is not None and 30.0 <= early.since_s < 30.5
+
+
+def test_time_counts_only_while_the_monitor_looks():
+    scene = Scene()
+    blocked = dict(state="S", phase=FORWARD)
+    assert scene.run(1.0, WAITS, blocked) is None
+    scene.now_s += 100.0  # the machine slept
+    assert scene.run(1.0, WAITS, blocked) is None
+
+
+def test_what_does_not_match_is_found():
+    scene = Scene()
+    found = scene.run(100.0, WAITS, dict(state="S", phase=BETWEEN))
+    assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
+    found = Scene().run(100.0, WAITS, dict(state="", phase=BETWEEN))
+    assert found is not None and (found.kind, found.rank) == ("left", 1)
+    found = Scene().run(100.0, WAITS, dict(state="S", phase=WAIT, bucket=1))
+    assert found is not None and (found.kind, found.rank) == ("all-wait", None)
+
+
+def test_a_rank_on_another_host_may_be_the_one_that_is_waited_for():
+    assert Scene(has_others=True).run(100.0, WAITS, WAITS) is None
+
+
+def test_before_the_first_step_ranks_have_minutes():
+    scene = Scene(num_steps=-100)
+    assert scene.run(250.0, dict(state="S", phase=START), dict(state="R", phase=START, cpu=1.0)) is None
+
+
+def test_the_verdict_is_one_paragraph():
+    stack = 'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in beat\n\nCurrent thread 0x2 (most recent '
+    stack += 'call first):\n  File "/a/model.py", line 12 in forward\n  File "/a/train.py", line 40 in <module>'
+    assert find_frames(stack)[0] == ("/a/model.py", "12", "forward")
+    place = describe_frames(stack)
+    verdict = Verdict("gil", 1, "holds", "in step 4, in forward", 3.25, "rank 0 waits", place, stack)
+    told = verdict.summary
+    assert "\n" not in told and "3.2 s" in told and "forward (model.py:12) < <module> (train.py:40)" in told
+    assert find_frames("") == []
+    assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
+
+
+RANK = """
+import sys, time
+from paceline.runtime import pulse
+pulse.open_page(*sys.argv[1:3])
+pulse.enter(pulse.FORWARD)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_pages_stacks_and_ends_of_real_processes():
+    with Monitor([0, 1], 2) as monitor:
+        assert monitor.look() is None and not monitor.pids()
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", RANK, *monitor.find_pages(rank)], stdout=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        try:
+            for rank in ranks:
+                assert rank.stdout.readline() == b"ready\n"
+            assert monitor.look() is None
+            assert monitor.pids() == {number: rank.pid for number, rank in enumerate(ranks)}
+            assert "step 1, in forward" in monitor.describe(0)
+            assert any(name == "<module>" for _, _, name in find_frames(monitor._processes[1].read_stack(10.0)))
+            ranks[1].kill()
+            deadline = time.monotonic() + 20
+            while not (ended := monitor.find_ended()) and time.monotonic() < deadline:
+                monitor.wait(0.1)
+            assert "SIGKILL" in ended[1][0] and "in step 1, in forward" in ended[1][0] and not ended[1][1]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+        monitor.look()
+        assert monitor.are_all_gone() and monitor.have_all_left()
+
+
+def test_marks_without_a_monitor_do_nothing():
+    pulse.enter(FORWARD)
+    pulse.begin_step(3)
+    pulse.close_page()
+    with pulse.slow("evaluate"):
+        assert pulse.waits(lambda value: value)(4) == 4
+    assert not pulse.is_open()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_marks_on_a_page():
+    with Monitor([0], 1) as monitor:
+        pulse.open_page(*monitor.find_pages(0))
+        try:
+            pulse.begin_step(7)
+            pulse.enter(WAIT, 3)
+            assert monitor.look() is None and monitor.pids() == {0: os.getpid()}
+            assert "step 7" in monitor.describe(0) and "bucket 3" in monitor.describe(0)
+            with pulse.slow("evaluate"):
+                assert "'evaluate'" in monitor.describe(0)
+            assert "bucket 3" in monitor.describe(0)
+            pulse.begin_step(8)
+            pulse.fail("failed: ValueError: no", is_secondary=False)
+            pulse.fail("later", is_secondary=True)
+            assert pulse.read_text(monitor._processes[0].page, pulse.ERROR) == "failed: ValueError: no"
+        finally:
+            pulse.close_page()
+        sight = monitor._processes[0].look()
+        assert sight is not None and sight.phase == LEFT and sight.num_steps == 1
