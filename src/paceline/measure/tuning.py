@@ -144,7 +144,7 @@ class _Variants:
         order = [place[parameter.name] for parameter in profile.parameters]
         plan = plan_like_torch(self.gradients, order)
         if settings.wrapper != "torch":
-            plan = Options().make_planner(self._channel, self.gradients, self._networks is not None)(order)
+            plan = Options().make_planner(self._channel, self.gradients, self._networks is not None)(order, ())
         return [*records, profile], plan
 
     def confirm(self, candidates: Sequence[Candidate], stops: bool = True) -> list[Record]:

@@ -41,6 +41,8 @@ class Channel:
         self._writes_late = device.type == "cuda" and not self.is_nccl
         self._num_messages = self._num_bytes = 0
         self.timeout_s: float | None = None  # None: the group's own timeout
+        self._gathers: Any = dist.AllgatherOptions()
+        self._gathers.asyncOp = True
         # By whether to average.
         self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
         self._many = {average: _build_options(dist.AllreduceCoalescedOptions(), average) for average in (False, True)}
@@ -115,6 +117,15 @@ class Channel:
         if len(real) > 1:
             return self.group.allreduce_coalesced(real, self._many[average])
         return self.group.allreduce(real, self._one[average])
+
+    def start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        """Start to gather one tensor of every rank, of equal sizes, in `output`, in rank order."""
+        if self.world_size == 1:
+            return FinishedWork([output.copy_(tensor)])
+        self._num_messages += 1
+        self._num_bytes += tensor.nbytes
+        group: Any = self.group
+        return cast(dist.Work, group._allgather_base(output, tensor, self._gathers))
 
     @property
     def shares_memory(self) -> bool:
