@@ -17,6 +17,11 @@ from paceline.units import MIB, format_bytes
 # torch's DistributedDataParallel without `bucket_cap_mb`; an explicit cap is the first bucket's cap, too.
 TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
 FORMAT, VERSION = "paceline-plan", 1
+# Of a row of an embedding: the bytes of its number.
+INDEX_BYTES = 4
+# Rows are sent where they are at most this share of the dense bytes. If the gradient has another part, they are added
+# to the bytes of that.
+_WORTH_ALONE, _WORTH_WITH_OTHERS = 0.5, 0.25
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,16 @@ class Rows:
     gradient: int
     num_rows: int
     is_all: bool = False
+
+
+def compare_rows(num_rows: int, row_bytes: int, dense_bytes: int, world_size: int) -> float:
+    """What each link carries if every rank has so many rows and they are gathered, over that of a dense all-reduce."""
+    return world_size * num_rows * (row_bytes + INDEX_BYTES) / max(1, 2 * dense_bytes)
+
+
+def are_rows_worth(share: float, is_all: bool) -> bool:
+    """Whether a plan sends rows, if they are this share of the dense bytes."""
+    return share <= (_WORTH_ALONE if is_all else _WORTH_WITH_OTHERS)
 
 
 @dataclass(frozen=True)
@@ -213,14 +228,14 @@ def plan_like_torch(
     """
     if not caps_bytes or min(caps_bytes) < 1:
         raise ConfigError(f"bucket caps {list(caps_bytes)}: at least one, and each at least 1 byte")
-    order = list(ready_order)
-    if sorted(order) != list(range(len(gradients))):
+    alone = {part.gradient for part in rows if part.is_all}
+    order = [index for index in ready_order if index not in alone]
+    if sorted([*order, *alone]) != list(range(len(gradients))):
         raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, got {len(order)}")
     open_: dict[tuple[str, str], list[Piece]] = {}
     num_closed: Counter[tuple[str, str]] = Counter()
     buckets: list[Bucket] = []
-    alone = {part.gradient for part in rows if part.is_all}
-    for index in (index for index in order if index not in alone):
+    for index in order:
         family = gradients[index].family
         pieces = open_.setdefault(family, [])
         pieces.append(Piece(index, 0, gradients[index].num_bytes))
@@ -254,8 +269,11 @@ def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, .
     return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
 
 
-def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str) -> Plan:
-    """The plan whose buckets end after the gradients at these places of the ready order (the last one included)."""
+def plan_by_cuts(
+    gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str, rows: Sequence[Rows] = ()
+) -> Plan:
+    """The plan whose buckets end after the gradients at these places of the ready order (the last one included), which
+    does not name gradients that are all `rows`."""
     pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
     edges = [0, *sorted(set(cuts) | {len(pieces)})]
     buckets: list[Bucket] = []
@@ -265,4 +283,4 @@ def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts
         for piece in pieces[start:end]:
             families.setdefault(gradients[piece.gradient].family, []).append(piece)
         buckets += [Bucket(tuple(together)) for together in families.values()]
-    return Plan(tuple(gradients), tuple(buckets), rule)
+    return Plan(tuple(gradients), tuple(buckets), rule, tuple(rows))

@@ -887,7 +887,7 @@ class BucketedReducer:
 
     def learn(self) -> None:
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
-        if misfits := self.rows.drop_misfits():
+        if self.rows.drop_misfits():
             # They are sent whole from now on, and ready last: all is planned again, from the next step.
             self.is_planned, self._is_recording = False, True
             self.stop()

@@ -288,9 +288,9 @@ class DDP(DistributedDataParallel):
             self._call_buffer_hook(sync, is_before=True)
             # Here torch.compile looks for the size of the buckets. It takes none below the first one's.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
-            with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
-                with sync.reducer.rows.watch():
-                    output = self.module(*args, **kwargs)
+            inside = self._inside_ddp_forward() if is_split else contextlib.nullcontext()
+            with inside, sync.reducer.rows.watch():
+                output = self.module(*args, **kwargs)
             self._settle()
             self._call_buffer_hook(sync, is_before=False)
         except _StopRecomputationError:  # how checkpointing ends a forward that it has repeated far enough
@@ -477,7 +477,9 @@ class DDP(DistributedDataParallel):
             held_bytes = 0 if self._placement is None else self._placement.held_bytes
             costs = self._strategy.compute_costs(channel, sync.num_steps, held_bytes)
         rows = tuple(reducer.rows.describe())
-        return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs, rows)
+        return Report(
+            channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs, rows
+        )
 
     def strategy_state(self) -> dict[str, Any]:
         """What the strategy must keep to continue exactly: `rank` is this rank's part, the rest is common to all."""

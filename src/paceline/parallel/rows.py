@@ -1,9 +1,9 @@
 """Gradients of embeddings as rows. A lookup's gradient has as many rows as the batch has distinct tokens, and is ready
 last; an output head that shares the weight makes a dense gradient early.
 
-Inside the wrapper's forward an embedding looks up an alias of its weight: another leaf of autograd with the same memory.
-So autograd delivers two gradients: that of every other use of the weight at the weight, as always, and that of the
-lookup here, as rows. They follow the last bucket, when the control words have told all ranks how many there are.
+Inside the wrapper's forward an embedding looks up an alias of its weight: another leaf of autograd, with the same
+memory. So autograd delivers two gradients: that of every other use of the weight at the weight, as always, and that of
+the lookup here, as rows. They follow the last bucket, when the control words have told all ranks how many there are.
 """
 
 from __future__ import annotations
@@ -16,33 +16,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Replica
-from paceline.plan import Plan, Rows
+from paceline.plan import INDEX_BYTES, Plan, Rows, are_rows_worth, compare_rows
 from paceline.units import format_bytes
 
 # A table below this size is not worth a message.
 _LEAST_BYTES = 256 << 10
-# A plan sends rows where they are at most this share of the dense bytes; with a head, whose part is dense, they are
-# added to these. In a single step of such a plan fewer bytes are enough.
-_WORTH_ALONE, _WORTH_TIED = 0.5, 0.25
 # After so many steps in which rows were not fewer bytes the table is sent dense from then on.
 _PATIENCE = 3
 # Instead of a number of rows: this rank has a gradient that is not known as rows.
 DENSE = 2**32 - 1
-INDEX_BYTES, _ALIGN_BYTES = 4, 16
+_ALIGN_BYTES = 16
 
 
 class Table:
     """The weight of one or more embeddings. `is_sparse`: the user wants sparse gradients."""
 
-    def __init__(self, index: int, name: str, param: torch.Tensor, is_sparse: bool) -> None:
-        self.index, self.name, self.param, self.is_sparse = index, name, param, is_sparse
+    def __init__(self, index: int, param: torch.Tensor, is_sparse: bool) -> None:
+        self.index, self.param, self.is_sparse = index, param, is_sparse
         self.modules: list[nn.Module] = []
         self.is_on, self.is_plain = True, True  # its lookups are seen, and its layers do no more than look up
         self.why = ""  # it is sent dense
@@ -68,31 +64,34 @@ class Table:
         values = torch.cat([grad._values() for grad in pending]) if len(pending) > 1 else pending[0]._values()
         return add_up(rows, values)
 
-    def fold(self) -> int:
-        """Add what is pending to `.grad`, as autograd would have. Returns how many rows that is."""
-        found, grad = self.pack(), self.param.grad
-        if found is None:
-            return 0
-        rows, values = found
+    def fold(self) -> None:
+        """Add what is pending to `.grad`, as autograd would have."""
+        pending, self.pending = self.pending, []
+        for one in pending:
+            self._add(one)
+
+    def _add(self, found: torch.Tensor) -> None:
+        grad, rows = self.param.grad, found._indices()[0]
         if self.is_sparse and (grad is None or grad.layout != torch.strided):
-            more = build_sparse(rows, values, self.param)
-            self.param.grad = more if grad is None else grad + more
-            return len(rows)
+            self.param.grad = found if grad is None else grad + found
+            return
         if grad is None:
             grad = self.param.grad = torch.zeros_like(self.param, requires_grad=False)
             known: list[torch.Tensor] | None = []
         else:
             known = self._known
-        grad.index_add_(0, rows, values)
+        grad.index_add_(0, rows, found._values())
         self._folded = None if known is None else (grad, grad._version, [*known, rows])
-        return len(rows)
+
+    def count(self) -> int:
+        """The distinct rows that are pending."""
+        return len(torch.unique(torch.cat([one._indices()[0] for one in self.pending]))) if self.pending else 0
 
     @property
     def _known(self) -> list[torch.Tensor] | None:
         """The rows of `.grad` that are not zero, where nobody else has changed it."""
-        if self._folded is None or self._folded[0] is not self.param.grad or self._folded[1] != self._folded[0]._version:
-            return None
-        return self._folded[2]
+        grad, version, rows = self._folded or (None, 0, [])
+        return rows if grad is not None and grad is self.param.grad and grad._version == version else None
 
     def take(self, factor: float) -> int:
         """This rank's part, multiplied: how many rows, or DENSE."""
@@ -172,36 +171,36 @@ class Table:
         self.mine, self._dense, self._written, self._folded = None, None, None, None
 
 
-class RowParts:
-    """The tables of a model, and their exchange. Every rank has the same tables in the same order."""
+class Lookups:
+    """The tables of a model, in the order of its modules. While attached, it sees their lookups; `arrive(index, rows)`
+    is called for the gradient of each. `why_dense` and `why_near`, unless empty, say why none is split, or none but
+    those with sparse gradients."""
 
-    def __init__(self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str) -> None:
-        self.channel, self.is_open, self._num_params = channel, False, len(replica.params)
-        self.counts: list[int] = []
-        self._factor, self._seen = 1.0, list[Sequence[int]]()  # of all ranks: how many rows each table had last
-        self.task: int | None = None  # autograd's number of the backward that the wrapper has noticed
+    def __init__(
+        self, module: nn.Module, params: Sequence[torch.Tensor], why_dense: str = "", why_near: str = ""
+    ) -> None:
+        self.is_open = True
+        self.task: int | None = None  # autograd's number of the backward at whose end gradients are collected
         self.tables: list[Table] = []
+        self.whole: list[tuple[torch.Tensor, str]] = []  # weights of embeddings that are not split, and why
         self._live: collections.deque[torch.Tensor] = collections.deque(maxlen=64)  # aliases whose gradients may come
         self._handles: list[Any] = []
         known: dict[torch.Tensor, Table] = {}
-        places = {param: index for index, param in enumerate(replica.params)}
-        # Tables whose lookups are left alone, and why.
-        self._whole: dict[str, str] = {}
-        is_near = channel.world_size == 1 or channel.shares_memory
-        why_near = "ranks share memory" if channel.world_size > 1 else "one rank"
+        places = {param: index for index, param in enumerate(params)}
         for part in module.modules():
             weight = part._parameters.get("weight") if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
             if weight is None or weight not in places or weight.nbytes < (0 if part.sparse else _LEAST_BYTES):
                 continue
-            name = replica.name(places[weight])
-            why = why_dense or _why_whole(part) or (why_near if is_near and not part.sparse else "")
-            if why:
-                self._whole[f"{name} ({format_bytes(weight.nbytes)})"] = why
-            elif weight not in known:
-                known[weight] = Table(places[weight], name, weight, bool(part.sparse))
+            if why := why_dense or _why_whole(part) or ("" if part.sparse else why_near):
+                self.whole.append((weight, why))
+                continue
+            if weight not in known:
+                known[weight] = Table(places[weight], weight, bool(part.sparse))
                 self.tables.append(known[weight])
-            if not why:
-                known[weight].modules.append(part)
+            known[weight].modules.append(part)
+
+    def attach(self, arrive: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        self._on_arrival = arrive
         for table in self.tables:
             for part in table.modules:
                 seam = _Seam(self, table)
@@ -237,6 +236,8 @@ class RowParts:
             table.pending.append(grad)
             if torch._C._current_graph_task_id() != self.task:
                 table.fold()
+            if self._on_arrival is not None:
+                self._on_arrival(table.index, grad._indices()[0])
 
     def will_arrive(self) -> bool:
         """Whether this backward leaves the gradient of a lookup."""
@@ -248,8 +249,22 @@ class RowParts:
             try:
                 torch._C._will_engine_execute_node(get_gradient_edge(table.param).node)
             except RuntimeError:
-                text = "its lookups are reduced separately: wrap with embeddings='dense'"
-                raise ConfigError(f"torch.autograd.grad of {table.name}: {text}", code="autograd-grad") from None
+                text = f"the weight of {type(table.modules[0]).__name__}: its lookups are reduced separately"
+                text = f"torch.autograd.grad of {text}; wrap with embeddings='dense'"
+                raise ConfigError(text, code="autograd-grad") from None
+
+
+class RowParts(Lookups):
+    """The tables of a wrapped model, and the exchange of their rows. All ranks have the same, in the same order."""
+
+    def __init__(self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str) -> None:
+        why_near = "ranks share memory" if channel.shares_memory else ""
+        why_near = why_near if channel.world_size > 1 else "one rank"
+        super().__init__(module, replica.params, why_dense, why_near)
+        self.replica, self.channel, self.is_open = replica, channel, False
+        self.counts: list[int] = []
+        self._factor, self._seen = 1.0, list[Sequence[int]]()  # of all ranks: how many rows each table had last
+        self.attach()
 
     def begin(self) -> None:
         """A synchronised backward starts."""
@@ -289,7 +304,8 @@ class RowParts:
             if not take_part:
                 table.pending.clear()
             else:
-                self.counts[number] = table.fold() if table.sent is None else table.take(factor)
+                self.counts[number] = table.count() if table.sent is None else table.take(factor)
+                table.fold()
 
     @torch.no_grad()
     def exchange(self, counts: Sequence[Sequence[int]], take_part: bool) -> None:
@@ -302,7 +318,7 @@ class RowParts:
                 continue
             each = [one[number] for one in counts]
             most = max(each)
-            fits = most != DENSE and (table.is_sparse or self.compare(table, most) < 1)
+            fits = most != DENSE and (table.is_sparse or self._compare(table, most) < 1)
             table.misfits = 0 if fits else table.misfits + 1
             if fits:
                 table.num_sent = sum(each)
@@ -315,7 +331,7 @@ class RowParts:
                 started.append((table, self.channel.start_sum(total), total, []))
         for table, work, got, each in started:
             if work is not None:
-                self.channel.wait(work, f"the rows of {table.name}")
+                self.channel.wait(work, f"the rows of {self.replica.name(table.index)}")
             if take_part:
                 if each:
                     parts = zip(got.view(len(each), -1), each, strict=True)
@@ -324,28 +340,26 @@ class RowParts:
                     table.finish_dense(got)
             table.mine = None
 
-    def compare(self, table: Table, most: int) -> float:
-        """The bytes of an all-gather of so many rows over those of a dense all-reduce."""
-        n = self.channel.world_size
-        return n * most * (table.row_bytes + INDEX_BYTES) / max(1, 2 * table.param.nbytes)
+    def _compare(self, table: Table, most: int) -> float:
+        return compare_rows(most, table.row_bytes, table.param.nbytes, self.channel.world_size)
 
     def choose_first(self) -> list[Rows]:
         """The parts that must be rows from the first step on: where sparse gradients are wanted."""
         sparse = [table for table in self.tables if table.is_sparse and table.is_plain]
-        return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < self._num_params else []
+        return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
 
     def choose(self, dense: set[int], num_params: int) -> list[Rows]:
         """The parts that are worth sending as rows, by what the step counted. `dense` parameters have another part."""
         found = []
         for number, table in enumerate(self.tables):
             most, is_all = max(one[number] for one in self._seen), table.index not in dense
-            share = self.compare(table, most)
+            share = self._compare(table, most)
             table.why = table.why if not table.is_plain else ""
             if table.is_sparse and is_all and table.is_plain:
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:
                 table.why = table.why or "no lookup of it was seen"
-            elif share > (_WORTH_ALONE if is_all else _WORTH_TIED):
+            elif not are_rows_worth(share, is_all):
                 table.why = f"up to {most} rows of {len(table.param)} on each rank"
             else:
                 found.append(Rows(table.index, most, is_all))
@@ -371,24 +385,31 @@ class RowParts:
 
     def describe(self) -> list[str]:
         """How each table travels, for a person."""
-        lines = [f"embedding {name} is sent whole: {why}" for name, why in self._whole.items()]
+        params = self.replica.params
+        places = {param: index for index, param in enumerate(params)}
+
+        def name(index: int) -> str:
+            return f"{self.replica.name(index)} ({format_bytes(params[index].nbytes)})"
+
+        lines = [f"embedding {name(places[weight])} is sent whole: {why}" for weight, why in self.whole]
         for table in self.tables:
-            size = f"{table.name} ({format_bytes(table.param.nbytes)})"
+            size = name(table.index)
             if table.sent is None:
                 why = f": {table.why}" if table.why else ""
                 lines.append(f"embedding {size} is sent whole{why}")
                 continue
             sent_bytes = table.num_sent * (table.row_bytes + INDEX_BYTES)
             other = "" if table.sent.is_all else "; what its other uses add is in the buckets"
-            lines.append(f"embedding {size} sends rows: {table.num_sent} of all ranks, {format_bytes(sent_bytes)}{other}")
+            found = f"{table.num_sent} of all ranks, {format_bytes(sent_bytes)}"
+            lines.append(f"embedding {size} sends rows: {found}{other}")
         return lines
 
 
 class _Seam:
     """The hooks of one embedding. Those of a copied or loaded module do nothing."""
 
-    def __init__(self, own: RowParts | None = None, table: Table | None = None) -> None:
-        self._own: Callable[[], RowParts | None] = (lambda: None) if own is None else weakref.ref(own)
+    def __init__(self, own: Lookups | None = None, table: Table | None = None) -> None:
+        self._own: Callable[[], Lookups | None] = (lambda: None) if own is None else weakref.ref(own)
         self._table, self._was_sparse = table, False
 
     def __reduce__(self) -> tuple[Any, ...]:
