@@ -678,7 +678,7 @@ class BucketedReducer:
         self._failure = Failure(error)
         try:
             for index, param in enumerate(self.replica.params):
-                if param.grad is not None:
+                if param.grad is not None and index not in self.plan.alone:
                     self.replica.check(index, param.grad)
         except ConfigError as reason:
             self._failure = Failure(reason)

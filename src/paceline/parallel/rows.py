@@ -246,6 +246,8 @@ class Lookups:
     def refuse_grad(self) -> None:
         """Raise where `torch.autograd.grad` asks for the gradient of a table: it would lack that of the lookups."""
         for table in self.tables if self._live else ():
+            if not table.param.requires_grad:
+                continue
             try:
                 torch._C._will_engine_execute_node(get_gradient_edge(table.param).node)
             except RuntimeError:
