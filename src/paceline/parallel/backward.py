@@ -908,11 +908,10 @@ class BucketedReducer:
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
-        mine = ""
+        mine, order = "", self.ready_order
+        rows = self.rows.choose(set(self._arrived), len(order))
         if self.channel.rank == 0:
-            order = self.ready_order
-            plan = self._make_plan(order, self.rows.choose(set(self._arrived), len(order)))
-            mine = self.rows.limit(plan).to_json()
+            mine = self.rows.limit(self._make_plan(order, rows)).to_json()
         self.adopt(Plan.from_json(self.channel.share(mine)[0]))
 
     def adopt(self, plan: Plan) -> None:

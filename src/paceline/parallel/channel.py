@@ -41,8 +41,6 @@ class Channel:
         self._writes_late = device.type == "cuda" and not self.is_nccl
         self._num_messages = self._num_bytes = 0
         self.timeout_s: float | None = None  # None: the group's own timeout
-        self._gathers: Any = dist.AllgatherOptions()
-        self._gathers.asyncOp = True
         # By whether to average.
         self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
         self._many = {average: _build_options(dist.AllreduceCoalescedOptions(), average) for average in (False, True)}
@@ -125,7 +123,7 @@ class Channel:
         self._num_messages += 1
         self._num_bytes += tensor.nbytes
         group: Any = self.group
-        return cast(dist.Work, group._allgather_base(output, tensor, self._gathers))
+        return cast(dist.Work, group._allgather_base(output, tensor))
 
     @property
     def shares_memory(self) -> bool:

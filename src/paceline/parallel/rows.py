@@ -336,7 +336,7 @@ class RowParts(Lookups):
                 self.channel.wait(work, f"the rows of {self.replica.name(table.index)}")
             if take_part:
                 if each:
-                    parts = zip(got.view(len(each), -1), each, strict=True)
+                    parts = zip(got.chunk(len(each)), each, strict=True) if work is not None else ()
                     table.finish_rows([unpack_rows(table, part, max(each), count) for part, count in parts])
                 else:
                     table.finish_dense(got)
@@ -476,7 +476,7 @@ def pack_rows(table: Table, most: int) -> torch.Tensor:
 def unpack_rows(table: Table, part: torch.Tensor, most: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` rows of a rank, from what `pack_rows` made there."""
     start, param = _find_start(most), table.param
-    values = part[start : start + count * table.row_bytes].view(param.dtype).view(count, -1)
+    values = part[start : start + count * table.row_bytes].view(param.dtype).view(count, param.shape[1])
     return part[: count * INDEX_BYTES].view(torch.int32), values
 
 
