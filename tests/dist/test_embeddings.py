@@ -97,7 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two tables": (functools.partial(Words, tables=2), "sends rows"),
     "padding": (functools.partial(Words, padding_idx=3), "sends rows"),
     "sparse": (functools.partial(Words, sparse=True), "sends rows"),
-    "sparse and tied": (functools.partial(Words, "parameter", sparse=True), "in the buckets"),
+    "sparse and tied": (functools.partial(Words, "parameter", sparse=True), "sent whole: sparse=True"),
     "frozen": (lambda: freeze(Words()), ""),
     "bag": (Bag, "sends rows"),
     "bag of means, sparse": (functools.partial(Bag, mode="mean", sparse=True), "sends rows"),

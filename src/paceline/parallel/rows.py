@@ -360,7 +360,8 @@ class RowParts(Lookups):
             if table.is_sparse and is_all and table.is_plain:
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:
-                table.why = table.why or "no lookup of it was seen"
+                other = "sparse=True, and the weight has other uses"
+                table.why = table.why or (other if table.is_sparse and most else "no lookup of it was seen")
             elif not are_rows_worth(share, is_all):
                 table.why = f"up to {most} rows of {len(table.param)} on each rank"
             else:
