@@ -31,7 +31,6 @@ from paceline.parallel import DDP
 from paceline.records.samples import compare_times
 from paceline.workloads.registry import MODELS, ModelOptions, build_model
 
-CAPS = (0.5, 1, 2, 4, 8, 1000)
 WARMUP = 4
 TIMEOUT_S = 600
 
@@ -59,7 +58,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             return DDP(module, embeddings=kind, bucket_cap_mb=cap, check_replicas_every=0)
 
         length = build(asked.model, asked.tokens)[2]
-        models = {(kind, cap): make(kind, cap) for kind in ("dense", "auto") for cap in (None, *CAPS)}
+        models = {(kind, cap): make(kind, cap) for kind in ("dense", "auto") for cap in (None, *asked.caps)}
         draw = torch.Generator().manual_seed(world.rank)
         # As in text, a few tokens are frequent: the ranks of a Zipf distribution.
         weights = 1 / torch.arange(1, vocabulary + 1)
@@ -88,7 +87,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         first = run(list(models), max(4, asked.rounds // 5))
         best = {}
         for kind in ("dense", "auto"):
-            tried = {cap: statistics.median(first[kind, cap]) for cap in CAPS}
+            tried = {cap: statistics.median(first[kind, cap]) for cap in asked.caps}
             best[kind] = min(tried, key=tried.__getitem__)
         labels = [*(("dense", None), ("auto", None)), *((kind, best[kind]) for kind in best), "alone"]
         times = run(labels, asked.rounds)
@@ -155,6 +154,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=0, help="of a sequence; 0: the model's context")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--caps", type=float, nargs="+", default=[0.5, 1, 2, 4, 8, 1000], help="in MiB")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -71,8 +71,9 @@ class LayerClock:
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device, lookups: Lookups | None
-    ) -> None:
+        self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device,
+        lookups: Lookups | None = None,
+    ) -> None:  # fmt: skip
         self._params, self._blocks, self.device, self._lookups = params, blocks, device, lookups
         self._events: list[torch.cuda.Event] = []
 
