@@ -127,7 +127,9 @@ def compare(world: Any, name: str, build: Callable[[], nn.Module], ids_of: Any =
     torch.manual_seed(world.rank)
     # torch's wrapper fails where a weight with sparse gradients has another use.
     plain = MODELS["tied"][0] if name == "sparse and tied" else build
-    ours, theirs = DDP(build(), **options), DistributedDataParallel(plain())
+    # `max_norm` changes each rank's parameters in forward, by its own tokens.
+    ours = DDP(build(), check_replicas_every=0, **options)
+    theirs = DistributedDataParallel(plain())
     theirs.module.load_state_dict(ours.module.state_dict())
     for step in range(4):
         ids = ids_of(world.rank, step)
@@ -152,8 +154,17 @@ def compare_all(names: list[str]) -> None:
             assert wanted in report, f"{name}: {report}"
 
 
-def test_gradients_are_those_of_torch(job):
-    job(2, compare_all, list(MODELS))
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["untied", "tied", "sparse"], id="common"),
+        pytest.param(
+            [name for name in MODELS if name not in ("untied", "tied", "sparse")], id="rare", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_gradients_are_those_of_torch(job, names):
+    job(2, compare_all, names)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
@@ -173,7 +184,7 @@ def draw_many(rank: int, step: int) -> torch.Tensor:
 
 def compare_sizes() -> None:
     with paceline.init(backend="gloo", announce=None) as world:
-        for name in ("untied", "tied", "sparse"):
+        for name in ("untied", "tied"):
             compare(world, f"{name}, uneven", MODELS[name][0], draw_unevenly)
         report = compare(world, "more tokens than rows", Words, draw_many).report()
         assert "is sent whole: up to" in report.embeddings[0]

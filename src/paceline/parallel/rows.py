@@ -379,7 +379,7 @@ class RowParts(Lookups):
         """Whether there are tables whose rows have not been worth it for some steps. They are whole from now on."""
         misfits = [table for table in self.tables if table.misfits >= _PATIENCE]
         for table in misfits:
-            table.is_plain, table.misfits, table.why = False, 0, "too many rows in several steps"
+            table.is_plain, table.misfits, table.why = False, 0, "in several steps it was not rows alone, or too many"
         return bool(misfits)
 
     def multiply(self, factor: float) -> None:
