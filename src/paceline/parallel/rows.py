@@ -1,5 +1,6 @@
-"""Gradients of embeddings as rows. A lookup's gradient has as many rows as the batch has distinct tokens, and is ready
-last; an output head that shares the weight makes a dense gradient early.
+"""Gradients of embeddings as rows: those of the batch's tokens, which are all that a lookup's gradient has.
+
+It is ready last. An output head that shares the weight makes a dense gradient, which is ready early.
 
 Inside the wrapper's forward an embedding looks up an alias of its weight: another leaf of autograd, with the same
 memory. So autograd delivers two gradients: that of every other use of the weight at the weight, as always, and that of
