@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +17,11 @@ from paceline.units import MIB, format_bytes
 # torch's DistributedDataParallel without `bucket_cap_mb`; an explicit cap is the first bucket's cap, too.
 TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
 FORMAT, VERSION = "paceline-plan", 1
+# Of a row of an embedding: the bytes of its number.
+INDEX_BYTES = 4
+# Rows are sent where they are at most this share of the dense bytes. If the gradient has another part, they are added
+# to the bytes of that.
+_WORTH_ALONE, _WORTH_WITH_OTHERS = 0.5, 0.25
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,38 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The part of a gradient that lookups in an embedding make. It is sent after the last bucket, as the rows that the
+    batch has; of the rank with most of them, about `num_rows`. With `is_all` the gradient has no other part, and is in
+    no bucket."""
+
+    gradient: int
+    num_rows: int
+    is_all: bool = False
+
+
+def compare_rows(num_rows: int, row_bytes: int, dense_bytes: int, world_size: int) -> float:
+    """What each link carries if every rank has so many rows and they are gathered, over that of a dense all-reduce."""
+    return world_size * num_rows * (row_bytes + INDEX_BYTES) / max(1, 2 * dense_bytes)
+
+
+def are_rows_worth(share: float, is_all: bool) -> bool:
+    """Whether a plan sends rows, if they are this share of the dense bytes."""
+    return share <= (_WORTH_ALONE if is_all else _WORTH_WITH_OTHERS)
+
+
+@dataclass(frozen=True)
 class Plan:
     """All gradients (in the model's order) and the buckets they are sent in, in the order of their launch.
 
-    Every byte of every gradient is in exactly one bucket; `rule` says in words how the plan was made.
+    Every byte of every gradient is in exactly one bucket, but for those that are sent as `rows` alone; `rule` says in
+    words how the plan was made.
     """
 
     gradients: tuple[Gradient, ...]
     buckets: tuple[Bucket, ...]
     rule: str = ""
+    rows: tuple[Rows, ...] = ()
 
     def __post_init__(self) -> None:
         found: dict[int, list[Piece]] = {}
@@ -89,7 +117,10 @@ class Plan:
                 found.setdefault(piece.gradient, []).append(piece)
             if len(families) != 1:
                 raise ConfigError(f"bucket {number} is empty or mixes dtypes or devices: {sorted(families)}")
+        alone = self.alone
         for index, gradient in enumerate(self.gradients):
+            if index in alone and index not in found:
+                continue
             if gradient.num_bytes < 0 or gradient.item_bytes < 1 or gradient.num_bytes % gradient.item_bytes:
                 raise ConfigError(f"{gradient.name} has {gradient.num_bytes} bytes of {gradient.item_bytes} each")
             end = 0
@@ -97,8 +128,13 @@ class Plan:
                 if piece.start_bytes != end or piece.end_bytes < end:
                     raise ConfigError(f"the plan loses or repeats bytes of {gradient.name} at byte {end}")
                 end = piece.end_bytes
-            if end != gradient.num_bytes or index not in found:
+            if end != gradient.num_bytes or index not in found or index in alone:
                 raise ConfigError(f"the plan holds {end} of the {gradient.num_bytes} bytes of {gradient.name}")
+
+    @property
+    def alone(self) -> frozenset[int]:
+        """The gradients that are in no bucket."""
+        return frozenset(part.gradient for part in self.rows if part.is_all)
 
     @property
     def num_bytes(self) -> int:
@@ -111,12 +147,26 @@ class Plan:
     @property
     def is_split(self) -> bool:
         """Whether some gradient is sent in several pieces."""
-        return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients)
+        return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients) - len(self.alone)
 
     @property
     def partition(self) -> tuple[tuple[int, ...], ...]:
         """The indices of the gradients in each bucket. Two caps that give the same partition are the same plan."""
         return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
+
+    def without_rows(self, gradients: Collection[int]) -> Plan:
+        """The same with these gradients whole, in a bucket."""
+        buckets = list(self.buckets)
+        for index in sorted(self.alone & set(gradients)):
+            whole = Piece(index, 0, self.gradients[index].num_bytes)
+            family = self.gradients[index].family
+            last = self.gradients[buckets[-1].pieces[0].gradient].family if buckets else None
+            if last == family:
+                buckets[-1] = Bucket((*buckets[-1].pieces, whole))
+            else:
+                buckets.append(Bucket((whole,)))
+        rows = tuple(part for part in self.rows if part.gradient not in gradients)
+        return replace(self, buckets=tuple(buckets), rows=rows)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -130,7 +180,7 @@ class Plan:
                 raise RecordError(f"not a plan of version {VERSION}: {document['format']!r} {document['version']!r}")
             gradients = tuple(Gradient(**g | {"shape": tuple(g.get("shape", ()))}) for g in document["gradients"])
             buckets = tuple(Bucket(tuple(Piece(**piece) for piece in b["pieces"])) for b in document["buckets"])
-            return cls(gradients, buckets, document["rule"])
+            return cls(gradients, buckets, document["rule"], tuple(Rows(**part) for part in document.get("rows", ())))
         except (ConfigError, RecordError):
             raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -142,6 +192,8 @@ class Plan:
         `bucket_cap_mb` where one cap does it, else `bucket_cap_mb_list` (torch 2.13). Raises ConfigError where torch
         cannot express the plan: it never splits a gradient, and counts caps for each dtype apart.
         """
+        if self.rows:
+            raise ConfigError("torch's wrapper cannot send the rows of an embedding, and this plan does")
         if self.is_split:
             raise ConfigError("torch's wrapper cannot split a gradient over buckets, and this plan does")
         order = [index for indices in self.partition for index in indices]
@@ -166,18 +218,19 @@ class Plan:
 
 def plan_like_torch(
     gradients: Sequence[Gradient], ready_order: Iterable[int],
-    caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES),
+    caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES), rows: Sequence[Rows] = (),
 ) -> Plan:  # fmt: skip
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
     For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one
     gradient and none is ever split. Each family goes through the caps on its own; the last cap serves from then on.
-    Buckets stand in the order in which they closed, those left open last.
+    Buckets stand in the order in which they closed, those left open last. Gradients that are all `rows` have none.
     """
     if not caps_bytes or min(caps_bytes) < 1:
         raise ConfigError(f"bucket caps {list(caps_bytes)}: at least one, and each at least 1 byte")
-    order = list(ready_order)
-    if sorted(order) != list(range(len(gradients))):
+    alone = {part.gradient for part in rows if part.is_all}
+    order = [index for index in ready_order if index not in alone]
+    if sorted([*order, *alone]) != list(range(len(gradients))):
         raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, got {len(order)}")
     open_: dict[tuple[str, str], list[Piece]] = {}
     num_closed: Counter[tuple[str, str]] = Counter()
@@ -191,12 +244,12 @@ def plan_like_torch(
             num_closed[family] += 1
     buckets += [Bucket(tuple(pieces)) for pieces in open_.values()]
     caps = ", ".join(format_bytes(cap) for cap in caps_bytes)
-    return Plan(tuple(gradients), tuple(buckets), f"torch's rule, caps {caps}")
+    return Plan(tuple(gradients), tuple(buckets), f"torch's rule, caps {caps}", tuple(rows))
 
 
-def plan_torch_start(gradients: Sequence[Gradient]) -> Plan:
+def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = ()) -> Plan:
     """The buckets of torch's first iteration: one per dtype and device, before any order is known."""
-    whole = plan_like_torch(gradients, range(len(gradients)), [sys.maxsize])
+    whole = plan_like_torch(gradients, range(len(gradients)), [sys.maxsize], rows)
     return replace(whole, buckets=whole.buckets[::-1], rule="torch's first iteration: one bucket per dtype")
 
 
@@ -216,8 +269,11 @@ def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, .
     return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
 
 
-def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str) -> Plan:
-    """The plan whose buckets end after the gradients at these places of the ready order (the last one included)."""
+def plan_by_cuts(
+    gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str, rows: Sequence[Rows] = ()
+) -> Plan:
+    """The plan whose buckets end after the gradients at these places of the ready order (the last one included), which
+    does not name gradients that are all `rows`."""
     pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
     edges = [0, *sorted(set(cuts) | {len(pieces)})]
     buckets: list[Bucket] = []
@@ -227,4 +283,4 @@ def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts
         for piece in pieces[start:end]:
             families.setdefault(gradients[piece.gradient].family, []).append(piece)
         buckets += [Bucket(tuple(together)) for together in families.values()]
-    return Plan(tuple(gradients), tuple(buckets), rule)
+    return Plan(tuple(gradients), tuple(buckets), rule, tuple(rows))

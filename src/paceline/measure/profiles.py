@@ -27,6 +27,7 @@ from paceline.measure.engine import Pace, Report, build_samples, follow
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Channel
+from paceline.parallel.rows import Lookups
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -49,10 +50,13 @@ Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
 class Seen(NamedTuple):
-    """Seconds of the phases of a step; of backward before each gradient was ready; of blocks."""
+    """Seconds of the phases of a step; of backward before each gradient was ready; of blocks. `rest_s` is of what
+    lookups in an embedding do not add to its gradient, and `num_rows` how many rows they do."""
 
     took_s: dict[str, float]
     ready_s: dict[int, float]
+    rest_s: dict[int, float]
+    num_rows: dict[int, int]
     forward_s: list[float]
     backward_s: list[float]
 
@@ -66,8 +70,11 @@ class LayerClock:
     breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device) -> None:
-        self._params, self._blocks, self.device = params, blocks, device
+    def __init__(
+        self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device,
+        lookups: Lookups | None = None,
+    ) -> None:  # fmt: skip
+        self._params, self._blocks, self.device, self._lookups = params, blocks, device, lookups
         self._events: list[torch.cuda.Event] = []
 
     def attach(self, hooks: contextlib.ExitStack) -> None:
@@ -75,6 +82,10 @@ class LayerClock:
         self._unused = list(self._events)
         self.marks: list[tuple[str, Any]] = []  # phases and when they begin
         self._ready: dict[int, Any] = {}
+        self._rows: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # when lookups' gradients came, and which rows
+        if self._lookups is not None:
+            self._lookups.attach(self._note_rows)
+            hooks.callback(self._lookups.stop)
         self._calls: list[tuple[int, Any, Any]] = []  # block, begin and end of one forward
         self._owners: list[tuple[Any, int]] = []  # from this moment of backward on, this block or none is at work
         self._open: dict[int, tuple[Any, list[Any]]] = {}  # a block that runs again may stop half-way
@@ -123,17 +134,21 @@ class LayerClock:
             took_s[phase] = took_s.get(phase, 0.0) + end_s - begin_s
         # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
         backwards = [(begin_s, end_s) for phase, begin_s, end_s in spans if phase == "backward"]
-        ready_s = {
-            index: sum(max(0.0, min(end_s, at_s(moment)) - begin_s) for begin_s, end_s in backwards)
-            for index, moment in self._ready.items()
-        }
+
+        def passed_s(moment: Any) -> float:
+            return sum(max(0.0, min(end_s, at_s(moment)) - begin_s) for begin_s, end_s in backwards)
+
+        ready_s = {index: passed_s(moment) for index, moment in self._ready.items()}
+        rest_s = {index: ready_s[index] for index in self._rows if index in ready_s}
+        ready_s |= {index: max(ready_s.get(index, 0.0), passed_s(at)) for index, (at, _) in self._rows.items()}
+        num_rows = {index: len(torch.unique(torch.cat(rows))) for index, (_, rows) in self._rows.items()}
         forward_s, backward_s = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
         for index, begin, end in self._calls:
             forward_s[index] += at_s(end) - at_s(begin)
         for (begin, index), (end, _) in itertools.pairwise(self._owners):
             if index != _OUTSIDE:
                 backward_s[index] += at_s(end) - at_s(begin)
-        return Seen(took_s, ready_s, forward_s, backward_s)
+        return Seen(took_s, ready_s, rest_s, num_rows, forward_s, backward_s)
 
     @property
     def _is_backward(self) -> bool:
@@ -141,6 +156,9 @@ class LayerClock:
 
     def _note_ready(self, index: int, *grads: Any) -> None:
         self._ready[index] = self.mark()  # a gradient may come in parts: the last one counts
+
+    def _note_rows(self, index: int, rows: torch.Tensor) -> None:
+        self._rows[index] = self.mark(), [*self._rows.get(index, (None, []))[1], rows]
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[index] = self.mark(), _find_nodes(*args, *kwargs.values())
@@ -208,7 +226,9 @@ class Layers(steps.Probe):
             found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
             raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
         self._blocks = list_blocks(self._module) if blocks is None else blocks
-        self._clock = LayerClock(list(self._names), [block for _, block in self._blocks], devices.pop())
+        params, device = list(self._names), devices.pop()
+        lookups = Lookups(self._module, params)
+        self._clock = LayerClock(params, [b for _, b in self._blocks], device, lookups if lookups.tables else None)
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         if kind != "profiled":
@@ -241,6 +261,8 @@ class Layers(steps.Probe):
             ParameterTimes(
                 name, p.nbytes, p.numel(), str(p.dtype).removeprefix("torch."), owner.get(p, ""),
                 tuple(step.ready_s.get(index) for step in seen), tuple(aliases), tuple(p.shape),
+                max((step.num_rows.get(index, 0) for step in seen), default=0),
+                tuple(step.rest_s.get(index) for step in seen if step.num_rows.get(index)),
             )
             for index, (p, (name, *aliases)) in enumerate(self._names.items())
         ]  # fmt: skip

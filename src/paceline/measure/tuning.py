@@ -32,6 +32,7 @@ from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
+from paceline.predict.job import build_job_from_profile
 from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
@@ -140,11 +141,14 @@ class _Variants:
             records += self._world.share(codecs)[0]
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
-        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
-        order = [place[parameter.name] for parameter in profile.parameters]
+        job, is_ours = build_job_from_profile(profile), settings.wrapper != "torch"
+        if is_ours and self._networks is None and not self._channel.shares_memory:
+            job = job.split(self._world.world_size)
+        order, rows = job.order(self.gradients), job.list_rows(self.gradients)
         plan = plan_like_torch(self.gradients, order)
-        if settings.wrapper != "torch":
-            plan = Options().make_planner(self._channel, self.gradients, self._networks is not None)(order)
+        if is_ours:
+            planner = Options().make_planner(self._channel, self.gradients, self._networks is not None)
+            plan = planner(order, rows)
         return [*records, profile], plan
 
     def confirm(self, candidates: Sequence[Candidate], stops: bool = True) -> list[Record]:

@@ -31,6 +31,7 @@ from paceline.parallel.flat import FlatGradients
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
+from paceline.parallel.rows import RowParts
 from paceline.parallel.sharding import Placement
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
@@ -111,6 +112,7 @@ class GradientSync:
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
+        self.reducer.rows.stop()
         if self.schedule is not None:
             self.schedule.stop()
 
@@ -210,7 +212,9 @@ class GradientSync:
         is_later = self._task is not None and task > self._task
         if is_later and _is_nested():
             return  # re-entrant checkpointing: the outer one counts
-        if not is_certain and not self._change and not _will_accumulate(self.replica.params):
+        rows = self.reducer.rows
+        rows.refuse_grad()
+        if not (is_certain or self._change or _will_accumulate(self.replica.params) or rows.will_arrive()):
             return
         if is_later and self._syncing:
             text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
@@ -221,7 +225,8 @@ class GradientSync:
         syncing = self.do_sync and not self.options.manual
         if syncing:
             self._announce_step()
-        self._task, self._syncing = task, syncing
+        self._task = rows.task = task
+        self._syncing = syncing
         pulse.enter(pulse.BACKWARD)
         if syncing and not self._is_local:
             if torch.is_grad_enabled() and not self._warned:
@@ -241,6 +246,7 @@ class GradientSync:
         if syncing:
             self._end_step()
         else:
+            self.reducer.rows.fold()
             self.is_pending = True
         pulse.enter(pulse.BETWEEN)
 
@@ -333,6 +339,8 @@ class GradientSync:
             control, buffers = self.control, self.buffers
             with torch.no_grad():
                 control.write_report(words, report)
+                if control.num_tables:
+                    control.write_counts(words, self.reducer.rows.counts)
                 if control.num_used:
                     control.write_used(words, absent)
                 if control.num_statistics:
@@ -343,16 +351,19 @@ class GradientSync:
             self.is_pending = False
             if take_part:
                 self._samples, self._last_samples = None, self._weight
-            slots = words[: control.num_slot_words]
+            slots = words[: control.num_read_words]
             with torch.no_grad():
                 if words.device.type != "cuda" or self._must_read_now(report):
-                    reports = control.read_reports(slots.tolist())
+                    values = slots.tolist()
+                    reports = control.read_reports(values)
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
                     if not self._act_or_discard(reports, missing, failure):
                         if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
                             raise failure.error
                         return
+                    if control.num_tables:
+                        self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
                 else:
                     kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
@@ -388,7 +399,8 @@ class GradientSync:
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
-        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join or self._is_local)
+        is_special = self.join or self._is_local or self.reducer.rows.is_used
+        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or is_special)
 
     def _read_deferred(self) -> None:
         if self._unread is not None:
@@ -546,10 +558,11 @@ class BucketedReducer:
     """
 
     def __init__(
-        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan,
+        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, rows: RowParts,
         hook: CommHook | None, placement: Placement | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
         self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
+        self.rows = rows  # of embeddings
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -565,7 +578,7 @@ class BucketedReducer:
         self._recorders: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
         # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
         self.is_planned = self._has_agreed = False
-        self._lay_out(plan_torch_start(replica.gradients))
+        self._lay_out(plan_torch_start(replica.gradients, rows.choose_first()))
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -590,6 +603,7 @@ class BucketedReducer:
         if self._hook_calls is not None or self._rounds:
             self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
         self._taken.clear()
+        self.rows.begin()
         if self._placement is not None and (error := self._placement.find_misuse()) is not None:
             self._fail(error)
         self._note_versions()
@@ -670,7 +684,7 @@ class BucketedReducer:
         self._failure = Failure(error)
         try:
             for index, param in enumerate(self.replica.params):
-                if param.grad is not None:
+                if param.grad is not None and index not in self.plan.alone:
                     self.replica.check(index, param.grad)
         except ConfigError as reason:
             self._failure = Failure(reason)
@@ -783,6 +797,7 @@ class BucketedReducer:
         self.timeline.backward_over()
         self._was_late = self._next < len(self._buckets) - 1
         take_part = take_part and self._failure is None
+        self._collect_rows(take_part)
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
@@ -797,16 +812,23 @@ class BucketedReducer:
         self._active = False
         return self._last[0].words, missing, self._failure
 
+    def _collect_rows(self, take_part: bool) -> None:
+        try:
+            self.rows.collect(self._factor, take_part)
+        except Exception as error:
+            self._fail(error)
+
     def _find_missing(self) -> list[int]:
-        params = self.replica.params
+        params, has_rows = self.replica.params, self.rows.find_arrived()
         if not self._active:
             return [index for index, param in enumerate(params) if param.grad is None]
-        missing: list[int] = []  # a bucket that was sent was complete
+        # A bucket that was sent was complete.
+        missing = [index for index in self.plan.alone if params[index].grad is None]
         for bucket in self._buckets[self._next :]:
             if any(map(operator.is_, bucket.read_grads(), repeat(None))):
                 missing += [index for index in bucket.fused if params[index].grad is None]
             missing += [index for index in bucket.separate if params[index].grad is None]
-        return sorted(set(missing))
+        return sorted(set(missing) - has_rows)
 
     def _find_late(self) -> list[int]:
         late: list[int] = []  # the parameters whose gradient changed after it was sent or taken
@@ -830,7 +852,16 @@ class BucketedReducer:
             self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
         del self._last
         self._taken.clear()  # so that `zero_grad` can free them
-        self.timeline.over()
+        if not self.plan.rows:
+            self.timeline.over()
+
+    def exchange_rows(self, counts: list[list[int]], take_part: bool) -> None:
+        """Send the rows of embeddings, after `exchange`, and add those of all ranks to `.grad`. Collective."""
+        self.timeline.mark("rows")
+        self.rows.exchange(counts, take_part)
+        if self.plan.rows:
+            self.timeline.mark("rows done")
+            self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
         for bucket in self._buckets[-1:] if self._kind == "per_parameter" else self._buckets:
@@ -851,6 +882,7 @@ class BucketedReducer:
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
         self._flat.multiply(factor)
+        self.rows.multiply(factor)
         for index in self._uncopied_strides:
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
@@ -862,7 +894,13 @@ class BucketedReducer:
 
     def learn(self) -> None:
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
-        if self._is_recording:
+        if self.rows.drop_misfits():
+            # They are sent whole from now on, and ready last: all is planned again, from the next step.
+            self.is_planned, self._is_recording = False, True
+            self.stop()
+            self._lay_out(plan_torch_start(self.replica.gradients, self.rows.choose_first()))
+            self._note_versions()
+        elif self._is_recording:
             self._is_recording = False
             self._stop_recording()
             if not self.is_planned:
@@ -877,20 +915,24 @@ class BucketedReducer:
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
-        mine = self._make_plan(self.ready_order).to_json() if self.channel.rank == 0 else ""
+        mine, order = "", self.ready_order
+        rows = self.rows.choose(set(self._arrived), len(order))
+        if self.channel.rank == 0:
+            mine = self.rows.limit(self._make_plan(order, rows)).to_json()
         self.adopt(Plan.from_json(self.channel.share(mine)[0]))
 
     def adopt(self, plan: Plan) -> None:
         """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
         self.is_planned = True
-        self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule))
+        self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule, plan.rows))
         self._note_versions()  # moves the gradients, so that the memory of the first step is free
 
     def _lay_out(self, plan: Plan) -> None:
         self.plan = plan
         pieces = collections.Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
         split = {index for index, count in pieces.items() if count > 1}
-        separate = {index for index, g in enumerate(plan.gradients) if g.num_bytes >= _SEPARATE_BYTES} | split
+        large = {index for index, g in enumerate(plan.gradients) if g.num_bytes >= _SEPARATE_BYTES}
+        separate = large - plan.alone | split
         # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
         uncopied = separate - split if self.channel.is_nccl and self._hook_calls is None else set()
         self._kinds = uncopied, separate
@@ -901,6 +943,7 @@ class BucketedReducer:
             _LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params)
             for number, indices in enumerate(plan.partition)
         ]
+        self.rows.use(plan.rows, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
         if self._placement is not None:
             self._placement.lay_out(self._flat, plan, self.is_planned)

@@ -118,6 +118,15 @@ class Channel:
             return self.group.allreduce_coalesced(real, self._many[average])
         return self.group.allreduce(real, self._one[average])
 
+    def start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        """Start to gather one tensor of every rank, of equal sizes, in `output`, in rank order."""
+        if self.world_size == 1:
+            return FinishedWork([output.copy_(tensor)])
+        self._num_messages += 1
+        self._num_bytes += tensor.nbytes
+        group: Any = self.group
+        return cast(dist.Work, group._allgather_base(output, tensor))
+
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks reduce vectors on the CPU in memory that they share."""

@@ -18,6 +18,7 @@ from paceline.units import name_ranks
 
 _SAMPLE_WORDS, _DIGEST_WORDS = 5, 6
 SLOT_WORDS = 1 + _SAMPLE_WORDS + _DIGEST_WORDS
+_COUNT_WORDS = 4
 
 
 class Status(IntFlag):
@@ -58,12 +59,16 @@ class RankReport(NamedTuple):
 
 
 class ControlWords:
-    """The layout: a slot for each rank, use counts where unused parameters are allowed, running statistics."""
+    """The layout: a slot for each rank, its rows of each embedding, use counts where unused parameters are allowed,
+    running statistics."""
 
-    def __init__(self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0) -> None:
-        self.rank, self.num_slot_words = rank, world_size * SLOT_WORDS
+    def __init__(
+        self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0, num_tables: int = 0
+    ) -> None:
+        self.rank, self.num_slot_words, self.num_tables = rank, world_size * SLOT_WORDS, num_tables
         self.num_used, self.num_statistics = num_used, num_statistics
-        self.num_words = self.num_slot_words + num_used + num_statistics
+        self.num_read_words = self.num_slot_words + world_size * num_tables * _COUNT_WORDS  # by the host, in each step
+        self.num_words = self.num_read_words + num_used + num_statistics
         self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}
 
     def write_report(self, words: torch.Tensor, report: RankReport) -> None:
@@ -83,6 +88,19 @@ class ControlWords:
         starts = range(0, self.num_slot_words, SLOT_WORDS)
         return [RankReport.decode(slots[start : start + SLOT_WORDS]) for start in starts]
 
+    def write_counts(self, words: torch.Tensor, counts: Sequence[int]) -> None:
+        """This rank's number of rows of each embedding, below 2 ** 32; zeros for the others' to be added to."""
+        mine = [float(byte) for count in counts for byte in count.to_bytes(_COUNT_WORDS, "little")]
+        part = words[self.num_slot_words : self.num_read_words].zero_()
+        part[self.rank * len(mine) : (self.rank + 1) * len(mine)] = torch.tensor(mine, dtype=words.dtype)
+
+    def read_counts(self, words: Sequence[float]) -> list[list[int]]:
+        """Of every rank, for each embedding."""
+        starts = range(self.num_slot_words, self.num_read_words, _COUNT_WORDS)
+        found = [int.from_bytes(bytes(map(int, words[start : start + _COUNT_WORDS])), "little") for start in starts]
+        tables = self.num_tables
+        return [found[place : place + tables] for place in range(0, len(found), tables)] if tables else []
+
     def write_used(self, words: torch.Tensor, missing: Sequence[int]) -> None:
         """Count one for every parameter that has a gradient here."""
         used = self.used(words).fill_(1.0)
@@ -90,10 +108,10 @@ class ControlWords:
             used[torch.tensor(missing, device=words.device)] = 0.0
 
     def used(self, words: torch.Tensor) -> torch.Tensor:
-        return words[self.num_slot_words : self.num_slot_words + self.num_used]
+        return words[self.num_read_words : self.num_read_words + self.num_used]
 
     def statistics(self, words: torch.Tensor) -> torch.Tensor:
-        return words[self.num_slot_words + self.num_used : self.num_words]
+        return words[self.num_read_words + self.num_used : self.num_words]
 
 
 class Finding(NamedTuple):

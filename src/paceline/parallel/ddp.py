@@ -42,11 +42,12 @@ from paceline.parallel.replicas import (
     read_replica,
     verify_values,
 )
+from paceline.parallel.rows import RowParts
 from paceline.parallel.sharding import Placement, ShardedOptimizer, scatter_hook, shard
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
-from paceline.strategy import Strategy
+from paceline.strategy import DENSE, Strategy
 from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
@@ -80,6 +81,7 @@ class DDP(DistributedDataParallel):
         check_replicas_every: Compare the parameters of the ranks every N synchronised steps (0: never).
         statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
         ignore: Full names of parameters and buffers that are not synchronised.
+        embeddings: `auto` sends the gradient of lookups as rows where that is worth it, `dense` never.
         strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     """
 
@@ -100,6 +102,7 @@ class DDP(DistributedDataParallel):
         reducer: str = "bucketed", plan: Plan | None = None, init: str | None = None, average: str = "ranks",
         samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
         statistics_every: int | None = None, ignore: Iterable[str] = (), strategy: str | Strategy | None = None,
+        embeddings: str = "auto",
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -148,7 +151,7 @@ class DDP(DistributedDataParallel):
             bucket_cap_mb_list=None if bucket_cap_mb_list is None else tuple(bucket_cap_mb_list),
             allow_missing=find_unused_parameters or static_graph or skip_all_reduce_unused_params,
             statistics_every=(1 if statistics_every is None else statistics_every) if sync_buffers else 0,
-            strategy=Strategy.parse(strategy),
+            strategy=Strategy.parse(strategy), embeddings=embeddings,
         )  # fmt: skip
         # The cap that was given; `plan` shows the buckets in use.
         self.bucket_bytes_cap = int(max(self._options.caps, default=TORCH_CAP_BYTES / MIB) * MIB)
@@ -202,7 +205,8 @@ class DDP(DistributedDataParallel):
         is_precise = all(param.dtype in _PRECISE for param in replica.params)
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
-        control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
+        rows = RowParts(self.module, replica, channel, self._why_dense(channel))
+        control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words, len(rows.tables))
         hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
             self._strategy = schedule = OuterState(
@@ -227,7 +231,7 @@ class DDP(DistributedDataParallel):
         self._needs_whole = hook is not None and placement is None
         planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
         reducer = BucketedReducer(
-            replica, channel, control.num_words, options.reducer, planner, hook, placement, rounds
+            replica, channel, control.num_words, options.reducer, planner, rows, hook, placement, rounds
         )
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
@@ -240,6 +244,18 @@ class DDP(DistributedDataParallel):
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
         self._finalizer = weakref.finalize(self, self._sync.stop)
         return self._sync
+
+    def _why_dense(self, channel: Channel) -> str:
+        """Why gradients of embeddings are not sent as rows; empty where they may be."""
+        options = self._options
+        reasons = {
+            "embeddings='dense'": options.embeddings == "dense",
+            "a communication hook gets all gradients": self._comm_hook is not None,
+            f"strategy {options.strategy.text!r}": options.strategy != DENSE,
+            f"reducer {options.reducer!r}": options.reducer not in ("bucketed", "overlap"),
+            "on a GPU the host would wait for the counts of rows": channel.device.type != "cpu",
+        }
+        return next((why for why, is_so in reasons.items() if is_so), "")
 
     @property
     def _ready(self) -> GradientSync:
@@ -274,7 +290,8 @@ class DDP(DistributedDataParallel):
             self._call_buffer_hook(sync, is_before=True)
             # Here torch.compile looks for the size of the buckets. It takes none below the first one's.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
-            with self._inside_ddp_forward() if is_split else contextlib.nullcontext():
+            inside = self._inside_ddp_forward() if is_split else contextlib.nullcontext()
+            with inside, sync.reducer.rows.watch():
                 output = self.module(*args, **kwargs)
             self._settle()
             self._call_buffer_hook(sync, is_before=False)
@@ -461,7 +478,10 @@ class DDP(DistributedDataParallel):
         if self._strategy is not None:
             held_bytes = 0 if self._placement is None else self._placement.held_bytes
             costs = self._strategy.compute_costs(channel, sync.num_steps, held_bytes)
-        return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs)
+        rows = tuple(reducer.rows.describe())
+        return Report(
+            channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times, costs, rows
+        )
 
     def strategy_state(self) -> dict[str, Any]:
         """What the strategy must keep to continue exactly: `rank` is this rank's part, the rest is common to all."""

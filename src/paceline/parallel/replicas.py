@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 from paceline.errors import CollectiveError, ConfigError
 from paceline.machine import count_cores
 from paceline.parallel.channel import Channel
-from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, Rows, plan_like_torch
 from paceline.runtime.world import current_world
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, name_ranks
@@ -37,7 +37,7 @@ _GLOO_BYTES_PER_RANK = 4 * MIB
 _NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-MakePlan = Callable[[Sequence[int]], Plan]
+MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
 
 
 class NothingToTrainError(ConfigError, RuntimeError):
@@ -67,9 +67,11 @@ class Options:
     check_every: int = 100
     statistics_every: int = 1
     strategy: Strategy = DENSE
+    embeddings: str = "auto"
 
     def __post_init__(self) -> None:
         known = {"reducer": REDUCERS, "init": ("broadcast", "verify", "none"), "average": ("ranks", "samples")}
+        known["embeddings"] = ("auto", "dense")
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(values)}")
@@ -100,13 +102,13 @@ class Options:
     def make_planner(
         self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool, needs_whole: bool = False
     ) -> MakePlan:
-        """The function that makes a plan from the ready order of these gradients."""
+        """The function that makes a plan from the ready order of these gradients, and the parts that are rows."""
         if self.plan is not None:
             plan = check_plan(self.plan, gradients, needs_whole)
-            return lambda order: plan
+            return lambda order, rows: plan
         if fixed := REDUCERS[self.reducer]:
             cap, rule = fixed
-            return lambda order: replace(plan_like_torch(gradients, order, [cap]), rule=rule)
+            return lambda order, rows: replace(plan_like_torch(gradients, order, [cap], rows), rule=rule)
         if self.caps:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
@@ -119,7 +121,7 @@ class Options:
             caps = [TORCH_FIRST_CAP_BYTES, min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)]
         else:
             caps = [TORCH_CAP_BYTES]
-        return lambda order: plan_like_torch(gradients, order, caps)
+        return lambda order, rows: plan_like_torch(gradients, order, caps, rows)
 
 
 def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> Plan:
@@ -136,7 +138,7 @@ def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> 
             names = " and ".join(dict.fromkeys(g.name for g in pair))
             text = f"the plan is for another model: gradient {index} ({names}) has {there} there, and {here} here"
             raise ConfigError(text, code="plan")
-    return Plan(tuple(gradients), plan.buckets, plan.rule)
+    return replace(plan, gradients=tuple(gradients))
 
 
 _computing: list[int] = []

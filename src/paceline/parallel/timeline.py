@@ -36,6 +36,7 @@ class StepTimes:
     backward_s: float
     over_s: float
     begin_s: float
+    rows_s: tuple[float, float] | None = None  # when rows of embeddings were sent, and when all ranks' were added
 
     @property
     def busy_s(self) -> float:
@@ -44,7 +45,7 @@ class StepTimes:
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.launch_s):
             busy_s += max(0.0, bucket.done_s - max(bucket.launch_s, until_s))
             until_s = max(until_s, bucket.done_s)
-        return busy_s
+        return busy_s + (0.0 if self.rows_s is None else self.rows_s[1] - self.rows_s[0])
 
     @property
     def exposed_s(self) -> float:
@@ -123,7 +124,8 @@ class Timeline:
                 for event in at_s.values():
                     event.synchronize()
                 at_s = {key: at_s["begin", 0].elapsed_time(event) / 1e3 for key, event in at_s.items()}
-            self._last = StepTimes([], at_s["backward", 0], at_s["over", 0], begin_s)
+            rows_s = (at_s["rows", 0], at_s["rows done", 0]) if ("rows done", 0) in at_s else None
+            self._last = StepTimes([], at_s["backward", 0], at_s["over", 0], begin_s, rows_s)
             for number, num_bytes in enumerate(self._bytes):
                 ready_s, launch_s, wait_s, waited_s = (at_s[k, number] for k in ("ready", "launch", "wait", "waited"))
                 # The waiting thread may know it before the thread that completes Futures.
@@ -172,6 +174,7 @@ class Report:
     plan: Plan
     times: StepTimes | None
     strategy: StrategyCosts | None = None  # None: the plain all-reduce
+    embeddings: tuple[str, ...] = ()  # how each travels
 
     @property
     def exposed_s(self) -> float | None:
@@ -183,11 +186,15 @@ class Report:
         head = f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
         head += f"buckets: {num_buckets}, {format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
         head += f"\n{self.strategy}" if self.strategy is not None else ""
+        head = "\n".join([head, *self.embeddings])
         if times is None:
             return f"{head}\nno step has been timed yet"
         table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)
         over, averaged, exposed = map(format_ms, (times.backward_s, times.over_s, times.exposed_s))
         ends = f"backward over at {over} ms, all gradients averaged at {averaged} ms: {exposed} ms exposed"
+        if times.rows_s is not None:
+            sent, added = map(format_ms, times.rows_s)
+            ends = f"rows of embeddings sent at {sent} ms, added at {added} ms\n{ends}"
         return "\n".join([head, table, ends, self.advice])
 
     @property

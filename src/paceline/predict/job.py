@@ -7,25 +7,39 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.errors import ConfigError, RecordError
-from paceline.plan import Gradient, cut_by_cap
+from paceline.plan import INDEX_BYTES, Gradient, Rows, are_rows_worth, compare_rows, cut_by_cap
 from paceline.predict.curves import Resample
 from paceline.records import LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import UNSTABLE
+from paceline.strategy import Message
 from paceline.units import format_bytes, format_ms
 
 GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """The part of a gradient that lookups in an embedding make: rows on each rank, ready at the end of backward.
+    `rest_s` is when what other uses of the weight add is ready; None where nothing else uses it."""
+
+    name: str
+    num_rows: int
+    row_bytes: int
+    rest_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """Gradients in ready order, the moments at which they are ready, and the step around them. Times of one rank alone.
     `ready_s` counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
-    optimizer. `device` is where it computes, empty where nothing says; `notes` is what had to be assumed."""
+    optimizer. `device` is where it computes, empty where nothing says; `notes` is what had to be assumed. `lookups` are
+    parts that `split` can send as rows. Those that it does follow the last bucket: `tail` has them, each with the bytes
+    of the all-reduce that moves as much."""
 
     gradients: tuple[Gradient, ...]
     ready_s: tuple[float, ...]
@@ -34,6 +48,9 @@ class Job:
     after_s: float = 0.0
     device: str = ""
     notes: tuple[str, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
+    tail: tuple[tuple[Lookup, int], ...] = ()
+    whole: Job | None = field(default=None, compare=False)  # before it was split
 
     def __post_init__(self) -> None:
         if len(self.ready_s) != len(self.gradients):
@@ -82,7 +99,40 @@ class Job:
     def stretch(self, factor: float) -> Job:
         """Every part of the step this many times as long."""
         times = {name: getattr(self, name) * factor for name in ("backward_s", "before_s", "after_s")}
-        return replace(self, ready_s=tuple(moment * factor for moment in self.ready_s), **times)
+        lookups = tuple(replace(one, rest_s=one.rest_s and one.rest_s * factor) for one in self.lookups)
+        return replace(self, ready_s=tuple(moment * factor for moment in self.ready_s), lookups=lookups, **times)
+
+    def split(self, world_size: int) -> Job:
+        """The same with the lookups of embeddings sent as rows, where our wrapper does so on this number of ranks."""
+        sizes = {gradient.name: gradient.num_bytes for gradient in self.gradients}
+        tail, ready = list[tuple[Lookup, int]](), dict(zip(sizes, self.ready_s, strict=True))
+        for one in self.lookups if world_size > 1 else ():
+            share = compare_rows(one.num_rows, one.row_bytes, sizes[one.name], world_size)
+            if not are_rows_worth(share, one.rest_s is None) or (one.rest_s is None and len(ready) == 1):
+                continue
+            message = Message("all-gather", one.num_rows * (one.row_bytes + INDEX_BYTES))
+            tail.append((one, message.as_all_reduce(world_size)))
+            if one.rest_s is None:
+                del ready[one.name]
+            else:
+                ready[one.name] = min(self.backward_s, one.rest_s)
+        kept = {gradient.name: gradient for gradient in self.gradients if gradient.name in ready}
+        order = sorted(kept, key=ready.__getitem__) if tail else list(kept)
+        moments = tuple(ready[name] for name in order)
+        gradients = tuple(kept[name] for name in order)
+        return replace(self, gradients=gradients, ready_s=moments, tail=tuple(tail), whole=self)
+
+    def list_rows(self, gradients: Sequence[Gradient]) -> list[Rows]:
+        """Its tail, as a plan for these gradients has it."""
+        place = {gradient.name: index for index, gradient in enumerate(gradients)}
+        return [Rows(place[one.name], one.num_rows, one.rest_s is None) for one, _ in self.tail]
+
+    def order(self, gradients: Sequence[Gradient]) -> list[int]:
+        """The ready order of these, which may be more: those are last. All but the ones that are in its tail alone."""
+        place = {gradient.name: index for index, gradient in enumerate(gradients)}
+        order = [place[gradient.name] for gradient in self.gradients]
+        known = {*order, *(part.gradient for part in self.list_rows(gradients))}
+        return order + [index for index in range(len(gradients)) if index not in known]
 
 
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
@@ -92,7 +142,7 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
     if gradients is not None and gradients not in GRADIENT_DTYPES:
         raise ConfigError(f"gradients in {gradients!r}: known are {', '.join(GRADIENT_DTYPES)}")
     total_s, cost = record.backward.median_s, record.backward_cost.value
-    found, ready = [], []
+    found, ready, lookups = [], [], []
     for parameter in record.parameters:
         ready.append(total_s if parameter.median_s is None else min(total_s, parameter.median_s / cost))
         num_bytes, dtype = parameter.num_bytes, parameter.dtype
@@ -101,6 +151,10 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
             dtype, item_bytes = GRADIENT_DTYPES[gradients]
             num_bytes = parameter.num_elements * item_bytes
         found.append(Gradient(parameter.name, num_bytes, item_bytes, dtype, record.device, parameter.shape))
+        if parameter.num_rows:
+            rest_s = parameter.median_rest_s
+            rest_s = None if rest_s is None else min(total_s, rest_s / cost)
+            lookups.append(Lookup(parameter.name, parameter.num_rows, num_bytes // parameter.shape[0], rest_s))
     before_s, after_s = _find_around(record, Resample())
     dtypes = sorted({gradient.dtype for gradient in found})
     size = format_bytes(sum(gradient.num_bytes for gradient in found))
@@ -115,7 +169,7 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
         notes.append(f"gradients of {' and '.join(dtypes)} share buckets here; in a wrapper they do not")
     if record.unused:
         notes.append(f"{len(record.unused)} parameters never had a gradient: taken as ready at the end of backward")
-    return Job(tuple(found), tuple(ready), total_s, before_s, after_s, record.device, tuple(notes))
+    return Job(tuple(found), tuple(ready), total_s, before_s, after_s, record.device, tuple(notes), tuple(lookups))
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
@@ -132,8 +186,8 @@ def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -
     for resample in (Resample(source, record.timing.noise > UNSTABLE) for _ in range(count)):
         total_s = resample.median(record.backward)
         before_s, after_s = _find_around(record, resample)
-        ready = tuple(min(total_s, moment * (total_s / job.backward_s)) for moment in job.ready_s)
-        draws.append(replace(job, ready_s=ready, backward_s=total_s, before_s=before_s, after_s=after_s))
+        drawn = replace(job.stretch(total_s / job.backward_s), backward_s=total_s, before_s=before_s, after_s=after_s)
+        draws.append(replace(drawn, ready_s=tuple(min(total_s, moment) for moment in drawn.ready_s)))
     return draws
 
 
@@ -157,6 +211,7 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
     is_tied = is_head and last.num_params == first.num_params and len(sizes) > 1
     notes: list[str] = []
+    lookups: list[Lookup] = []
     if is_tied:
         notes.append(f"{last.layer} and {first.layer} are one tied tensor: counted once, ready at the end of backward")
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
@@ -167,10 +222,13 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     if unknown:
         notes.append(f"no size for {', '.join(unknown)}: taken as without parameters")
     gradients, ready = [], []
-    now_s, taken_apart = 0.0, 0
+    widths = {width for record in sizes if (width := _find_width(record))}
+    now_s, taken_apart, factor = 0.0, 0, 1.0
     for record in reversed(sizes):
         took_s = seconds.get(_normalize(record.layer), 0.0)
         pieces = _take_apart(record)
+        if is_tied and record is last and widths:
+            lookups = [Lookup(first.layer, 0, 4 * widths.pop(), now_s + took_s)]
         taken_apart += len(pieces) > 1
         if not (is_tied and record is last):
             gradients += [Gradient(name, num_params * 4) for name, num_params, _ in pieces]
@@ -185,11 +243,13 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     if whole_s > 1.001 * now_s:
         took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"
         notes.append(f"{took}: the rest is shared in proportion")
-        ready, now_s = [ready_s * whole_s / now_s for ready_s in ready], whole_s
+        factor = whole_s / now_s
+        ready, now_s = [ready_s * factor for ready_s in ready], whole_s
     size = format_bytes(sum(gradient.num_bytes for gradient in gradients))
     notes.append(f"{len(gradients)} gradients, {size} in float32; backward of one rank {format_ms(now_s)} ms")
     around_s = phases.get("forward", 0.0), phases.get("step", 0.0)
-    return Job(tuple(gradients), tuple(ready), now_s, *around_s, notes=tuple(notes))
+    lookups = [replace(one, rest_s=(one.rest_s or 0.0) * factor) for one in lookups]
+    return Job(tuple(gradients), tuple(ready), now_s, *around_s, notes=tuple(notes), lookups=tuple(lookups))
 
 
 def _normalize(layer: str) -> str:
@@ -197,14 +257,18 @@ def _normalize(layer: str) -> str:
     return "ln_f" if name == "layernorm_final" else name
 
 
-def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
-    """(name, parameters, share of the layer's backward) for each tensor; weights and biases go together."""
-    # A block of width w has 12 w^2 + 13 w parameters.
+def _find_width(record: LayerSizeRecord) -> int:
+    """The width of a block of GPT-2, which has 12 w^2 + 13 w parameters; 0 for another layer."""
     near = round(math.sqrt(record.num_params / 12))
     widths = [w for w in (near - 1, near, near + 1) if w > 0 and 12 * w**2 + 13 * w == record.num_params]
-    if not widths or "block" not in record.layer.lower():
+    return widths[0] if widths and "block" in record.layer.lower() else 0
+
+
+def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
+    """(name, parameters, share of the layer's backward) for each tensor; weights and biases go together."""
+    width = _find_width(record)
+    if not width:
         return [(record.layer, record.num_params, 1.0)]
-    (width,) = widths
     work = list(itertools.accumulate(squares for _, squares, _ in _GPT2_BLOCK))
     pieces = []
     for (name, squares, lines), done in zip(_GPT2_BLOCK, work, strict=True):

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paceline.errors import MeasurementError
+from paceline.machine import canonical_backend
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
 from paceline.predict.curves import CostCurve, Resample, fit_curve, hold_draws, median_noise
-from paceline.predict.job import Job
+from paceline.predict.job import Job, Lookup
 from paceline.predict.race import Limit
 from paceline.predict.search import estimate_caps, estimate_least_s, find_best_cuts
 from paceline.predict.simulate import MODEL_ERROR, SERVERS, Contention, MachineCosts, SimulatedStep, simulate
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
+from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.units import format_bytes, format_duration, format_ms
 
 _DRAWS, _SEED = 40, 11
@@ -150,8 +151,17 @@ def fit_job(
     ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
     job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
+    if is_ours and not is_emulated and canonical_backend(plain.backend) != "shm":
+        scale = backward_s / profiled_s
+        job = replace(job, lookups=tuple(_read_lookup(p, scale) for p in used if p.num_rows)).split(plain.world_size)
     costs = MachineCosts(curve, servers, rank.launch_s, rank.gather_s_per_byte, contention, pair_rate, finish_s)
     return job, costs
+
+
+def _read_lookup(parameter: ParameterTimes, scale: float) -> Lookup:
+    rest_s = parameter.median_rest_s
+    row_bytes = parameter.num_bytes // parameter.shape[0]
+    return Lookup(parameter.name, parameter.num_rows, row_bytes, None if rest_s is None else rest_s * scale)
 
 
 def _limit(rate: float) -> float:
@@ -252,11 +262,13 @@ class Predictor:
         return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
 
     def change(self, change: Callable[[MachineCosts, Resample], MachineCosts]) -> Predictor:
-        """The same job with other costs, in the draws, too."""
+        """The same job with another strategy, which sends gradients whole; in the draws, too."""
         drawn = [
-            (job, change(costs, Resample(random.Random(number)))) for number, (job, costs) in enumerate(self.draws)
+            (job.whole or job, change(costs, Resample(random.Random(number))))
+            for number, (job, costs) in enumerate(self.draws)
         ]
-        return Predictor(self.job, change(self.costs, Resample()), drawn, self.plain_s, self.noise)
+        job = self.job.whole or self.job
+        return Predictor(job, change(self.costs, Resample()), drawn, self.plain_s, self.noise)
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)
@@ -333,8 +345,6 @@ class Predictor:
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:
         """The plan for a wrapper, whose gradients are in the order of the model's definition."""
-        place = {gradient.name: index for index, gradient in enumerate(gradients)}
-        order = [place[gradient.name] for gradient in self.job.gradients]
         # What never had a gradient is sent last, with the rest of the last bucket.
-        missing = [index for index in range(len(gradients)) if index not in set(order)]
-        return plan_by_cuts(gradients, [*order, *missing], [*cuts[:-1], len(gradients)], rule)
+        order = self.job.order(gradients)
+        return plan_by_cuts(gradients, order, [*cuts[:-1], len(order)], rule, self.job.list_rows(gradients))

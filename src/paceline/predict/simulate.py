@@ -251,6 +251,7 @@ class SimulatedStep:
     before_s: float
     after_s: float
     local_s: float
+    tail: tuple[BucketSpan, ...] = ()  # rows of embeddings
 
     @property
     def step_s(self) -> float:
@@ -284,13 +285,18 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     backward_s = run.now_s
     # Only messages are left.
     run.drain()
-    over_s, after_s = max([backward_s, *(bucket.done_s for bucket in done)]) + costs.finish_s, job.after_s
+    # Rows of embeddings follow when the control words have arrived, which say how many there are.
+    tail = [BucketSpan(num_bytes, backward_s) for _, num_bytes in job.tail]
+    for rows in tail:
+        run.hand_over(rows, (Load(rows.num_bytes),), 0.0)
+    run.drain()
+    over_s, after_s = max([backward_s, *(span.done_s for span in (*done, *tail))]) + costs.finish_s, job.after_s
     if sending is not None:
         over_s += 0.0 if sending.is_plain else costs.curve.estimate_s(_WORDS_BYTES)
         if sending.strategy.is_sharded:
             after_s /= sending.world_size
             over_s += _estimate_gathering(job, layout, costs, sending)
-    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, after_s, job.backward_s)
+    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, after_s, job.backward_s, tuple(tail))
 
 
 def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:

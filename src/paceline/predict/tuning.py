@@ -392,15 +392,16 @@ def judge_tuning(
 
     def build(label: str, cap_bytes: int, estimate: Estimate, strategy: Strategy = DENSE) -> Candidate:
         what = f"cap {format_bytes(cap_bytes)}" if cap_bytes else "free"
-        plan = model.build_plan(gradients, estimate.cuts, f"tuned: {what}")
+        sender = model if strategy == DENSE else models.get(strategy.text, model)
+        plan = sender.build_plan(gradients, estimate.cuts, f"tuned: {what}")
         return Candidate(label, cap_bytes, plan, estimate, strategy)
 
     default = Candidate(DEFAULT, 0, default_plan, choice.default)
     ran = [record for record in jobs if record.note]
     strategies = list_strategies(settings.strategies) if settings.strategies else ()
-    models = {one.text: _send_by(model, one, records) for one in strategies}
+    models, sizes = {one.text: _send_by(model, one, records) for one in strategies}, default_plan.bucket_bytes
     predicted = {
-        text: choice.estimate if text == DENSE.text else one.choose(choice.default.cuts, only_caps=True).estimate
+        text: choice.estimate if text == DENSE.text else one.choose(one.cut_like(sizes), only_caps=True).estimate
         for text, one in models.items()
     }
     if ran:  # judged is what ran, not what would be chosen today
@@ -427,8 +428,8 @@ def judge_tuning(
     confirmed, unique = {record.label: record for record in ran}, dict[tuple[str, tuple[int, ...]], Candidate]()
     for candidate in (default, *others):  # a plan with the buckets of another one is that one
         measured = confirmed.get(candidate.label)
-        sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
-        unique.setdefault((candidate.strategy.text, sizes), candidate)
+        found_sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
+        unique.setdefault((candidate.strategy.text, found_sizes), candidate)
     kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or c.plan.fits_torch]
     kept = kept if ran or strategies else kept[:_MOST_CANDIDATES]
     race = whole = None

@@ -178,6 +178,9 @@ def _build_row(
     wait, job = estimate_wait(spread, world_size), _stretch(alone, fabric, world_size, rank)
     sending = send(world_size, job.backward_s / alone.backward_s, Resample())
     costs = _build_costs(alone, fabric, world_size, rank, sending)
+    # Our own wrapper sends the lookups of embeddings as rows, where that is worth it.
+    splits = rank.wrapper == "paceline" and not is_shared(fabric) and (sending is None or sending.is_plain)
+    job = job.split(world_size) if splits else job
     caps = estimate_caps(job, costs, most_caps)
     # Where launches cost nothing, they do in truth: of plans that take the same time the one with the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
@@ -188,6 +191,7 @@ def _build_row(
     for draw in draws:
         drawn = _stretch(draw.job, draw.fabric, world_size, draw.rank, draw.shift)
         sends = send(world_size, drawn.backward_s / draw.job.backward_s, draw.resample)
+        drawn = drawn.split(world_size) if splits else drawn
         step = simulate(drawn, best.cuts, _build_costs(drawn, draw.fabric, world_size, draw.rank, sends))
         left_out_s = MODEL_ERROR * draw.error * max(0.0, step.exposed_s)
         times.append(step.step_s + left_out_s + wait * drawn.computing_s)

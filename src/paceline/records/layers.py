@@ -22,6 +22,11 @@ def _check_seconds(name: str, values: Iterable[float | None]) -> None:
             raise RecordError(f"{name} has the time {value!r}; it must be finite and not negative")
 
 
+def _find_median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSizeRecord(Record):
     """The number of parameters of one layer, in the order of the model's definition."""
@@ -65,7 +70,8 @@ class ParameterTimes:
     """When the gradient of a parameter became ready: seconds after backward began, None in a repetition without one.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
-    Older profiles have no `shape`.
+    Older profiles have no `shape`. Of a weight of embeddings `num_rows` is how many rows a step looked up, and `rest_s`
+    when the part of the gradient that does not come from lookups was ready, if it has one.
     """
 
     name: str
@@ -76,9 +82,11 @@ class ParameterTimes:
     ready_s: tuple[float | None, ...]
     aliases: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
+    num_rows: int = 0
+    rest_s: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_seconds(self.name, self.ready_s)
+        _check_seconds(self.name, (*self.ready_s, *self.rest_s))
         if self.num_bytes < 0 or self.num_elements < 0 or (self.shape and math.prod(self.shape) != self.num_elements):
             shape = f" of shape {self.shape}" if self.shape else ""
             raise RecordError(f"{self.name} has {self.num_elements} elements{shape} in {self.num_bytes} bytes")
@@ -86,8 +94,11 @@ class ParameterTimes:
     @cached_property
     def median_s(self) -> float | None:
         """Over the repetitions in which it had a gradient; None if it never had one."""
-        known = [value for value in self.ready_s if value is not None]
-        return statistics.median(known) if known else None
+        return _find_median(self.ready_s)
+
+    @cached_property
+    def median_rest_s(self) -> float | None:
+        return _find_median(self.rest_s)
 
     @property
     def order_s(self) -> float:

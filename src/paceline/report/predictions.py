@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
-from paceline.plan import Plan, plan_like_torch
+from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
 from paceline.predict.curves import fit_curve, fit_line, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
@@ -37,7 +37,7 @@ from paceline.predict.search import (
     estimate_sensitivity,
     find_best_cuts,
 )
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
 from paceline.predict.strategies import describe_update
 from paceline.predict.tuning import (
     DEFAULT,
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_ROWS = 24  # on the terminal: the widest ranges of bucket sizes, and the last; the CSV has all
+_ROWS = (256, 1024, 4096)  # distinct tokens of a rank's batch, where nothing says how many
 _SAID = ("contention ", "interval: ", "measured: ")  # lines that name their basis themselves
 
 
@@ -246,12 +247,35 @@ CHANGES = (
 )
 
 
+SPLITS = (
+    Column("rows of a rank", "num_rows", "count", "num_rows", is_key=True),
+    Column("of the lookups", "num_bytes", "bytes", "num_bytes", priority=2),
+    Column("best bucket size", lambda s: _join(*s.caps.plateau), priority=3),
+    Column(None, lambda s: s.caps.plateau[0], key="plateau_low_bytes"),
+    Column(None, lambda s: s.caps.plateau[1], key="plateau_high_bytes"),
+    Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
+    Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
+    Column("with the best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
+    Column(None, lambda s: "simulated", key="source"),
+)
+
+
+class Split(NamedTuple):
+    """A tied tensor in two parts: that of the head early, that of the lookups as so many rows of each rank."""
+
+    num_rows: int
+    num_bytes: int
+    caps: CapCurve
+    free: SimulatedStep
+
+
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
     The tables say nothing of contention, which changes the answer. So there are two curves, each with its own best and
     its own ranges: `caps` by the tables alone, and `expected` with the contention that is assumed, which on a CPU is
     none. `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given.
+    `splits` is what our wrapper gains where the first and the last layer are one tied tensor.
     """
 
     def _derive(self) -> None:
@@ -263,6 +287,7 @@ class CapsResult(Result):
         costs = MachineCosts(curve=self.cost)
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
         self.free_plan = find_best_cuts(self.job, costs)
+        self.splits = self._estimate_splits(costs, sweep[0].world_size)
         self.contention, self.is_on_gpu = Contention.assume(device, is_on_host=False), device == "cuda"
         slowed = replace(costs, contention=self.contention.spread_over(self.cost))
         self.expected = estimate_caps(self.job, slowed) if self.is_on_gpu else self.caps
@@ -278,6 +303,18 @@ class CapsResult(Result):
         self.interval = hold_draws(self.expected.best.backward_s, times)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
+
+    def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
+        """By the tables alone; they do not say how many distinct tokens a rank has."""
+        found = []
+        for num_rows in _ROWS if self.job.lookups else ():
+            lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
+            job = replace(self.job, lookups=lookups).split(world_size)
+            if job.tail:
+                num_bytes = num_rows * (lookups[0].row_bytes + INDEX_BYTES)
+                caps = estimate_caps(job, costs)
+                found.append(Split(num_rows, num_bytes, caps, find_best_cuts(job, costs, [caps.best.cuts])[1]))
+        return found
 
     @property
     def curves(self) -> dict[str, CapCurve]:
@@ -324,6 +361,7 @@ class CapsResult(Result):
             f"the best free plan by the tables, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
+            *self._describe_splits(),
             "assumed: one message at a time, no copies; times include the ranks' wait for each other",
             f"contention: {self.contention.basis}"
             f"{'; the tables do not have it: `paceline tune` measures it' * self.is_on_gpu}",
@@ -331,6 +369,15 @@ class CapsResult(Result):
             "adds for what the model leaves out; the tables have no repetitions to draw from",
             *(self._describe_measured(name, curve) for name, curve in self.curves.items() if self.measured),
         ]
+
+    def _describe_splits(self) -> list[str]:
+        if not self.splits:
+            return []
+        exposed = ", ".join(f"{format_ms(s.free.exposed_s)} ms with {s.num_rows} rows" for s in self.splits)
+        was = format_ms(self.free_plan[1].exposed_s)
+        text = "paceline.DDP sends the head's part of it early, and the lookups' as the rows of each rank's batch"
+        least = f"two messages of one element would be {format_ms(2 * self.cost.estimate_s(1))} ms by the table"
+        return [f"{text}: then the best free plan exposes {exposed}, not {was} ms; {least}"]
 
     def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
         others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
@@ -369,6 +416,7 @@ class CapsResult(Result):
         )
         return [
             Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
+            *([Table("split", "the tied tensor in two parts", SPLITS, self.splits)] if self.splits else []),
             Table("sensitivity", "what would move it, by the tables alone", CHANGES, self.changes),
             *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]

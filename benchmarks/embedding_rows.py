@@ -1,0 +1,177 @@
+#!/usr/bin/env python
+"""What it gains that embeddings send rows: steps in turns of `embeddings="dense"` and `"auto"`, between two hosts.
+
+    benchmarks/embedding_rows.py [--rate 1gbit] [--model gpt2-mini] [--batch-size 4] [--rounds 40] [--json FILE]
+
+The hosts are network namespaces of this machine, as in `limited_link.py`; needs root, `ip` and `tc`. `--rate none` runs
+both ranks here, on loopback. `--model hf` is a GPT-2 of transformers with the sizes of gpt2-mini. Each way runs with
+its default plan and with the best of several caps, which is measured right before. `alone` is the same step without
+communication: exposed = step - alone. Times are medians; ratios are medians over pairs of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from limited_link import PORT, linked_hosts
+
+import paceline
+from paceline.parallel import DDP
+from paceline.records.samples import compare_times
+from paceline.workloads.registry import MODELS, ModelOptions, build_model
+
+WARMUP = 4
+TIMEOUT_S = 600
+
+
+def build(name: str, tokens: int) -> tuple[torch.nn.Module, int, int]:
+    """The model, its vocabulary and the length of a sequence."""
+    torch.manual_seed(0)
+    if name == "hf":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "n_positions": 64}
+        config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        return GPT2LMHeadModel(config), 4096, tokens or 64
+    form = MODELS[name].form
+    return build_model(name, form, ModelOptions(dropout=0.0)), form.vocabulary, tokens or form.shape[0]
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        vocabulary = 0
+
+        def make(kind: str, cap: float | None) -> DDP:
+            nonlocal vocabulary
+            module, vocabulary, _ = build(asked.model, asked.tokens)
+            return DDP(module, embeddings=kind, bucket_cap_mb=cap, check_replicas_every=0)
+
+        length = build(asked.model, asked.tokens)[2]
+        models = {(kind, cap): make(kind, cap) for kind in ("dense", "auto") for cap in (None, *asked.caps)}
+        draw = torch.Generator().manual_seed(world.rank)
+        # As in text, a few tokens are frequent: the ranks of a Zipf distribution.
+        weights = 1 / torch.arange(1, vocabulary + 1)
+
+        def step(model: DDP, is_synchronised: bool = True) -> float:
+            ids = torch.multinomial(weights, asked.batch_size * length, True, generator=draw).view(-1, length)
+            model.zero_grad()
+            dist.barrier()
+            begin_s = time.perf_counter()
+            model.do_sync = is_synchronised
+            out = model(ids)
+            logits = getattr(out, "logits", out)
+            F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            return time.perf_counter() - begin_s
+
+        def run(labels: list[Any], rounds: int) -> dict[Any, list[float]]:
+            times: dict[Any, list[float]] = {label: [] for label in labels}
+            for number in range(rounds + WARMUP):
+                for label in labels[number % len(labels) :] + labels[: number % len(labels)]:
+                    took_s = step(models["dense", None] if label == "alone" else models[label], label != "alone")
+                    if number >= WARMUP:
+                        times[label].append(took_s)
+            # A step is over when the slowest rank is.
+            return {label: [max(row) for row in zip(*world.share(mine), strict=True)] for label, mine in times.items()}
+
+        first = run(list(models), max(4, asked.rounds // 5))
+        best = {}
+        for kind in ("dense", "auto"):
+            tried = {cap: statistics.median(first[kind, cap]) for cap in asked.caps}
+            best[kind] = min(tried, key=tried.__getitem__)
+        labels = [*(("dense", None), ("auto", None)), *((kind, best[kind]) for kind in best), "alone"]
+        times = run(labels, asked.rounds)
+        alone_s = statistics.median(times["alone"])
+        rows = []
+        for label in labels[:-1]:
+            plain = ("dense", None if label[1] is None else best["dense"])
+            ratio = compare_times(times[label], times[plain])
+            exposed_s = statistics.median(times[label]) - alone_s
+            was_s = statistics.median(times[plain]) - alone_s
+            rows.append({
+                "embeddings": label[0], "cap_mb": label[1], "step_s": statistics.median(times[label]),
+                "exposed_s": exposed_s, "of_dense_step": ratio.value, "half_width": ratio.noise,
+                "of_dense_exposed": exposed_s / was_s, "report": str(models[label].report()),
+            })  # fmt: skip
+        return {"alone_s": alone_s, "rows": rows, "rank": world.rank, "settings": vars(asked) | {"json": None}}
+
+
+def run_rank(asked: argparse.Namespace) -> None:
+    found = measure(asked)
+    if found["rank"]:
+        return
+    print(f"{asked.model}, batch size {asked.batch_size}, 2 ranks, {asked.rate}; alone {found['alone_s'] * 1e3:.1f} ms")
+    for row in found["rows"]:
+        cap = "default plan" if row["cap_mb"] is None else f"cap {row['cap_mb']} MiB"
+        ratio = f"{row['of_dense_step']:.3f} ± {row['half_width']:.3f}"
+        print(
+            f"{row['embeddings']:6} {cap:14} step {row['step_s'] * 1e3:7.1f} ms ({ratio} of dense), exposed "
+            f"{row['exposed_s'] * 1e3:7.1f} ms ({row['of_dense_exposed']:.2f} of dense)"
+        )
+    print(found["rows"][-1]["report"])
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
+
+
+def start(prefixes: list[list[str]], address: str, extra: dict[str, str]) -> int:
+    ranks = []
+    for rank, prefix in enumerate(prefixes):
+        place = {
+            "MASTER_ADDR": address, "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", **extra,
+        }  # fmt: skip
+        command = [*prefix, sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--is-rank"]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **place}))
+    until_s = time.monotonic() + TIMEOUT_S
+    try:
+        while time.monotonic() < until_s:
+            codes = [rank.poll() for rank in ranks]
+            if any(codes) or None not in codes:
+                return next((1 for code in codes if code), 0)
+            time.sleep(0.2)
+        return 1
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--model", default="gpt2-mini")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=0, help="of a sequence; 0: the model's context")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--caps", type=float, nargs="+", default=[0.5, 1, 2, 4, 8, 1000], help="in MiB")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go, whoever ends this
+    if asked.is_rank:
+        torch.set_num_threads(1)
+        run_rank(asked)
+    elif asked.rate == "none":
+        sys.exit(start([[], []], "127.0.0.1", {}))
+    elif os.geteuid():
+        raise SystemExit("embedding_rows: root is needed: network namespaces are made here; or --rate none")
+    else:
+        with linked_hosts(asked.rate) as names:
+            prefixes = [["ip", "netns", "exec", name] for name in names]
+            sys.exit(start(prefixes, "10.213.7.1", {"GLOO_SOCKET_IFNAME": "eth0"}))
+
+
+if __name__ == "__main__":
+    main()

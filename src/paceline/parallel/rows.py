@@ -1,0 +1,486 @@
+"""Gradients of embeddings as rows: those of the batch's tokens, which are all that a lookup's gradient has.
+
+It is ready last. An output head that shares the weight makes a dense gradient, which is ready early.
+
+Inside the wrapper's forward an embedding looks up an alias of its weight: another leaf of autograd, with the same
+memory. So autograd delivers two gradients: that of every other use of the weight at the weight, as always, and that of
+the lookup here, as rows. They follow the last bucket, when the control words have told all ranks how many there are.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from paceline.errors import ConfigError
+from paceline.parallel.channel import Channel
+from paceline.parallel.replicas import Replica
+from paceline.plan import INDEX_BYTES, Plan, Rows, are_rows_worth, compare_rows
+from paceline.units import format_bytes
+
+# A table below this size is not worth a message.
+_LEAST_BYTES = 256 << 10
+# After so many steps in which rows were not fewer bytes the table is sent dense from then on.
+_PATIENCE = 3
+# Instead of a number of rows: this rank has a gradient that is not known as rows.
+DENSE = 2**32 - 1
+_ALIGN_BYTES = 16
+
+
+class Table:
+    """The weight of one or more embeddings. `is_sparse`: the user wants sparse gradients."""
+
+    def __init__(self, index: int, param: torch.Tensor, is_sparse: bool) -> None:
+        self.index, self.param, self.is_sparse = index, param, is_sparse
+        self.modules: list[nn.Module] = []
+        self.is_on, self.is_plain = True, True  # its lookups are seen, and its layers do no more than look up
+        self.why = ""  # it is sent dense
+        self.sent: Rows | None = None  # as in the plan
+        self.pending: list[torch.Tensor] = []  # sparse gradients of this backward
+        self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # this rank's distinct rows and their sums
+        self.num_sent = 0  # by all ranks, in the last step
+        self._folded: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None  # `.grad`, its version, its rows
+        self._dense: torch.Tensor | None = None  # the averaged gradient, where there is no other part
+        self._written: tuple[int, list[torch.Tensor]] | None = None  # its version, and the rows that are not zero
+        self.misfits = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.param[0].nbytes
+
+    def pack(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The distinct rows of the pending gradients, and the sum of each."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return None
+        rows = torch.cat([grad._indices()[0] for grad in pending]) if len(pending) > 1 else pending[0]._indices()[0]
+        values = torch.cat([grad._values() for grad in pending]) if len(pending) > 1 else pending[0]._values()
+        return add_up(rows, values)
+
+    def fold(self) -> None:
+        """Add what is pending to `.grad`, as autograd would have."""
+        pending, self.pending = self.pending, []
+        for one in pending:
+            self._add(one)
+
+    def _add(self, found: torch.Tensor) -> None:
+        grad, rows = self.param.grad, found._indices()[0]
+        if self.is_sparse and (grad is None or grad.layout != torch.strided):
+            self.param.grad = found if grad is None else grad + found
+            return
+        if grad is None:
+            grad = self.param.grad = torch.zeros_like(self.param, requires_grad=False)
+            known: list[torch.Tensor] | None = []
+        else:
+            known = self._known
+        grad.index_add_(0, rows, found._values())
+        self._folded = None if known is None else (grad, grad._version, [*known, rows])
+
+    def count(self) -> int:
+        """The distinct rows that are pending."""
+        return len(torch.unique(torch.cat([one._indices()[0] for one in self.pending]))) if self.pending else 0
+
+    @property
+    def _known(self) -> list[torch.Tensor] | None:
+        """The rows of `.grad` that are not zero, where nobody else has changed it."""
+        grad, version, rows = self._folded or (None, 0, [])
+        return rows if grad is not None and grad is self.param.grad and grad._version == version else None
+
+    def take(self, factor: float) -> int:
+        """This rank's part, multiplied: how many rows, or DENSE."""
+        assert self.sent is not None
+        grad = self.param.grad
+        if not self.sent.is_all or grad is None:
+            found = self.pack()
+        elif grad.layout != torch.strided:
+            self.fold()
+            whole = self.param.grad.coalesce()  # type: ignore[union-attr]
+            found = whole.indices()[0], whole.values().clone()
+        else:
+            self.fold()
+            if (known := self._known) is None:
+                return DENSE
+            rows = torch.unique(torch.cat(known))
+            found = rows, grad[rows]
+        self._folded = None
+        if found is not None:
+            self.mine = found[0], found[1] if factor == 1.0 else found[1].mul_(factor)
+        return 0 if found is None else len(found[0])
+
+    def collect_dense(self, factor: float) -> torch.Tensor:
+        """All of it as one dense gradient, multiplied."""
+        assert self.sent is not None
+        out, self._written = self._memory(), None
+        if self.mine is None and self.sent.is_all and self.param.grad is not None:
+            return torch.mul(self.param.grad.to_dense(), factor, out=out)
+        out.zero_()
+        return out if self.mine is None else out.index_add_(0, *self.mine)
+
+    def _memory(self) -> torch.Tensor:
+        if self.sent is not None and not self.sent.is_all:
+            return torch.empty_like(self.param, requires_grad=False)
+        if self._dense is None:
+            self._dense = torch.zeros_like(self.param, requires_grad=False)
+        return self._dense
+
+    def finish_dense(self, total: torch.Tensor) -> None:
+        assert self.sent is not None
+        if self.sent.is_all:
+            self.param.grad = total
+        else:
+            self.param.grad.add_(total)  # type: ignore[union-attr]
+
+    def finish_rows(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add the rows of all ranks, in rank order."""
+        assert self.sent is not None
+        parts = [part for part in parts if len(part[0])]
+        if self.sent.is_all and self.is_sparse:
+            rows = [rows.long() for rows, _ in parts] or [torch.zeros(0, dtype=torch.int64, device=self.param.device)]
+            values = [values for _, values in parts] or [self.param.detach()[:0]]
+            self.param.grad = build_sparse(*add_up(torch.cat(rows), torch.cat(values)), self.param)
+            return
+        if self.sent.is_all:
+            out = self._memory()
+            if self._written is not None and self._written[0] == out._version:
+                for rows in self._written[1]:
+                    out.index_fill_(0, rows, 0.0)
+            else:
+                out.zero_()
+            self.param.grad = out
+        grad = self.param.grad
+        assert grad is not None
+        for rows, values in parts:
+            grad.index_add_(0, rows, values)
+        if self.sent.is_all:
+            self._written = grad._version, [rows.long() for rows, _ in parts]
+
+    def multiply(self, factor: float) -> None:
+        if self.sent is not None and self.sent.is_all and self.param.grad is not None:
+            self.param.grad.mul_(factor)
+            if self._written is not None:
+                self._written = self.param.grad._version, self._written[1]
+
+    def release(self) -> None:
+        self.mine, self._dense, self._written, self._folded = None, None, None, None
+
+
+class Lookups:
+    """The tables of a model, in the order of its modules. While attached, it sees their lookups; `arrive(index, rows)`
+    is called for the gradient of each. `why_dense` and `why_near`, unless empty, say why none is split, or none but
+    those with sparse gradients."""
+
+    def __init__(
+        self, module: nn.Module, params: Sequence[torch.Tensor], why_dense: str = "", why_near: str = ""
+    ) -> None:
+        self.is_open = True
+        self.task: int | None = None  # autograd's number of the backward at whose end gradients are collected
+        self.tables: list[Table] = []
+        self.whole: list[tuple[torch.Tensor, str]] = []  # weights of embeddings that are not split, and why
+        self._live: collections.deque[torch.Tensor] = collections.deque(maxlen=64)  # aliases whose gradients may come
+        self._handles: list[Any] = []
+        known: dict[torch.Tensor, Table] = {}
+        places = {param: index for index, param in enumerate(params)}
+        for part in module.modules():
+            weight = part._parameters.get("weight") if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
+            if weight is None or weight not in places or weight.nbytes < (0 if part.sparse else _LEAST_BYTES):
+                continue
+            if why := why_dense or _why_whole(part) or ("" if part.sparse else why_near):
+                self.whole.append((weight, why))
+                continue
+            if weight not in known:
+                known[weight] = Table(places[weight], weight, bool(part.sparse))
+                self.tables.append(known[weight])
+            known[weight].modules.append(part)
+
+    def attach(self, arrive: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        self._on_arrival = arrive
+        for table in self.tables:
+            for part in table.modules:
+                seam = _Seam(self, table)
+                self._handles.append(part.register_forward_pre_hook(seam.before))
+                self._handles.append(part.register_forward_hook(seam.after, always_call=True))
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Lookups inside are seen."""
+        before, self.is_open = self.is_open, True
+        try:
+            yield
+        finally:
+            self.is_open = before
+
+    def note(self, alias: torch.Tensor, table: Table) -> None:
+        alias.register_post_accumulate_grad_hook(functools.partial(self._arrive, table))  # type: ignore[no-untyped-call]
+        self._live.append(alias)
+
+    def _arrive(self, table: Table, alias: torch.Tensor) -> None:
+        grad, alias.grad = alias.grad, None
+        with torch.no_grad():
+            if grad is not None and grad.layout == torch.strided:  # the layer does more with its weight than look it up
+                table.param.grad = grad if table.param.grad is None else table.param.grad + grad
+                table.is_plain = table.is_on = False
+                return
+            assert grad is not None
+            table.pending.append(grad)
+            if torch._C._current_graph_task_id() != self.task:
+                table.fold()
+            if self._on_arrival is not None:
+                self._on_arrival(table.index, grad._indices()[0])
+
+    def will_arrive(self) -> bool:
+        """Whether this backward leaves the gradient of a lookup."""
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(alias).node) for alias in self._live)
+
+    def refuse_grad(self) -> None:
+        """Raise where `torch.autograd.grad` asks for the gradient of a table: it would lack that of the lookups."""
+        for table in self.tables if self._live else ():
+            if not table.param.requires_grad:
+                continue
+            try:
+                torch._C._will_engine_execute_node(get_gradient_edge(table.param).node)
+            except RuntimeError:
+                text = f"the weight of {type(table.modules[0]).__name__}: its lookups are reduced separately"
+                text = f"torch.autograd.grad of {text}; wrap with embeddings='dense'"
+                raise ConfigError(text, code="autograd-grad") from None
+
+
+class RowParts(Lookups):
+    """The tables of a wrapped model, and the exchange of their rows. All ranks have the same, in the same order."""
+
+    def __init__(self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str) -> None:
+        why_near = "ranks share memory" if channel.shares_memory else ""
+        why_near = why_near if channel.world_size > 1 else "one rank"
+        super().__init__(module, replica.params, why_dense, why_near)
+        self.replica, self.channel, self.is_open = replica, channel, False
+        self.counts: list[int] = []
+        self._factor, self._seen = 1.0, list[Sequence[int]]()  # of all ranks: how many rows each table had last
+        self.attach()
+
+    def begin(self) -> None:
+        """A synchronised backward starts."""
+        for table in self.tables:
+            table.pending.clear()
+            table.mine = None
+
+    def fold(self) -> None:
+        """A backward that is not synchronised is over."""
+        with torch.no_grad():
+            for table in self.tables:
+                table.fold()
+
+    def find_arrived(self) -> set[int]:
+        """The parameters to which lookups in this backward gave a gradient."""
+        return {table.index for table in self.tables if table.pending}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rows are sent."""
+        return any(table.sent is not None for table in self.tables)
+
+    def use(self, rows: Sequence[Rows], is_final: bool) -> None:
+        """Send these parts of the plan as rows. Without a final plan the lookups of all tables are counted."""
+        sent = {part.gradient: part for part in rows}
+        for table in self.tables:
+            table.sent = sent.get(table.index)
+            table.is_on = table.is_plain and (table.sent is not None or not is_final)
+            table.release()
+
+    @torch.no_grad()
+    def collect(self, factor: float, take_part: bool) -> None:
+        """What this rank has of each table, in `counts`: the number of its rows, or DENSE. What is not sent as rows
+        goes to `.grad`."""
+        self._factor, self.counts = factor, [0] * len(self.tables)
+        for number, table in enumerate(self.tables):
+            if not take_part:
+                table.pending.clear()
+            else:
+                self.counts[number] = table.count() if table.sent is None else table.take(factor)
+                table.fold()
+
+    @torch.no_grad()
+    def exchange(self, counts: Sequence[Sequence[int]], take_part: bool) -> None:
+        """Send the rows of this step, or dense gradients where these are fewer bytes. `counts` is by rank and table.
+        Collective."""
+        self._seen = counts
+        started: list[tuple[Table, Any, Any, list[int]]] = []
+        for number, table in enumerate(self.tables):
+            if table.sent is None:
+                continue
+            each = [one[number] for one in counts]
+            most = max(each)
+            fits = most != DENSE and (table.is_sparse or self._compare(table, most) < 1)
+            table.misfits = 0 if fits else table.misfits + 1
+            if fits:
+                table.num_sent = sum(each)
+                sent = pack_rows(table, most)
+                got = torch.empty(self.channel.world_size * sent.nbytes, dtype=torch.uint8, device=sent.device)
+                work = self.channel.start_gather(got, sent) if most else None
+                started.append((table, work, got, each))
+            else:
+                total = table.collect_dense(self._factor) if take_part else torch.zeros_like(table.param)
+                started.append((table, self.channel.start_sum(total), total, []))
+        for table, work, got, each in started:
+            if work is not None:
+                self.channel.wait(work, f"the rows of {self.replica.name(table.index)}")
+            if take_part:
+                if each:
+                    parts = zip(got.chunk(len(each)), each, strict=True) if work is not None else ()
+                    table.finish_rows([unpack_rows(table, part, max(each), count) for part, count in parts])
+                else:
+                    table.finish_dense(got)
+            table.mine = None
+
+    def _compare(self, table: Table, most: int) -> float:
+        return compare_rows(most, table.row_bytes, table.param.nbytes, self.channel.world_size)
+
+    def choose_first(self) -> list[Rows]:
+        """The parts that must be rows from the first step on: where sparse gradients are wanted."""
+        sparse = [table for table in self.tables if table.is_sparse and table.is_plain]
+        return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
+
+    def choose(self, dense: set[int], num_params: int) -> list[Rows]:
+        """The parts that are worth sending as rows, by what the step counted. `dense` parameters have another part."""
+        found = []
+        for number, table in enumerate(self.tables):
+            most, is_all = max(one[number] for one in self._seen), table.index not in dense
+            share = self._compare(table, most)
+            table.why = table.why if not table.is_plain else ""
+            if table.is_sparse and is_all and table.is_plain:
+                found.append(Rows(table.index, min(most, len(table.param)), True))
+            elif not most or most == DENSE or not table.is_plain:
+                other = "sparse=True, and the weight has other uses"
+                table.why = table.why or (other if table.is_sparse and most else "no lookup of it was seen")
+            elif not are_rows_worth(share, is_all):
+                table.why = f"up to {most} rows of {len(table.param)} on each rank"
+            else:
+                found.append(Rows(table.index, most, is_all))
+        if len([part for part in found if part.is_all]) == num_params:  # the control words travel in a bucket
+            found = [part for part in found if part.gradient != found[-1].gradient]
+        return found
+
+    def limit(self, plan: Plan) -> Plan:
+        """The plan, with what cannot be sent as rows in its buckets."""
+        usable = {table.index for table in self.tables if table.is_plain}
+        return plan.without_rows({part.gradient for part in plan.rows} - usable)
+
+    def drop_misfits(self) -> bool:
+        """Whether there are tables whose rows have not been worth it for some steps. They are whole from now on."""
+        misfits = [table for table in self.tables if table.misfits >= _PATIENCE]
+        for table in misfits:
+            table.is_plain, table.misfits, table.why = False, 0, "in several steps it was not rows alone, or too many"
+        return bool(misfits)
+
+    def multiply(self, factor: float) -> None:
+        for table in self.tables:
+            table.multiply(factor)
+
+    def describe(self) -> list[str]:
+        """How each table travels, for a person."""
+        params = self.replica.params
+        places = {param: index for index, param in enumerate(params)}
+
+        def name(index: int) -> str:
+            return f"{self.replica.name(index)} ({format_bytes(params[index].nbytes)})"
+
+        lines = [f"embedding {name(places[weight])} is sent whole: {why}" for weight, why in self.whole]
+        for table in self.tables:
+            size = name(table.index)
+            if table.sent is None:
+                why = f": {table.why}" if table.why else ""
+                lines.append(f"embedding {size} is sent whole{why}")
+                continue
+            sent_bytes = table.num_sent * (table.row_bytes + INDEX_BYTES)
+            other = "" if table.sent.is_all else "; what its other uses add is in the buckets"
+            found = f"{table.num_sent} of all ranks, {format_bytes(sent_bytes)}"
+            lines.append(f"embedding {size} sends rows: {found}{other}")
+        return lines
+
+
+class _Seam:
+    """The hooks of one embedding. Those of a copied or loaded module do nothing."""
+
+    def __init__(self, own: Lookups | None = None, table: Table | None = None) -> None:
+        self._own: Callable[[], Lookups | None] = (lambda: None) if own is None else weakref.ref(own)
+        self._table, self._was_sparse = table, False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Seam, ()
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        own, table = self._own(), self._table
+        if own is None or table is None or not own.is_open or not table.is_on or not torch.is_grad_enabled():
+            return
+        weight = module._parameters.get("weight")
+        # A hook of the user's expects the whole gradient; in backward, checkpointing repeats what was already seen.
+        is_other = weight is not table.param or not table.param.requires_grad or table.param._backward_hooks
+        if is_other or _why_whole(module) or torch._C._current_graph_task_id() != -1:
+            return
+        alias = table.param.detach().requires_grad_()
+        self._was_sparse, module.sparse = module.sparse, True  # type: ignore[assignment]
+        module.__dict__["weight"] = alias  # found before the parameter
+        own.note(alias, table)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.__dict__.pop("weight", None) is not None:
+            module.sparse = self._was_sparse  # type: ignore[assignment]
+
+
+def _why_whole(module: Any) -> str:
+    """Why the gradient of an embedding's lookups cannot be rows; empty where it can."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_floating_point():
+        return "the layout of its weight"
+    if getattr(module, "mode", "sum") == "max":
+        return "mode 'max'"
+    options = {"max_norm": module.max_norm is not None, "scale_grad_by_freq": module.scale_grad_by_freq}
+    return next((name for name, is_set in options.items() if is_set), "")
+
+
+def add_up(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row once, in order, with the sum of its values."""
+    unique, place = torch.unique(rows, return_inverse=True)
+    return unique, values.new_zeros(len(unique), *values.shape[1:]).index_add_(0, place, values)
+
+
+def build_sparse(rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, like.shape, is_coalesced=True, check_invariants=False)
+
+
+def pack_rows(table: Table, most: int) -> torch.Tensor:
+    """This rank's rows in as many bytes as those of the rank that has most: indices, then values."""
+    start = _find_start(most)
+    total = -(-(start + most * table.row_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
+    sent = torch.empty(total, dtype=torch.uint8, device=table.param.device)
+    if table.mine is not None:
+        rows, values = table.mine
+        sent[: len(rows) * INDEX_BYTES].view(torch.int32).copy_(rows)
+        sent[start : start + values.nbytes].view(values.dtype).copy_(values.reshape(-1))
+    return sent
+
+
+def unpack_rows(table: Table, part: torch.Tensor, most: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` rows of a rank, from what `pack_rows` made there."""
+    start, param = _find_start(most), table.param
+    values = part[start : start + count * table.row_bytes].view(param.dtype).view(count, param.shape[1])
+    return part[: count * INDEX_BYTES].view(torch.int32), values
+
+
+def _find_start(most: int) -> int:
+    return -(-most * INDEX_BYTES // _ALIGN_BYTES) * _ALIGN_BYTES
