@@ -191,7 +191,8 @@ static int look(const seat *peer, uint32_t phase)
 }
 
 /* Look for a peer without sleeping. Whoever is woken comes tens of microseconds later, but a core that only looks must not
- * be one that others need: where one did, twice as many waits as the last time are without the long look. */
+ * be one that others need. The long look is not for a rank that shares its core with the peer, or has just woken it, perhaps
+ * to this very core; and where another thread wanted the core, twice as many waits as the last time go without it. */
 static int look_for_long(pln_group *g, const seat *peer, uint32_t phase, double began)
 {
     double now = began;
@@ -200,7 +201,7 @@ static int look_for_long(pln_group *g, const seat *peer, uint32_t phase, double 
             return 1;
         now = pln_now();
     } while (g->has_core && now < began + SPIN_S);
-    if (!g->has_core || !g->is_watched)
+    if (!g->has_core || !g->is_watched || g->has_woken || atomic_load(&peer->core) == (uint32_t)sched_getcpu())
         return 0;
     if (g->num_blind > 0) {
         g->num_blind--;
@@ -220,7 +221,6 @@ static int look_for_long(pln_group *g, const seat *peer, uint32_t phase, double 
             return 0;
         }
     }
-    g->num_crowded = 0;
     return 0;
 }
 
@@ -270,8 +270,10 @@ static int await(pln_group *g, uint32_t phase)
 static uint32_t signal_phase(pln_group *g)
 {
     seat *mine = &g->shared->seats[g->rank];
+    atomic_store_explicit(&mine->core, (uint32_t)sched_getcpu(), memory_order_relaxed);
     atomic_store(&mine->progress, ++g->progress);
-    if (atomic_load(&mine->sleepers) != 0)
+    g->has_woken = atomic_load(&mine->sleepers) != 0;
+    if (g->has_woken)
         futex_wake(&mine->progress);
     return g->progress;
 }

@@ -32,6 +32,7 @@ typedef struct {
 /* One rank's shared state. `progress` counts finished phases and wraps around; only `sleepers` is written by others. */
 typedef struct {
     _Alignas(LINE_BYTES) _Atomic uint32_t progress;
+    _Atomic uint32_t core; /* on which the rank was when it finished the last one */
     _Atomic uint32_t sleepers, has_left;
     _Alignas(LINE_BYTES) announcement asked[2];
 } seat;
@@ -64,7 +65,8 @@ struct pln_group {
     uint64_t stage, num_ops;
     arena where; /* its vector lies, if in any */
     double began, limit_s;
-    int is_watched, num_crowded, num_blind; /* the caller waits for it; how often another thread wanted its core */
+    int is_watched, has_woken; /* the caller waits for it; others slept when this rank came */
+    int num_crowded, num_blind; /* how often another thread wanted this core; waits without a long look */
     double last_look, stopped_since[PLN_MAX_RANKS]; /* in the wait for one phase */
 
     /* The queue: tickets 1, 2, ... are submitted, then finished, in order; those from `first_failed` on have failed. */
