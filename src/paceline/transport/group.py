@@ -23,7 +23,14 @@ from paceline import machine
 from paceline.errors import LaunchError
 from paceline.transport import native, works
 from paceline.transport.hierarchy import TwoLevels
-from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
+from paceline.transport.works import (
+    DTYPES,
+    as_run,
+    as_run_in_place,
+    is_movable,
+    is_reducible,
+    is_wrapper_subclass,
+)
 
 _SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
 _STOPPED_S = 1.2  # a process that stays stopped for this long counts as lost
@@ -33,8 +40,8 @@ _Op: Any = dist.ReduceOp
 _OPS = {hash(_Op(op)): number for op, number in (
     (_Op.SUM, native.SUM), (_Op.AVG, native.AVG), (_Op.MIN, native.MIN), (_Op.MAX, native.MAX)
 )}  # fmt: skip
-_SMALL = 16 << 10  # a Work may keep a tensor of so few elements
-_AllreduceOptions, _strided = c10d.AllreduceOptions, torch.strided
+_SMALL = 16 << 10  # elements: below, one lane takes all, and a Work may keep the tensor
+_AllreduceOptions, _Tensor = c10d.AllreduceOptions, torch.Tensor
 # An operation of the core, with its tensors instead of their addresses.
 _Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
 _NOTHING = torch.empty(0, device="cpu")
@@ -79,6 +86,7 @@ class PacelineGroup(_TorchGroup):
             segments.append(self._share(-(-wanted // len(mine)), by_store))
         limits_s = self._timeout.total_seconds(), _STOPPED_S
         self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, self._pids, *limits_s)
+        self._lane, self._run = self._native.first
         self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
         self._levels, self._is_quick = None, self._size > 1
         if len(set(hosts)) > 1:
@@ -167,16 +175,26 @@ class PacelineGroup(_TorchGroup):
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if self._is_quick and type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
-            # What most callers pass. Below does the same, for any; of a small message most of the time is Python.
+            # What most callers pass. Below does the same for anything; most of the time of a small message is Python.
             tensor = tensors[0]
             dtype, op = DTYPES.get(tensor.dtype), _OPS.get(hash(opts.reduceOp))
-            if (
-                dtype is not None and op is not None and type(tensor) is torch.Tensor and tensor.is_cpu
-                and tensor.layout is _strided and tensor.is_contiguous() and not tensor.is_neg()
-            ):  # fmt: skip
-                address = tensor.data_ptr()
-                operation = native.ALL_REDUCE, dtype, op, 0, address, address, tensor.numel()
-                return self._start_one(operation, opts, tensor)
+            address = 0
+            if type(tensor) is _Tensor and dtype is not None and op is not None and tensor.is_cpu:
+                try:
+                    address = tensor.data_ptr() if tensor.is_contiguous() and not tensor.is_neg() else 0
+                except RuntimeError:  # of a sparse tensor, say
+                    pass
+            if address:
+                count = tensor.numel()
+                if count > _SMALL or self._pending or opts.asyncOp:
+                    return self._start_one((native.ALL_REDUCE, dtype, op, 0, address, address, count), opts, tensor)
+                self._num_started += 1
+                limit = opts.timeout
+                limit_s = 0.0 if limit.days < 0 else limit.total_seconds()
+                if code := self._run(self._lane, native.ALL_REDUCE, dtype, op, 0, address, address, count, limit_s):
+                    raise self._native.build_error(code)
+                self._finished.tensors = tensors
+                return self._finished
         tensors, opts = _as_list(tensors), _as_options(_AllreduceOptions, opts, timeout)
         if len(tensors) > 1 or hash(opts.reduceOp) not in _OPS or not is_reducible(tensors[0]):
             return self._backend(tensors[0]).allreduce(tensors, opts)
@@ -323,10 +341,7 @@ class PacelineGroup(_TorchGroup):
             ticket = self._native.submit(operation, timeout_s)
             return works.NativeWork(self._native, tensors, self._futures, (), tensors, self._pending, (ticket,))
         self._native.run(operation, timeout_s)
-        if operation[-1] > _SMALL:
-            return works.FinishedWork(tensors)
-        self._finished.replace_result(tensors)
-        return self._finished
+        return works.FinishedWork(tensors)
 
     def _sweep(self) -> None:
         """Finish what can be: nobody need keep a Work, or wait for it."""

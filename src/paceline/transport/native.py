@@ -251,6 +251,15 @@ class Lanes:
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
+    @property
+    def first(self) -> tuple[int, Any]:
+        """The lane of small operations, and what runs one there: the core's `pln_run`."""
+        return self._first, self._run
+
+    def build_error(self, code: int) -> TransportError:
+        """The error of an operation in the first lane alone."""
+        return self._fail(self._first, code, [])
+
     def run(self, operation: Operation, timeout_s: float = 0.0) -> None:
         """One operation, from its beginning to its end. A time limit of 0 is the group's."""
         ticket: Ticket = []

@@ -64,7 +64,7 @@ class TensorWork(Work):
 
     def __init__(self, result: Tensors) -> None:
         super().__init__()
-        self._result = result
+        self.tensors = result
 
     def synchronize(self) -> None:
         self.wait()
@@ -73,7 +73,7 @@ class TensorWork(Work):
         return self.is_completed() and self.exception() is None
 
     def result(self) -> list[torch.Tensor]:
-        return list(self._result)
+        return list(self.tensors)
 
     def find_error(self) -> Exception | None:
         """Wait for the end, and return the error if there is one."""
@@ -95,10 +95,6 @@ class FinishedWork(TensorWork):
 
     def exception(self) -> None:
         return None
-
-    def replace_result(self, result: Tensors) -> None:
-        """Be another operation, where callers do not keep this one."""
-        self._result = result
 
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 /* While all ranks' vectors together are not larger, every rank adds up everything alone: one meeting instead of two. */
-#define ALONE_BYTES (16 << 10)
+#define ALONE_BYTES (32 << 10)
 /* How long a rank looks for the others before it sleeps, if each has a core: in any case, and where its caller waits and
  * no other thread wants the core. One did if giving it away took longer than CROWDED_S. */
 #define SPIN_S 20e-6
