@@ -43,6 +43,8 @@ static void run_next(pln_group *g, int is_watched)
     const int code = pln_execute(g, &next, is_watched);
     pthread_mutex_lock(&g->lock);
     conclude(g, code);
+    if (g->finished < g->entrusted)
+        pthread_cond_signal(&g->has_work); /* the worker may have looked while this ran */
 }
 
 static void *work(void *argument)
@@ -276,8 +278,6 @@ static int wait_here(pln_group *g, int64_t ticket)
         else
             run_next(g, 1);
     }
-    if (!g->is_busy && g->finished < g->entrusted)
-        pthread_cond_signal(&g->has_work); /* something was queued behind this */
     return g->finished < ticket ? PLN_CLOSED : status_of(g, ticket);
 }
 
