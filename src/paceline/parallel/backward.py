@@ -32,6 +32,7 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.sharding import Placement
+from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
@@ -545,12 +546,13 @@ class BucketedReducer:
     ) -> None:  # fmt: skip
         self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
+        self.steps: BucketSteps | None = None  # an optimizer that steps each bucket when it is averaged
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
-        self._active, self._next, self._factor = False, 0, 1.0
+        self._active, self._next, self._factor, self._takes_part = False, 0, 1.0, False
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
         self._overlaps = kind in ("bucketed", "overlap")
@@ -585,6 +587,8 @@ class BucketedReducer:
             self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
         self._taken.clear()
         if self._placement is not None and (error := self._placement.find_misuse()) is not None:
+            self._fail(error)
+        if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
         self._note_versions()
         if self._is_recording:
@@ -776,7 +780,7 @@ class BucketedReducer:
             self._failure = Failure(self.replica.build_late_error(late))
         self.timeline.backward_over()
         self._was_late = self._next < len(self._buckets) - 1
-        take_part = take_part and self._failure is None
+        self._takes_part = take_part = take_part and self._failure is None
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
@@ -840,6 +844,10 @@ class BucketedReducer:
             several = f"bucket {bucket.number} of {len(self._buckets)}"
             self.channel.wait(work, several if others else f"the gradient of {self.replica.name(index)}")
         self.timeline.mark("waited", bucket.number)
+        if self.steps is not None and take_part and self._takes_part:
+            # A gradient that is split over buckets is complete with the last of them.
+            later = {index for other in self._buckets[bucket.number + 1 :] for index in other.indices}
+            self.steps.step([self.replica.params[index] for index in bucket.indices if index not in later])
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
@@ -867,6 +875,8 @@ class BucketedReducer:
             self._is_recording = True
         if self._placement is not None:
             self._placement.attach()
+        if self.steps is not None:
+            self.steps.end()
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
