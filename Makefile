@@ -86,6 +86,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/validate_traces.py
 	$(BIN)/paceline bench allreduce --backend gloo,paceline --memory ordinary,shared --limit --ranks 2,4 \
 	  --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
+	$(BIN)/paceline bench allreduce --backend gloo,paceline --ranks 2 --sizes 4B,256B,4KiB,16KiB --iters 300 --warmup 20
 	$(BIN)/paceline bench chunks --backend gloo,paceline
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
 	$(BIN)/python benchmarks/validate_networks.py --runs results/*/allreduce* results/*/scale-ranks

@@ -85,6 +85,45 @@ def tensors_that_stand_for_others() -> None:
     assert (promised == 4).all()
 
 
+def small_ones_in_any_way() -> None:
+    """A short operation is put out by its caller; who finishes it is whoever asks, in whichever way."""
+    group: Any = dist.group.WORLD
+    for number in range(200):
+        way, vector = (number + dist.get_rank()) % 5, torch.full((5,), 1.0 + dist.get_rank())
+        if way == 0:
+            dist.all_reduce(vector)
+        elif way == 1:
+            dist.all_reduce(vector, async_op=True).wait()
+        elif way == 2:
+            work = dist.all_reduce(vector, async_op=True)
+            while not work.is_completed():
+                pass
+        elif way == 3:
+            assert dist.all_reduce(vector, async_op=True).get_future().wait()[0] is vector
+        else:
+            dist.all_reduce(vector, async_op=True)
+            dist.all_reduce(torch.zeros(1))  # finishes what was started before it
+        if way != 4:
+            dist.all_reduce(torch.zeros(1))
+        assert (vector == 3).all()
+    for op, expected in ((dist.ReduceOp.AVG, 1.5), (dist.ReduceOp.MIN, 1), (dist.ReduceOp.MAX, 2)):
+        vector = torch.full((3,), 1.0 + dist.get_rank())
+        dist.all_reduce(vector, op)
+        assert (vector == expected).all()
+    vector = torch.full((3,), 1.0 + dist.get_rank())
+    dist.all_reduce(vector, dist.ReduceOp.PRODUCT)  # gloo's
+    assert (vector == 2).all() and not group._pending
+
+
+def a_rank_is_lost_while_others_ask() -> None:
+    """Nobody waits for a short operation, and yet whoever asks again and again gets the error."""
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        while not work.is_completed():
+            pass
+        assert "closed" in str(work.exception())
+
+
 def results_that_have_no_room() -> None:
     with pytest.raises(ValueError, match="share memory"):
         dist.all_reduce(torch.ones(1).expand(4))
@@ -100,7 +139,8 @@ def results_that_have_no_room() -> None:
     "program",
     [
         all_of_several, outputs_after_wait, results_after_a_barrier, more_than_the_queue_holds,
-        futures_while_others_start, tensors_that_stand_for_others, results_that_have_no_room,
+        futures_while_others_start, tensors_that_stand_for_others, small_ones_in_any_way,
+        a_rank_is_lost_while_others_ask, results_that_have_no_room,
     ],
 )  # fmt: skip
 def test_results_are_there_when_they_are_said_to_be(on_ranks, program, lanes):

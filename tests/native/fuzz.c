@@ -30,8 +30,14 @@ static int may_fail(const round_plan *plan, int code)
 /* Whether the operation went well; it may fail where the plan says so. */
 static int finish(const seat_taken *s, int g, flight *f, int code)
 {
-    if (f->ticket > 0)
-        code = pln_wait(s->groups[g], f->ticket, -1);
+    if (f->ticket > 0) { /* asked for again and again, waited for in short pieces, or to the end */
+        while ((f->number + s->rank) % 4 == 1 && !pln_is_done(s->groups[g], f->ticket))
+            sched_yield();
+        const double piece_s = (f->number + s->rank) % 4 - 3 + (1 + f->number % 3) * 1e-4;
+        do
+            code = pln_wait(s->groups[g], f->ticket, piece_s >= 0 ? piece_s : -1);
+        while (code == PLN_RUNNING);
+    }
     if (code == PLN_OK) {
         verify(s->plan, s->rank, f);
         atomic_fetch_add(s->plan->num_done, 1);

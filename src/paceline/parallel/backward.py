@@ -27,12 +27,13 @@ from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
-from paceline.parallel.flat import FlatGradients
+from paceline.parallel.flat import FlatGradients, LiveBucket
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.rows import RowParts
 from paceline.parallel.sharding import Placement
+from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
@@ -50,8 +51,6 @@ _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
 # From this size on a gradient is handled separately when it arrives, while it is in the cache: copied into its view,
 # which frees its memory for the next one, or on NCCL, which takes many tensors in one message, not copied at all.
 _SEPARATE_BYTES = 256 << 10
-# Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
-_LARGE_BYTES = 64 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
 
@@ -564,12 +563,13 @@ class BucketedReducer:
         self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
         self.rows = rows  # of embeddings
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
+        self.steps: BucketSteps | None = None  # an optimizer that steps each bucket when it is averaged
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
-        self._active, self._next, self._factor = False, 0, 1.0
+        self._active, self._next, self._factor, self._takes_part = False, 0, 1.0, False
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
         self._overlaps = kind in ("bucketed", "overlap")
@@ -605,6 +605,8 @@ class BucketedReducer:
         self._taken.clear()
         self.rows.begin()
         if self._placement is not None and (error := self._placement.find_misuse()) is not None:
+            self._fail(error)
+        if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
         self._note_versions()
         if self._is_recording:
@@ -663,7 +665,7 @@ class BucketedReducer:
             bucket = self._buckets[self._next]
             self._start(bucket, *self._fill(bucket))
 
-    def _is_complete(self, bucket: _LiveBucket) -> bool:
+    def _is_complete(self, bucket: LiveBucket) -> bool:
         if bucket.in_parts or not all(map(self._has_arrived, bucket.separate)):
             return False
         grads = bucket.read_grads()
@@ -690,7 +692,7 @@ class BucketedReducer:
             self._failure = Failure(reason)
 
     def _fill(
-        self, bucket: _LiveBucket, zeros: FlatGradients | None = None
+        self, bucket: LiveBucket, zeros: FlatGradients | None = None
     ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
         """Gather one bucket; or take it from `zeros`, where `.grad` must not change. Returns the memory it is in, the
         gradients that are sent from elsewhere, and whether to average."""
@@ -716,7 +718,7 @@ class BucketedReducer:
         bucket.version = bucket.range._version
         return flat, uncopied, averages and self.channel.world_size > 1
 
-    def _start(self, bucket: _LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
+    def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
         self.timeline.mark("launch", number)  # before it: after that it may be half done, where cores are few
         if self._hook_calls is not None:
@@ -732,7 +734,7 @@ class BucketedReducer:
                 bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
         self.timeline.follow(number, bucket.work)
 
-    def _gather(self, bucket: _LiveBucket, factor: float) -> None:
+    def _gather(self, bucket: LiveBucket, factor: float) -> None:
         """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
         for index in bucket.copied:
             if index not in self._taken:  # it did not arrive in this backward, or arrived in parts
@@ -796,7 +798,7 @@ class BucketedReducer:
             self._failure = Failure(self.replica.build_late_error(late))
         self.timeline.backward_over()
         self._was_late = self._next < len(self._buckets) - 1
-        take_part = take_part and self._failure is None
+        self._takes_part = take_part = take_part and self._failure is None
         self._collect_rows(take_part)
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
@@ -867,7 +869,7 @@ class BucketedReducer:
         for bucket in self._buckets[-1:] if self._kind == "per_parameter" else self._buckets:
             self._wait(bucket, take_part)
 
-    def _wait(self, bucket: _LiveBucket, take_part: bool) -> None:
+    def _wait(self, bucket: LiveBucket, take_part: bool) -> None:
         self.timeline.mark("wait", bucket.number)
         pulse.enter(pulse.WAIT, bucket.number)
         work, bucket.work = bucket.work, None
@@ -878,6 +880,10 @@ class BucketedReducer:
             several = f"bucket {bucket.number} of {len(self._buckets)}"
             self.channel.wait(work, several if others else f"the gradient of {self.replica.name(index)}")
         self.timeline.mark("waited", bucket.number)
+        if self.steps is not None and take_part and self._takes_part:
+            # A gradient that is split over buckets is complete with the last of them.
+            later = {index for other in self._buckets[bucket.number + 1 :] for index in other.indices}
+            self.steps.step([self.replica.params[index] for index in bucket.indices if index not in later])
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
@@ -912,6 +918,8 @@ class BucketedReducer:
             self._is_recording = True
         if self._placement is not None:
             self._placement.attach()
+        if self.steps is not None:
+            self.steps.end()
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
@@ -940,7 +948,7 @@ class BucketedReducer:
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
         self._buckets = [
-            _LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params)
+            LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params)
             for number, indices in enumerate(plan.partition)
         ]
         self.rows.use(plan.rows, self.is_planned)
@@ -966,33 +974,6 @@ class BucketedReducer:
             if arrived := [index for index in bucket.indices if index in places]:
                 # After the hook that copies it, if there is one.
                 self._handles.append(_on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
-
-
-class _LiveBucket:
-    """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
-    they arrive, `uncopied` ones are reduced where autograd left them."""
-
-    def __init__(
-        self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
-        params: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
-        self.number, self.indices, self.range = number, indices, flat.ranges[number]
-        self.fused = [index for index in indices if index not in separate]
-        self.copied = [index for index in indices if index in separate and index not in uncopied]
-        self.uncopied = [index for index in indices if index in uncopied]
-        self.separate = self.copied + self.uncopied
-        self.params = [params[index] for index in self.fused]
-        self.views = [flat.views[index] for index in self.fused]
-        self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
-        self.seen: list[Any] = []
-        self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
-        self.version = 0  # of the range when backward began, later when it was sent
-        self.work: dist.Work | None = None  # with a communication hook, its Future
-
-    def read_grads(self) -> list[Any]:
-        """The fused gradients, kept until they are gathered: reading each attribute takes time."""
-        self.seen = list(map(_get_grad, self.params))
-        return self.seen
 
 
 keep_from_compiler(GradientSync, BucketedReducer, _begin_backward, _note_arrival)

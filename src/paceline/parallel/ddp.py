@@ -44,6 +44,7 @@ from paceline.parallel.replicas import (
 )
 from paceline.parallel.rows import RowParts
 from paceline.parallel.sharding import Placement, ShardedOptimizer, scatter_hook, shard
+from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
@@ -53,7 +54,7 @@ from paceline.units import MIB
 
 # All in this process: each but the first uses its own group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_placement")
+_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_placement", "_steps")
 # A group, and what may hold one, cannot be copied: a copy uses the same.
 _SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -143,6 +144,7 @@ class DDP(DistributedDataParallel):
         self._comm_hook: CommHook | None = None
         self._strategy: StrategyState | None = None
         self._placement: Placement | None = None  # of a sharded optimizer
+        self._steps: BucketSteps | None = None  # of `overlap_optimizer`
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
         self._has_own_keys = True
         self._options = Options(
@@ -233,6 +235,7 @@ class DDP(DistributedDataParallel):
         reducer = BucketedReducer(
             replica, channel, control.num_words, options.reducer, planner, rows, hook, placement, rounds
         )
+        reducer.steps = self._steps
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
@@ -383,6 +386,8 @@ class DDP(DistributedDataParallel):
             sync.join = None
 
     def _refuse_join(self) -> None:
+        if self._steps is not None:
+            raise ConfigError("overlap_optimizer() has no join(): give all ranks as many batches", code="optimizer")
         if self._options.strategy.outer:
             text = "averages parameters after equal numbers of steps, and in join() ranks make different numbers"
             raise ConfigError(
@@ -419,6 +424,31 @@ class DDP(DistributedDataParallel):
         placement.optimizer = sharded = shard(placement, optimizer)
         placement.watch(self.module)
         return sharded
+
+    def overlap_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """From now on step the parameters of each bucket as soon as it is averaged, while this rank waits for the next
+        one; `optimizer.step()` then does the rest. None ends it. Call this on all ranks.
+
+        The result is the same to the bit. It is refused where an update may need all gradients or may be taken back:
+        unknown optimizers, strategies, communication hooks, unused parameters, averages by samples, `join`, clipping,
+        GradScaler, rows of embeddings (unless `embeddings="dense"`). After an error in backward the parameters may be those of half a step: load a checkpoint."""
+        if self._steps is not None:
+            self._steps.stop()
+            self._steps = self._ready.reducer.steps = None
+        if optimizer is None:
+            return
+        options = self._options
+        reasons = {
+            f"strategy={options.strategy.text!r}": not options.strategy.is_dense,
+            "a communication hook": self._comm_hook is not None, "average='samples'": options.average == "samples",
+            "parameters that may be unused": options.allow_missing, "manual=True": options.manual,
+            "join()": self._ready.join is not None,
+            "embeddings that send rows": bool(self._ready.reducer.rows.tables),
+        }  # fmt: skip
+        if found := [name for name, is_so in reasons.items() if is_so]:
+            text = f"{' and '.join(found)}: a step may change after gradients are applied; step after backward instead"
+            raise ConfigError(f"overlap_optimizer() with {text}", code="optimizer")
+        self._steps = self._ready.reducer.steps = BucketSteps(optimizer)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -510,6 +540,8 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
+        if self._steps is not None:
+            raise ConfigError("a communication hook contradicts overlap_optimizer(): use one", code="optimizer")
         if not self._options.strategy.is_dense:
             raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
         if self.plan is not None:  # another rank may already be sending buckets by it
@@ -601,7 +633,7 @@ class DDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         _take_over()
-        self._group, self._gradient_group, self._sync, self._strategy, self._placement = (None,) * 5
+        self._group, self._gradient_group, self._sync, self._strategy, self._placement, self._steps = (None,) * 6
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         self._settle()
@@ -610,7 +642,7 @@ class DDP(DistributedDataParallel):
         twin.__dict__.update(copy.deepcopy(state, memo))
         twin.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
         twin._group, twin._gradient_group, twin._sync = self._group, None, None
-        twin._strategy, twin._placement = None, None
+        twin._strategy, twin._placement, twin._steps = None, None, None
         return twin
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import alias
@@ -12,6 +15,9 @@ from paceline.parallel.replicas import Replica
 from paceline.plan import Plan
 
 _ALIGN_BYTES = 64
+# Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
+_LARGE_BYTES = 64 << 10
+_get_grad = operator.attrgetter("grad")
 
 
 class FlatGradients:
@@ -77,3 +83,30 @@ class FlatGradients:
     def multiply(self, factor: float) -> None:
         for flat in self._flats.values():
             flat.mul_(factor)
+
+
+class LiveBucket:
+    """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
+    they arrive, `uncopied` ones are reduced where autograd left them."""
+
+    def __init__(
+        self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
+        params: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.number, self.indices, self.range = number, indices, flat.ranges[number]
+        self.fused = [index for index in indices if index not in separate]
+        self.copied = [index for index in indices if index in separate and index not in uncopied]
+        self.uncopied = [index for index in indices if index in uncopied]
+        self.separate = self.copied + self.uncopied
+        self.params = [params[index] for index in self.fused]
+        self.views = [flat.views[index] for index in self.fused]
+        self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
+        self.seen: list[Any] = []
+        self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
+        self.version = 0  # of the range when backward began, later when it was sent
+        self.work: dist.Work | None = None  # with a communication hook, its Future
+
+    def read_grads(self) -> list[Any]:
+        """The fused gradients, kept until they are gathered: reading each attribute takes time."""
+        self.seen = list(map(_get_grad, self.params))
+        return self.seen

@@ -23,13 +23,25 @@ from paceline import machine
 from paceline.errors import LaunchError
 from paceline.transport import native, proof, works
 from paceline.transport.hierarchy import TwoLevels
-from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
+from paceline.transport.works import (
+    DTYPES,
+    as_run,
+    as_run_in_place,
+    is_movable,
+    is_reducible,
+    is_wrapper_subclass,
+)
 
 _SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
 _STOPPED_S = 1.2  # a process that stays stopped for this long counts as lost
 
-_RedOp: Any = dist.ReduceOp.RedOpType
-_OPS = {_RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG, _RedOp.MIN: native.MIN, _RedOp.MAX: native.MAX}
+# By their hash: to read which reduction torch's options hold takes a microsecond, and its name another two.
+_Op: Any = dist.ReduceOp
+_OPS = {hash(_Op(op)): number for op, number in (
+    (_Op.SUM, native.SUM), (_Op.AVG, native.AVG), (_Op.MIN, native.MIN), (_Op.MAX, native.MAX)
+)}  # fmt: skip
+_SMALL = 16 << 10  # elements: below, one lane takes all, and a Work may keep the tensor
+_AllreduceOptions, _Tensor = c10d.AllreduceOptions, torch.Tensor
 # An operation of the core, with its tensors instead of their addresses.
 _Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
 _NOTHING = torch.empty(0, device="cpu")
@@ -57,6 +69,7 @@ class PacelineGroup(_TorchGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._cuda: Any = None
         self._futures, self._pending = works.Futures(), dict[int, works.NativeWork]()
+        self._finished = works.FinishedWork([])  # of small messages, one after the other
         self._serial = self._num_started = 0
         _patch_built_in_hooks()
         self._open(names)
@@ -74,9 +87,11 @@ class PacelineGroup(_TorchGroup):
             segments.append(self._share(-(-wanted // len(mine)), by_store))
         limits_s = self._timeout.total_seconds(), _STOPPED_S
         self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, self._pids, *limits_s)
+        self._lane, self._run = self._native.first
         self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
-        self._levels = None
+        self._levels, self._is_quick = None, self._size > 1
         if len(set(hosts)) > 1:
+            self._is_quick = False
             self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout, self._name)
 
     def _exchange_places(self) -> list[dict[str, Any]]:
@@ -160,8 +175,29 @@ class PacelineGroup(_TorchGroup):
                 getattr(self, part).close()
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)
-        if len(tensors) > 1 or opts.reduceOp.op not in _OPS or not is_reducible(tensors[0]):
+        if self._is_quick and type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
+            # What most callers pass. Below does the same for anything; most of the time of a small message is Python.
+            tensor = tensors[0]
+            dtype, op = DTYPES.get(tensor.dtype), _OPS.get(hash(opts.reduceOp))
+            address = 0
+            if type(tensor) is _Tensor and dtype is not None and op is not None and tensor.is_cpu:
+                try:
+                    address = tensor.data_ptr() if tensor.is_contiguous() and not tensor.is_neg() else 0
+                except RuntimeError:  # of a sparse tensor, say
+                    pass
+            if address:
+                count = tensor.numel()
+                if count > _SMALL or self._pending or opts.asyncOp:
+                    return self._start_one((native.ALL_REDUCE, dtype, op, 0, address, address, count), opts, tensor)
+                self._num_started += 1
+                limit = opts.timeout
+                limit_s = 0.0 if limit.days < 0 else limit.total_seconds()
+                if code := self._run(self._lane, native.ALL_REDUCE, dtype, op, 0, address, address, count, limit_s):
+                    raise self._native.build_error(code)
+                self._finished.tensors = tensors
+                return self._finished
+        tensors, opts = _as_list(tensors), _as_options(_AllreduceOptions, opts, timeout)
+        if len(tensors) > 1 or hash(opts.reduceOp) not in _OPS or not is_reducible(tensors[0]):
             return self._backend(tensors[0]).allreduce(tensors, opts)
         if self._size == 1:
             self._num_started += 1
@@ -170,12 +206,12 @@ class PacelineGroup(_TorchGroup):
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not tensors or not all(map(is_reducible, tensors)) or opts.reduceOp.op not in _OPS:
+        if not tensors or not all(map(is_reducible, tensors)) or hash(opts.reduceOp) not in _OPS:
             return self._backend(_first_tensor(tensors)).allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        op, runs = _OPS[opts.reduceOp.op], [as_run_in_place(tensor) for tensor in tensors]
+        op, runs = _OPS[hash(opts.reduceOp)], [as_run_in_place(tensor) for tensor in tensors]
         operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
         return self._start(operations, opts, tensors, *(after for _, after in runs))
 
@@ -222,7 +258,7 @@ class PacelineGroup(_TorchGroup):
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         fits = tensor.numel() == self._size * output.numel() and output.dtype == tensor.dtype
-        op = _OPS.get(opts.reduceOp.op)
+        op = _OPS.get(hash(opts.reduceOp))
         if self._levels is not None or op is None or not (fits and is_reducible(output) and is_reducible(tensor)):
             return self._backend(tensor)._reduce_scatter_base(output, tensor, opts)
         (into, after), run = as_run_in_place(output), as_run(tensor)
@@ -256,10 +292,10 @@ class PacelineGroup(_TorchGroup):
             return self._cuda_backend().barrier(opts)
         if self._levels is not None:
             return self._gloo.barrier(opts)
-        if not _is_asynchronous(opts):  # as with other backends, what was started before is there after it
+        if self._pending and not _is_asynchronous(opts):  # as elsewhere, what was started before is there after it
             for work in list(self._pending.values()):
                 work.exception() if work.is_finished() else work.wait()
-        return self._start([(native.BARRIER, 0, 0, 0, _NOTHING, _NOTHING, 0)], opts, [])
+        return self._start_one(_BARRIER, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
@@ -273,10 +309,8 @@ class PacelineGroup(_TorchGroup):
         self._num_started += len(operations)
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
         actions = [action for action in after if action is not None]
-        for oldest in list(self._pending.values()):  # a copy: the thread of the Futures removes Works meanwhile
-            if not oldest.is_finished():
-                break
-            oldest.exception()  # nobody need keep a Work, or wait for it
+        if self._pending:
+            self._sweep()
         engine: Any = self._levels
         wanted: Sequence[Any] = operations
         if self._levels is None:
@@ -291,12 +325,31 @@ class PacelineGroup(_TorchGroup):
         work = works.NativeWork(engine, result, self._futures, actions, operations, self._pending)
         try:
             for operation in wanted:
-                work.tickets.append(engine.submit(operation, timeout_s))
+                work.tickets = (*work.tickets, engine.submit(operation, timeout_s))
         except native.TransportError:
             if not work.tickets:
                 self._pending.pop(id(work))
             raise
         return work
+
+    def _start_one(self, operation: native.Operation, opts: Any, *tensors: torch.Tensor) -> Any:
+        """The same for one operation in shared memory on contiguous tensors, after which there is nothing to do."""
+        self._num_started += 1
+        if self._pending:
+            self._sweep()
+        timeout_s = max(0.0, opts.timeout.total_seconds())
+        if opts.asyncOp:
+            ticket = self._native.submit(operation, timeout_s)
+            return works.NativeWork(self._native, tensors, self._futures, (), tensors, self._pending, (ticket,))
+        self._native.run(operation, timeout_s)
+        return works.FinishedWork(tensors)
+
+    def _sweep(self) -> None:
+        """Finish what can be: nobody need keep a Work, or wait for it."""
+        for oldest in list(self._pending.values()):  # a copy: the thread of the Futures removes Works meanwhile
+            if not oldest.try_finish():
+                break
+            oldest.find_error()
 
     def _backend(self, tensor: torch.Tensor) -> Any:
         if is_wrapper_subclass(tensor):

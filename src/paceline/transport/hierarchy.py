@@ -93,6 +93,8 @@ class TwoLevels:
     def is_done(self, work: _AllReduce) -> bool:
         return work.is_set()
 
+    try_finish = is_done
+
     def close(self) -> None:
         """Leave; what has not run fails."""
         self._is_closing = True

@@ -42,7 +42,7 @@ Operation = tuple[int, int, int, int, int, int, int]
 # The lanes that an operation uses, and its number in each.
 Ticket = list[tuple[int, int]]
 
-_VERSION = 5  # PLN_VERSION in the header
+_VERSION = 6  # PLN_VERSION in the header
 _FORKED = "this process was forked from a rank, and the rank's group is not its own: start it with `spawn`"
 # The code of each failure, and its text where the core has none.
 _ERRORS = {
@@ -256,11 +256,22 @@ class Lanes:
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
+    @property
+    def first(self) -> tuple[int, Any]:
+        """The lane of small operations, and what runs one there: the core's `pln_run`."""
+        return self._first, self._run
+
+    def build_error(self, code: int) -> TransportError:
+        """The error of an operation in the first lane alone."""
+        return self._fail(self._first, code, [])
+
     def run(self, operation: Operation, timeout_s: float = 0.0) -> None:
         """One operation, from its beginning to its end. A time limit of 0 is the group's."""
-        first, *others = self._cut(operation)
-        ticket = self._submit_all(self._others, others, timeout_s) if others else []
-        code = self._run(self._first, *first, timeout_s)
+        ticket: Ticket = []
+        if self._others:
+            operation, *others = self._cut(operation)
+            ticket = self._submit_all(self._others, others, timeout_s) if others else []
+        code = self._run(self._first, *operation, timeout_s)
         if code:
             raise self._fail(self._first, code, ticket)
         if ticket:
@@ -268,7 +279,8 @@ class Lanes:
 
     def submit(self, operation: Operation, timeout_s: float = 0.0) -> Ticket:
         """Start an operation behind those before it."""
-        return self._submit_all(self._handles, self._cut(operation), timeout_s)
+        pieces = self._cut(operation) if self._others else [operation]
+        return self._submit_all(self._handles, pieces, timeout_s)
 
     def _submit_all(self, handles: Sequence[int], pieces: Sequence[Operation], timeout_s: float) -> Ticket:
         ticket: Ticket = []
@@ -283,14 +295,18 @@ class Lanes:
         """Wait for a ticket; unless it only takes longer, nothing of it runs any more after an error, in any lane."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle, number in ticket:
-            code = self._wait(handle, number, -1.0 if deadline is None else max(0.0, deadline - time.monotonic()))
+            code = self._wait(handle, number, -1.0 if deadline is None else max(1e-6, deadline - time.monotonic()))
             if code == RUNNING:
                 raise TransportError(f"an operation in shared memory took longer than {timeout_s:g} s", code="timeout")
             if code:
                 raise self._fail(handle, code, ticket)
 
     def is_done(self, ticket: Ticket) -> bool:
-        return all(self._library.pln_is_done(handle, number) for handle, number in ticket)
+        return all([self._library.pln_is_done(handle, number) for handle, number in ticket])
+
+    def try_finish(self, ticket: Ticket) -> bool:
+        """Whether an operation has finished or failed, or can be finished now without waiting; then it is."""
+        return all([self._wait(handle, number, 0.0) != RUNNING for handle, number in ticket])
 
     def add_arena(self, serial: int, address: int, part_bytes: int) -> bool:
         return all([self._library.pln_add_arena(handle, serial, address, part_bytes) == OK for handle in self._handles])
@@ -312,7 +328,7 @@ class Lanes:
         """A long all-reduce in as many pieces as there are lanes; anything else as it is."""
         kind, dtype, op, root, source, target, count = operation
         item = ITEM_BYTES[dtype]
-        if kind != ALL_REDUCE or not self._others or count * item < 2 * _LANE_BYTES:
+        if kind != ALL_REDUCE or count * item < 2 * _LANE_BYTES:
             return [operation]
         number = min(len(self._handles), count * item // _LANE_BYTES)
         line = _LINE_BYTES // item

@@ -62,11 +62,9 @@ def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
 class TensorWork(Work):
     """A Work whose result is tensors; subclasses have `wait`, `is_completed` and `exception`."""
 
-    future: torch.futures.Future | None = None  # made by `Futures` for the first caller that needs it
-
-    def __init__(self, result: Tensors, futures: Futures | None = None) -> None:
+    def __init__(self, result: Tensors) -> None:
         super().__init__()
-        self._result, self._futures = list(result), futures
+        self.tensors = result
 
     def synchronize(self) -> None:
         self.wait()
@@ -75,11 +73,7 @@ class TensorWork(Work):
         return self.is_completed() and self.exception() is None
 
     def result(self) -> list[torch.Tensor]:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future:
-        assert self._futures is not None
-        return self._futures.create(self)
+        return list(self.tensors)
 
     def find_error(self) -> Exception | None:
         """Wait for the end, and return the error if there is one."""
@@ -104,7 +98,7 @@ class FinishedWork(TensorWork):
 
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._result)
+        future.set_result(self.result())
         return future
 
 
@@ -114,14 +108,17 @@ class NativeWork(TensorWork):
     `kept` holds this Work, and with it all `memory` that the operations need, until then.
     """
 
+    future: torch.futures.Future | None = None  # made by `Futures` for the first caller that needs it
+
     def __init__(
         self, lanes: Any, result: Tensors, futures: Futures, after: Actions, memory: Any,
-        kept: dict[int, NativeWork],
+        kept: dict[int, NativeWork], tickets: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        super().__init__(result, futures)
-        self.tickets: list[Any] = []
+        super().__init__(result)
+        self._futures = futures
+        self.tickets = tickets
         self._lanes, self._after, self._memory, self._kept = lanes, after, memory, kept
-        self._finishing = threading.Lock()
+        self._finishing = threading.Lock() if after else None
         self._error: Exception | None = None
         kept[id(self)] = self
 
@@ -134,21 +131,30 @@ class NativeWork(TensorWork):
             if self.is_finished():
                 self._kept.pop(id(self), None)
             raise
-        with self._finishing:  # once; other callers wait for it
-            after, self._after, self._memory = self._after, (), None
-            try:
-                for action in after:
-                    action()
-            except Exception as error:
-                self._error = error
+        if self._finishing is not None:
+            with self._finishing:  # once; other callers wait for it
+                after, self._after = self._after, ()
+                try:
+                    for action in after:
+                        action()
+                except Exception as error:
+                    self._error = error
+        self.tickets, self._memory = (), None
         self._kept.pop(id(self), None)
         if self._error is not None:
             raise self._error
         return True
 
+    def get_future(self) -> torch.futures.Future:
+        return self._futures.create(self)
+
     def is_finished(self) -> bool:
         """Whether the operations have finished or failed; what comes after them may be left to do."""
         return all(map(self._lanes.is_done, self.tickets))
+
+    def try_finish(self) -> bool:
+        """The same, but nothing goes on in the background because of the question."""
+        return all(map(self._lanes.try_finish, self.tickets))
 
     def is_completed(self) -> bool:
         if self.is_finished():
@@ -185,23 +191,26 @@ class Futures:
     """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[TensorWork | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[NativeWork | None] = queue.SimpleQueue()
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_free = 0  # threads that wait, or will when it is their turn
+        self._num_open = 0  # Futures that are not complete
         self._is_closed = False
 
-    def create(self, work: TensorWork) -> torch.futures.Future:
+    def create(self, work: NativeWork) -> torch.futures.Future:
         """The Future of a Work, one for all callers."""
         with self._lock:
             if work.future is not None:
                 return work.future
             future = work.future = torch.futures.Future()
-            if not self._is_closed:
+            # After `close` it is over, one way or the other. Else a thread waits, unless there is nothing to wait for.
+            if not self._is_closed and (self._num_open or not work.try_finish()):
+                self._num_open += 1
                 self._provide_thread()
                 self._waiting.put(work)
                 return future
-        _complete(future, work.result(), work.find_error())  # late, and so is the operation, one way or the other
+        _complete(future, work.result(), work.find_error())
         return future
 
     def close(self) -> None:
@@ -236,6 +245,7 @@ class Futures:
             del work, error  # or they would live until the next operation
             with self._lock:
                 self._num_free += 1
+                self._num_open -= 1
 
 
 def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: Exception | None) -> None:

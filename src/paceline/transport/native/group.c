@@ -20,9 +20,12 @@
 #include <unistd.h>
 
 /* While all ranks' vectors together are not larger, every rank adds up everything alone: one meeting instead of two. */
-#define ALONE_BYTES (16 << 10)
-/* How long a rank looks for the others before it sleeps, if each has a core. */
+#define ALONE_BYTES (32 << 10)
+/* How long a rank looks for the others before it sleeps, if each has a core: in any case, and where its caller waits and
+ * no other thread wants the core. One did if giving it away took longer than CROWDED_S. */
 #define SPIN_S 20e-6
+#define WATCH_S 200e-6
+#define CROWDED_S 10e-6
 /* How long it sleeps before it looks whether they live. */
 #define NAP_S 0.05
 
@@ -53,7 +56,7 @@ void pln_lay_out(pln_group *g, void *shared, uint64_t slot_bytes)
     cpu_set_t mine;
     CPU_ZERO(&mine);
     const int cores = sched_getaffinity(0, sizeof mine, &mine) == 0 ? CPU_COUNT(&mine) : 1;
-    g->spin_s = cores >= g->size ? SPIN_S : 0;
+    g->has_core = cores >= g->size;
 }
 
 static char *slot_of(pln_group *g, int rank, uint64_t index)
@@ -177,17 +180,58 @@ static int check_peers(pln_group *g, uint32_t phase, double now)
     return PLN_OK;
 }
 
+static int look(const seat *peer, uint32_t phase)
+{
+    for (int i = 0; i < 64; i++) {
+        if (is_there(peer, phase))
+            return 1;
+        RELAX();
+    }
+    return 0;
+}
+
+/* Look for a peer without sleeping. Whoever is woken comes tens of microseconds later, but a core that only looks must not
+ * be one that others need. The long look is not for a rank that shares its core with the peer, or has just woken it, perhaps
+ * to this very core; and where another thread wanted the core, twice as many waits as the last time go without it. */
+static int look_for_long(pln_group *g, const seat *peer, uint32_t phase, double began)
+{
+    double now = began;
+    do {
+        if (look(peer, phase))
+            return 1;
+        now = pln_now();
+    } while (g->has_core && now < began + SPIN_S);
+    if (!g->has_core || !g->is_watched || g->has_woken || atomic_load(&peer->core) == (uint32_t)sched_getcpu())
+        return 0;
+    if (g->num_blind > 0) {
+        g->num_blind--;
+        return 0;
+    }
+    while (now < began + WATCH_S) {
+        const double before = now;
+        sched_yield();
+        if (look(peer, phase)) {
+            g->num_crowded -= g->num_crowded > 0;
+            return 1;
+        }
+        now = pln_now();
+        if (now - before > CROWDED_S) {
+            g->num_crowded += g->num_crowded < 8;
+            g->num_blind = 1 << g->num_crowded;
+            return 0;
+        }
+    }
+    return 0;
+}
+
 static int await_peer(pln_group *g, int r, uint32_t phase)
 {
     seat *peer = &g->shared->seats[r];
-    const double began = pln_now(), spin_until = began + g->spin_s;
-    do {
-        for (int i = 0; i < 64; i++) {
-            if (is_there(peer, phase))
-                return PLN_OK;
-            RELAX();
-        }
-    } while (pln_now() < spin_until);
+    if (is_there(peer, phase))
+        return PLN_OK;
+    const double began = pln_now();
+    if (look_for_long(g, peer, phase, began))
+        return PLN_OK;
     while (!is_there(peer, phase)) {
         const uint32_t broken = atomic_load(&g->shared->broken);
         if (broken != 0)
@@ -226,8 +270,10 @@ static int await(pln_group *g, uint32_t phase)
 static uint32_t signal_phase(pln_group *g)
 {
     seat *mine = &g->shared->seats[g->rank];
+    atomic_store_explicit(&mine->core, (uint32_t)sched_getcpu(), memory_order_relaxed);
     atomic_store(&mine->progress, ++g->progress);
-    if (atomic_load(&mine->sleepers) != 0)
+    g->has_woken = atomic_load(&mine->sleepers) != 0;
+    if (g->has_woken)
         futex_wake(&mine->progress);
     return g->progress;
 }
@@ -255,9 +301,9 @@ static int is_same(const announcement *a, const announcement *b)
     return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root && a->count == b->count;
 }
 
-static int meet(pln_group *g)
+static int meet(pln_group *g, const request *o)
 {
-    const int code = await(g, signal_phase(g));
+    const int code = await(g, o->phase);
     if (code != PLN_OK)
         return code;
     for (int r = 0; r < g->size; r++)
@@ -309,15 +355,17 @@ static int is_any_shared(pln_group *g)
     return 0;
 }
 
+static int is_alone(const pln_group *g, const request *o)
+{
+    const size_t bytes = o->count * pln_element_bytes(o->dtype);
+    return bytes * (size_t)g->size <= ALONE_BYTES && bytes <= g->slot_bytes;
+}
+
 /* Small: everybody puts everything out, and adds up everything. */
-static int reduce_alone(pln_group *g, const request *o, size_t bytes)
+static int reduce_alone(pln_group *g, const request *o)
 {
     const void *src[PLN_MAX_RANKS];
     void *dst[1] = {o->out};
-    copy(slot_of(g, g->rank, g->stage), o->in, bytes);
-    const int code = meet(g);
-    if (code != PLN_OK)
-        return code;
     for (int r = 0; r < g->size; r++)
         src[r] = slot_of(g, r, g->stage);
     g->stage++;
@@ -423,17 +471,11 @@ static int reduce_through_slots(pln_group *g, const cut *c)
 
 static int all_reduce(pln_group *g, const request *o)
 {
-    const size_t bytes = o->count * pln_element_bytes(o->dtype);
-    if (bytes * (size_t)g->size <= ALONE_BYTES && bytes <= g->slot_bytes)
-        return reduce_alone(g, o, bytes);
-    const cut c = cut_up(g, o);
-    if (o->arena == 0)
-        stage_chunk(g, &c, 0);
-    const int code = meet(g);
-    if (code != PLN_OK)
-        return code;
+    if (is_alone(g, o))
+        return reduce_alone(g, o);
     if (is_shared(g))
         return reduce_in_place(g, o);
+    const cut c = cut_up(g, o);
     if (is_any_shared(g)) { /* on some ranks only, and these have not put out their first chunk yet */
         stage_chunk(g, &c, 0);
         const int is_out = await(g, signal_phase(g));
@@ -443,20 +485,35 @@ static int all_reduce(pln_group *g, const request *o)
     return reduce_through_slots(g, &c);
 }
 
+/* What one rank's slot holds of each rank's part, in elements. */
+static size_t scatter_chunk(const pln_group *g, const request *o)
+{
+    return g->slot_bytes / (pln_element_bytes(o->dtype) * (size_t)g->size);
+}
+
+static void stage_scatter(pln_group *g, const request *o, size_t at)
+{
+    const size_t wide = pln_element_bytes(o->dtype), chunk = scatter_chunk(g, o);
+    const size_t count = o->count - at < chunk ? o->count - at : chunk;
+    for (int step = 1; step < g->size; step++) {
+        const size_t r = (size_t)((g->rank + step) % g->size);
+        copy(slot_of(g, g->rank, g->stage) + r * chunk * wide, (const char *)o->in + (r * o->count + at) * wide,
+             count * wide);
+    }
+}
+
 static int reduce_scatter(pln_group *g, const request *o)
 {
-    const size_t wide = pln_element_bytes(o->dtype), chunk = g->slot_bytes / (wide * (size_t)g->size);
+    const size_t wide = pln_element_bytes(o->dtype), chunk = scatter_chunk(g, o);
     const void *src[PLN_MAX_RANKS];
     for (size_t at = 0; at == 0 || at < o->count; at += chunk) {
         const size_t count = o->count - at < chunk ? o->count - at : chunk;
-        for (int step = 1; step < g->size; step++) {
-            const size_t r = (size_t)((g->rank + step) % g->size);
-            copy(slot_of(g, g->rank, g->stage) + r * chunk * wide, (const char *)o->in + (r * o->count + at) * wide,
-                 count * wide);
+        if (at != 0) {
+            stage_scatter(g, o, at);
+            const int code = await(g, signal_phase(g));
+            if (code != PLN_OK)
+                return code;
         }
-        const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
-        if (code != PLN_OK)
-            return code;
         for (int r = 0; r < g->size; r++)
             src[r] = slot_of(g, r, g->stage) + (size_t)g->rank * chunk * wide;
         src[g->rank] = (const char *)o->in + ((size_t)g->rank * o->count + at) * wide;
@@ -467,38 +524,41 @@ static int reduce_scatter(pln_group *g, const request *o)
     return PLN_OK;
 }
 
-static int all_gather(pln_group *g, const request *o)
+/* The bytes of an all-gather or a broadcast from `at` on that fit a slot; of a broadcast only the root puts them out. */
+static size_t stage_bytes(pln_group *g, const request *o, size_t at)
 {
-    const size_t wide = pln_element_bytes(o->dtype), bytes = o->count * wide;
-    for (size_t at = 0; at == 0 || at < bytes; at += g->slot_bytes) {
-        const size_t count = bytes - at < g->slot_bytes ? bytes - at : g->slot_bytes;
+    const size_t left = o->count * pln_element_bytes(o->dtype) - at, count = left < g->slot_bytes ? left : g->slot_bytes;
+    if (o->kind == PLN_ALL_GATHER || g->rank == o->root)
         copy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
-        const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
-        if (code != PLN_OK)
-            return code;
-        /* The input may be this rank's part of the output. */
-        if (count != 0)
-            memmove((char *)o->out + (size_t)g->rank * bytes + at, (const char *)o->in + at, count);
-        for (int step = 1; step < g->size; step++) {
-            const int r = (g->rank + step) % g->size;
-            copy((char *)o->out + (size_t)r * bytes + at, slot_of(g, r, g->stage), count);
-        }
-        g->stage++;
-    }
-    return PLN_OK;
+    return count;
 }
 
-static int broadcast(pln_group *g, const request *o)
+static void fetch_gathered(pln_group *g, const request *o, size_t at, size_t count)
 {
     const size_t bytes = o->count * pln_element_bytes(o->dtype);
+    /* The input may be this rank's part of the output. */
+    if (count != 0)
+        memmove((char *)o->out + (size_t)g->rank * bytes + at, (const char *)o->in + at, count);
+    for (int step = 1; step < g->size; step++) {
+        const int r = (g->rank + step) % g->size;
+        copy((char *)o->out + (size_t)r * bytes + at, slot_of(g, r, g->stage), count);
+    }
+}
+
+static int move_bytes(pln_group *g, const request *o)
+{
+    const size_t bytes = o->count * pln_element_bytes(o->dtype);
+    size_t count = bytes < g->slot_bytes ? bytes : g->slot_bytes;
     for (size_t at = 0; at == 0 || at < bytes; at += g->slot_bytes) {
-        const size_t count = bytes - at < g->slot_bytes ? bytes - at : g->slot_bytes;
-        if (g->rank == o->root)
-            copy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
-        const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
-        if (code != PLN_OK)
-            return code;
-        if (g->rank != o->root)
+        if (at != 0) {
+            count = stage_bytes(g, o, at);
+            const int code = await(g, signal_phase(g));
+            if (code != PLN_OK)
+                return code;
+        }
+        if (o->kind == PLN_ALL_GATHER)
+            fetch_gathered(g, o, at, count);
+        else if (g->rank != o->root)
             copy((char *)o->out + at, slot_of(g, o->root, g->stage), count);
         g->stage++;
     }
@@ -510,7 +570,7 @@ static void find_arena(pln_group *g, request *o)
 {
     const char *at = o->out;
     o->arena = 0;
-    if (o->kind != PLN_ALL_REDUCE || o->in != o->out)
+    if (o->kind != PLN_ALL_REDUCE || o->in != o->out || is_alone(g, o))
         return;
     pthread_mutex_lock(&g->lock);
     for (int a = 0; a < PLN_MAX_ARENAS; a++) {
@@ -525,26 +585,62 @@ static void find_arena(pln_group *g, request *o)
     pthread_mutex_unlock(&g->lock);
 }
 
-int pln_execute(pln_group *g, request *o)
+/* Whether a rank that has put out its part need only read, so that no other waits for what it does then. */
+int pln_is_short(const pln_group *g, const request *o)
+{
+    return o->kind == PLN_BARRIER || (o->kind != PLN_REDUCE_SCATTER && is_alone(g, o));
+}
+
+int pln_can_finish(const pln_group *g, const request *o)
+{
+    for (int r = 0; r < g->size; r++)
+        if (!is_there(&g->shared->seats[r], o->phase))
+            return 0;
+    return 1;
+}
+
+/* Begin: announce the operation, and put out what the others need first. Never waits. */
+void pln_put_out(pln_group *g, request *o)
+{
+    o->began = pln_now();
+    find_arena(g, o);
+    ask(g, o);
+    if (o->kind == PLN_ALL_REDUCE && is_alone(g, o)) {
+        copy(slot_of(g, g->rank, g->stage), o->in, o->count * pln_element_bytes(o->dtype));
+    } else if (o->kind == PLN_ALL_REDUCE && o->arena == 0) {
+        const cut c = cut_up(g, o);
+        stage_chunk(g, &c, 0);
+    } else if (o->kind == PLN_REDUCE_SCATTER) {
+        stage_scatter(g, o, 0);
+    } else if (o->kind == PLN_ALL_GATHER || o->kind == PLN_BROADCAST) {
+        stage_bytes(g, o, 0);
+    }
+    o->phase = signal_phase(g);
+    o->is_out = 1;
+}
+
+int pln_execute(pln_group *g, request *o, int is_watched)
 {
     const uint32_t broken = atomic_load(&g->shared->broken);
     if (broken != 0)
         return (int)(broken & 0xff);
-    g->began = pln_now();
+    if (!o->is_out)
+        pln_put_out(g, o);
+    g->began = o->began, g->is_watched = is_watched;
     g->limit_s = o->timeout_s > 0 ? o->timeout_s : g->timeout_s;
-    find_arena(g, o);
-    ask(g, o);
+    const int code = meet(g, o);
+    if (code != PLN_OK)
+        return code;
     switch (o->kind) {
     case PLN_ALL_REDUCE:
         return all_reduce(g, o);
     case PLN_REDUCE_SCATTER:
         return reduce_scatter(g, o);
     case PLN_ALL_GATHER:
-        return all_gather(g, o);
     case PLN_BROADCAST:
-        return broadcast(g, o);
+        return move_bytes(g, o);
     default:
-        return meet(g);
+        return PLN_OK;
     }
 }
 

@@ -18,7 +18,9 @@ typedef struct {
     int32_t arena; /* its serial number; 0: not in shared memory */
     const void *in;
     void *out;
-    double timeout_s;
+    double timeout_s, began;
+    uint32_t phase; /* in which the others find what this rank has put out */
+    int32_t is_out; /* it has; what is left is to wait for them, and to read */
 } request;
 
 /* What the others read of it at the first meeting: no address, which would mean nothing to them. */
@@ -30,6 +32,7 @@ typedef struct {
 /* One rank's shared state. `progress` counts finished phases and wraps around; only `sleepers` is written by others. */
 typedef struct {
     _Alignas(LINE_BYTES) _Atomic uint32_t progress;
+    _Atomic uint32_t core; /* on which the rank was when it finished the last one */
     _Atomic uint32_t sleepers, has_left;
     _Alignas(LINE_BYTES) announcement asked[2];
 } seat;
@@ -53,7 +56,8 @@ struct pln_group {
     int32_t names[PLN_MAX_RANKS];
     int64_t pids[PLN_MAX_RANKS];
     uint64_t starts[PLN_MAX_RANKS];
-    double timeout_s, stopped_s, spin_s;
+    double timeout_s, stopped_s;
+    int has_core; /* each rank has, and may look for the others without sleeping */
     arena arenas[PLN_MAX_ARENAS];
 
     /* Of the operation that runs; whoever runs it has them to itself. */
@@ -61,6 +65,8 @@ struct pln_group {
     uint64_t stage, num_ops;
     arena where; /* its vector lies, if in any */
     double began, limit_s;
+    int is_watched, has_woken; /* the caller waits for it; others slept when this rank came */
+    int num_crowded, num_blind; /* how often another thread wanted this core; waits without a long look */
     double last_look, stopped_since[PLN_MAX_RANKS]; /* in the wait for one phase */
 
     /* The queue: tickets 1, 2, ... are submitted, then finished, in order; those from `first_failed` on have failed. */
@@ -71,6 +77,7 @@ struct pln_group {
     request *queue;
     int64_t queue_length;
     int64_t submitted, finished, first_failed;
+    int64_t entrusted; /* up to here the worker does what nobody waits for */
     int failure, is_busy, has_worker;
     _Atomic int is_closing;
     char last_error[512]; /* as it was when the group was closed */
@@ -82,7 +89,10 @@ char pln_read_process(int64_t pid, uint64_t *start);
 void pln_lay_out(pln_group *g, void *shared, uint64_t slot_bytes);
 int pln_break(pln_group *g, int code, int culprit);
 void pln_leave(pln_group *g);
-int pln_execute(pln_group *g, request *o);
+int pln_is_short(const pln_group *g, const request *o);
+int pln_can_finish(const pln_group *g, const request *o);
+void pln_put_out(pln_group *g, request *o);
+int pln_execute(pln_group *g, request *o, int is_watched);
 void pln_format_error(pln_group *g, char *text, size_t bytes);
 
 #endif

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLN_VERSION 5 /* of this interface; native.py wants the same */
+#define PLN_VERSION 6 /* of this interface; native.py wants the same */
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
@@ -103,7 +103,8 @@ int64_t pln_submit(pln_group *group, int kind, int dtype, int op, int root, cons
                    double timeout_s);
 int pln_run(pln_group *group, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
             double timeout_s);
-/* Wait for a ticket; PLN_RUNNING if it takes longer than `timeout_s` (below 0: as long as it takes). */
+/* Wait for a ticket; PLN_RUNNING if it takes longer than `timeout_s` (below 0: as long as it takes). A limit of 0 finishes
+ * what waits for nobody; whoever asks with it alone does not find out that a rank is lost. */
 int pln_wait(pln_group *group, int64_t ticket, double timeout_s);
 int pln_is_done(pln_group *group, int64_t ticket);
 /* Break a group for the reason for which another one is broken, if it is. */

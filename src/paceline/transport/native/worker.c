@@ -1,5 +1,6 @@
-/* Operations one after the other, in the order in which they were asked for: on a thread of their own, or on the
- * caller's where nothing is before it. What an operation does does not belong here (group.c). */
+/* Operations one after the other, in the order in which they were asked for: on a thread of their own, or on that of whoever
+ * waits for them. A short one that is alone is put out at once, and finished by whoever asks for it: no thread is woken.
+ * What an operation does does not belong here (group.c). */
 #define _GNU_SOURCE
 #include "group.h"
 
@@ -33,24 +34,45 @@ static void conclude(pln_group *g, int code)
     pthread_cond_broadcast(&g->has_result);
 }
 
+/* With the lock held, and nothing running: the next operation, on this thread. */
+static void run_next(pln_group *g, int is_watched)
+{
+    request next = g->queue[g->finished % g->queue_length];
+    g->is_busy = 1;
+    pthread_mutex_unlock(&g->lock);
+    const int code = pln_execute(g, &next, is_watched);
+    pthread_mutex_lock(&g->lock);
+    conclude(g, code);
+    if (g->finished < g->entrusted)
+        pthread_cond_signal(&g->has_work); /* the worker may have looked while this ran */
+}
+
 static void *work(void *argument)
 {
     pln_group *g = argument;
     pthread_mutex_lock(&g->lock);
     for (;;) {
-        while (!atomic_load(&g->is_closing) && (g->is_busy || g->finished == g->submitted))
+        while (!atomic_load(&g->is_closing) && (g->is_busy || g->finished >= g->entrusted))
             pthread_cond_wait(&g->has_work, &g->lock);
         if (atomic_load(&g->is_closing))
             break;
-        request next = g->queue[g->finished % g->queue_length];
-        g->is_busy = 1;
-        pthread_mutex_unlock(&g->lock);
-        const int code = pln_execute(g, &next);
-        pthread_mutex_lock(&g->lock);
-        conclude(g, code);
+        run_next(g, 0);
     }
     pthread_mutex_unlock(&g->lock);
     return NULL;
+}
+
+/* With the lock held: the worker does all that has not begun. */
+static int entrust(pln_group *g)
+{
+    if (!g->has_worker) {
+        if (pthread_create(&g->worker, NULL, work, g) != 0)
+            return PLN_BAD;
+        g->has_worker = 1;
+    }
+    g->entrusted = g->submitted;
+    pthread_cond_signal(&g->has_work);
+    return PLN_OK;
 }
 
 /* Whether /proc is there, and of this process's own name space. */
@@ -216,13 +238,7 @@ static int64_t enqueue(pln_group *g, const request *wanted)
         return -PLN_CLOSED;
     if (make_room(g) != PLN_OK)
         return -PLN_BAD;
-    if (!g->has_worker) {
-        if (pthread_create(&g->worker, NULL, work, g) != 0)
-            return -PLN_BAD;
-        g->has_worker = 1;
-    }
     g->queue[g->submitted % g->queue_length] = *wanted;
-    pthread_cond_signal(&g->has_work);
     return ++g->submitted;
 }
 
@@ -238,11 +254,31 @@ int64_t pln_submit(pln_group *g, int kind, int dtype, int op, int root, const vo
     const int code = check(g, kind, dtype, op, root);
     if (code != PLN_OK)
         return -code;
-    const request wanted = {kind, dtype, op, root, count, 0, 0, in, out, timeout_s};
+    request wanted = {kind, dtype, op, root, count, 0, 0, in, out, timeout_s, 0, 0, 0};
     pthread_mutex_lock(&g->lock);
-    const int64_t ticket = enqueue(g, &wanted);
+    int64_t ticket = enqueue(g, &wanted);
+    if (ticket > 0 && !g->is_busy && g->finished + 1 == ticket && pln_is_short(g, &wanted) &&
+        atomic_load(&g->shared->broken) == 0)
+        pln_put_out(g, &g->queue[g->finished % g->queue_length]);
+    else if (ticket > 0 && entrust(g) != PLN_OK) {
+        g->submitted--;
+        ticket = -PLN_BAD;
+    }
     pthread_mutex_unlock(&g->lock);
     return ticket;
+}
+
+/* With the lock held: wait for a ticket, on this thread where the operation has not begun. */
+static int wait_here(pln_group *g, int64_t ticket)
+{
+    /* In a closed group nothing is begun any more, but what runs still writes to the caller's memory. */
+    while (g->finished < ticket && (!atomic_load(&g->is_closing) || (g->is_busy && g->finished + 1 == ticket))) {
+        if (g->is_busy)
+            pthread_cond_wait(&g->has_result, &g->lock);
+        else
+            run_next(g, 1);
+    }
+    return g->finished < ticket ? PLN_CLOSED : status_of(g, ticket);
 }
 
 int pln_run(pln_group *g, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
@@ -251,45 +287,40 @@ int pln_run(pln_group *g, int kind, int dtype, int op, int root, const void *in,
     const int bad = check(g, kind, dtype, op, root);
     if (bad != PLN_OK)
         return bad;
-    request wanted = {kind, dtype, op, root, count, 0, 0, in, out, timeout_s};
+    const request wanted = {kind, dtype, op, root, count, 0, 0, in, out, timeout_s, 0, 0, 0};
     pthread_mutex_lock(&g->lock);
-    if (atomic_load(&g->is_closing)) {
-        pthread_mutex_unlock(&g->lock);
-        return PLN_CLOSED;
-    }
-    if (g->is_busy || g->finished != g->submitted) {
-        const int64_t ticket = enqueue(g, &wanted);
-        pthread_mutex_unlock(&g->lock);
-        return ticket < 0 ? (int)-ticket : pln_wait(g, ticket, -1);
-    }
-    g->submitted++;
-    g->is_busy = 1;
-    pthread_mutex_unlock(&g->lock);
-    const int code = pln_execute(g, &wanted);
-    pthread_mutex_lock(&g->lock);
-    conclude(g, code);
-    if (g->finished != g->submitted)
-        pthread_cond_signal(&g->has_work); /* something was queued behind this */
+    const int64_t ticket = enqueue(g, &wanted);
+    const int code = ticket < 0 ? (int)-ticket : wait_here(g, ticket);
     pthread_mutex_unlock(&g->lock);
     return code;
+}
+
+/* With the lock held: finish a short operation that waits for nobody, and say whether a ticket has finished. */
+static int is_finished(pln_group *g, int64_t ticket)
+{
+    if (g->finished < ticket && !g->is_busy && !atomic_load(&g->is_closing)) {
+        const request *next = &g->queue[g->finished % g->queue_length];
+        if (next->is_out && (pln_can_finish(g, next) || atomic_load(&g->shared->broken) != 0))
+            run_next(g, 1);
+    }
+    return g->finished >= ticket;
 }
 
 int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
 {
     if (is_foreign(g))
         return PLN_FORKED;
+    pthread_mutex_lock(&g->lock);
+    if (timeout_s < 0) {
+        const int code = wait_here(g, ticket);
+        pthread_mutex_unlock(&g->lock);
+        return code;
+    }
     const double until = pln_now() + timeout_s;
     const struct timespec deadline = {(time_t)until, (long)((until - (double)(time_t)until) * 1e9)};
-    pthread_mutex_lock(&g->lock);
-    int expired = 0;
-    /* In a closed group nothing is begun any more, but what runs still writes to the caller's memory. */
-    while (g->finished < ticket && !expired &&
-           (!atomic_load(&g->is_closing) || (g->is_busy && g->finished + 1 == ticket))) {
-        if (timeout_s < 0)
-            pthread_cond_wait(&g->has_result, &g->lock);
-        else
-            expired = pthread_cond_timedwait(&g->has_result, &g->lock, &deadline) != 0;
-    }
+    int expired = is_finished(g, ticket) || timeout_s <= 0 || entrust(g) != PLN_OK;
+    while (g->finished < ticket && !expired && (!atomic_load(&g->is_closing) || (g->is_busy && g->finished + 1 == ticket)))
+        expired = pthread_cond_timedwait(&g->has_result, &g->lock, &deadline) != 0;
     int code = status_of(g, ticket);
     if (g->finished < ticket)
         code = atomic_load(&g->is_closing) ? PLN_CLOSED : PLN_RUNNING;
@@ -297,13 +328,14 @@ int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
     return code;
 }
 
-/* What a group that is closed has not finished, it never will. */
+/* What a group that is closed has not finished, it never will. Whoever asks again and again finds out if a rank is lost,
+ * because the worker waits meanwhile. */
 int pln_is_done(pln_group *g, int64_t ticket)
 {
     if (is_foreign(g))
         return 1;
     pthread_mutex_lock(&g->lock);
-    const int done = g->finished >= ticket || atomic_load(&g->is_closing);
+    const int done = is_finished(g, ticket) || atomic_load(&g->is_closing) || (g->entrusted < ticket && entrust(g) != PLN_OK);
     pthread_mutex_unlock(&g->lock);
     return done;
 }
