@@ -51,6 +51,8 @@ def _build_parser() -> argparse.ArgumentParser:
 class RankMagics(Magics):
     """The magics. Once ranks run, cells without a magic run on all of them; `%%local` runs one in the notebook."""
 
+    shell: Any
+
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.ranks: CellRanks | None = None

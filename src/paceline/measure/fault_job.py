@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -164,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

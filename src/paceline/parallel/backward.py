@@ -20,7 +20,6 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError

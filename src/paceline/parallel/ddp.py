@@ -431,7 +431,8 @@ class DDP(DistributedDataParallel):
 
         The result is the same to the bit. It is refused where an update may need all gradients or may be taken back:
         unknown optimizers, strategies, communication hooks, unused parameters, averages by samples, `join`, clipping,
-        GradScaler, rows of embeddings (unless `embeddings="dense"`). After an error in backward the parameters may be those of half a step: load a checkpoint."""
+        GradScaler, rows of embeddings (unless `embeddings="dense"`). After an error in backward the parameters may be
+        those of half a step: load a checkpoint."""
         if self._steps is not None:
             self._steps.stop()
             self._steps = self._ready.reducer.steps = None

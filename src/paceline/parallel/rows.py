@@ -143,9 +143,9 @@ class Table:
         assert self.sent is not None
         parts = [part for part in parts if len(part[0])]
         if self.sent.is_all and self.is_sparse:
-            rows = [rows.long() for rows, _ in parts] or [torch.zeros(0, dtype=torch.int64, device=self.param.device)]
-            values = [values for _, values in parts] or [self.param.detach()[:0]]
-            self.param.grad = build_sparse(*add_up(torch.cat(rows), torch.cat(values)), self.param)
+            places = [rows.long() for rows, _ in parts] or [torch.zeros(0, dtype=torch.int64, device=self.param.device)]
+            every = [values for _, values in parts] or [self.param.detach()[:0]]
+            self.param.grad = build_sparse(*add_up(torch.cat(places), torch.cat(every)), self.param)
             return
         if self.sent.is_all:
             out = self._memory()
@@ -314,7 +314,7 @@ class RowParts(Lookups):
     def exchange(self, counts: Sequence[Sequence[int]], take_part: bool) -> None:
         """Send the rows of this step, or dense gradients where these are fewer bytes. `counts` is by rank and table.
         Collective."""
-        self._seen = counts
+        self._seen = list(counts)
         started: list[tuple[Table, Any, Any, list[int]]] = []
         for number, table in enumerate(self.tables):
             if table.sent is None:
@@ -390,7 +390,7 @@ class RowParts(Lookups):
     def describe(self) -> list[str]:
         """How each table travels, for a person."""
         params = self.replica.params
-        places = {param: index for index, param in enumerate(params)}
+        places: dict[torch.Tensor, int] = {param: index for index, param in enumerate(params)}
 
         def name(index: int) -> str:
             return f"{self.replica.name(index)} ({format_bytes(params[index].nbytes)})"

@@ -37,7 +37,7 @@ class BucketSteps:
         for handle in self._handles:
             handle.remove()
 
-    def find_misuse(self) -> Exception | None:
+    def find_misuse(self) -> ConfigError | None:
         """Why a backward must not step now."""
         if not self._stepped:
             return None

@@ -154,11 +154,12 @@ def _build_array(dtype: str, shape: list[int], content: bytes) -> numpy.ndarray[
 
 
 def _build_record(name: str, fields: dict[str, Any]) -> Any:
-    cls = _find(name)
+    cls: Any = _find(name)
     if not dataclasses.is_dataclass(cls):
         return cls(**fields)
-    made = cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.init})
-    for field in dataclasses.fields(cls):
+    known = dataclasses.fields(cls)
+    made = _find(name)(**{field.name: fields[field.name] for field in known if field.init})
+    for field in known:
         if not field.init:
             object.__setattr__(made, field.name, fields[field.name])
     return made
@@ -166,7 +167,7 @@ def _build_record(name: str, fields: dict[str, Any]) -> Any:
 
 def _build_error(name: str, text: str, code: str, rank: int | None, trace: str, notes: list[str]) -> PacelineError:
     cls = _find(name)
-    error = cls.__new__(cls, text)
+    error: PacelineError = cls.__new__(cls, text)
     Exception.__init__(error, text)
     error.code = code
     if isinstance(error, LaunchError):

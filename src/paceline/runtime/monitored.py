@@ -152,7 +152,7 @@ def attach() -> None:
         pulse.enter(pulse.BETWEEN)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = open_and_monitor
-    wrapper.DistributedDataParallel.__init__ = make_marked
+    wrapper.DistributedDataParallel.__init__ = make_marked  # type: ignore[method-assign]
     torch.autograd.backward = run_backward
 
 

@@ -201,8 +201,8 @@ class Session:
         pool = self._get_pool(task.ranks)
         with self._forward_signals(pool) if saves else contextlib.nullcontext():
             try:
-                options = {"num_ranks": task.ranks, "on_message": hear, "monitor": monitor}
-                return pool.run(task.function, task.arguments, **options)[0]
+                found = pool.run(task.function, task.arguments, num_ranks=task.ranks, on_message=hear, monitor=monitor)
+                return found[0]
             except LaunchError as error:
                 if self.signal:  # it came before the ranks had begun to listen for it
                     raise SystemExit(128 + self.signal) from None

@@ -187,8 +187,10 @@ class PacelineGroup(_TorchGroup):
                     pass
             if address:
                 count = tensor.numel()
+                assert dtype is not None and op is not None
                 if count > _SMALL or self._pending or opts.asyncOp:
-                    return self._start_one((native.ALL_REDUCE, dtype, op, 0, address, address, count), opts, tensor)
+                    values = native.ALL_REDUCE, dtype, op, 0, address, address, count
+                    return self._start_one(values, opts, tensor)
                 self._num_started += 1
                 limit = opts.timeout
                 limit_s = 0.0 if limit.days < 0 else limit.total_seconds()
