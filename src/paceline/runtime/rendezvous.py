@@ -195,7 +195,7 @@ class PrivateStore(dist.Store):
         return found[1]
 
     def _limit(self, timeout: timedelta | None = None) -> str:
-        return str((timeout or self.timeout).total_seconds()  # type: ignore[attr-defined])
+        return str((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
         self._ask(store_server.SET, key, value)
