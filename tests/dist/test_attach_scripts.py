@@ -130,8 +130,9 @@ def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(k
     for planted in (kind, "nothing"):
         plant = [str(Path(__file__).with_name("planted.py")), planted, str(SCRIPTS / f"{name}.py")]
         result = paceline.attach([*TORCHRUN, *plant, "--steps", "200"], steps=48, stop=True, progress=False)
-        found.append(result.bottleneck.kind)
-    assert found[0] == kind != found[1]
+        found.append(result.bottleneck)
+    # Two cores that also load data may wait for it a little without it, too.
+    assert found[0].kind == kind and (found[1].kind != kind or 3 * found[1].gain_s < found[0].gain_s)
 
 
 @pytest.mark.slow

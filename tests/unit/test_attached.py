@@ -98,6 +98,8 @@ def test_a_step_that_sends_for_longer_than_it_computes_has_too_small_a_batch():
     assert first.kind == "batch"
     first, *others = list_bottlenecks(0.1, NOTHING, None, ("cap", 0.02), (0.06, 0.05, 0.04))
     assert (first.kind, others[0].kind) == ("buckets", "batch")  # what costs nothing comes first
+    first, *others = list_bottlenecks(0.1, NOTHING, None, ("cap", 0.01), (0.06, 0.05, 0.04))
+    assert (first.kind, others[0].kind) == ("batch", "buckets")  # unless it saves little of what is exposed
 
 
 def test_ranks_that_take_turns_are_not_late_and_one_that_waits_for_data_is_late_because_of_that():

@@ -93,8 +93,8 @@ def list_bottlenecks(
         text += f"with the best buckets {format_duration(exposed_s)} is exposed: "
         is_small = message_s > compute_s / 2
         text += "raise the batch, or accumulate gradients" if is_small else "a faster network, or messages in bf16"
-        # Better buckets come first: they cost nothing.
-        gain_s = min(exposed_s, saved_s) if saved_s >= WORTH * step_s else exposed_s
+        # Better buckets cost nothing. They come first where they save a good part of what stays exposed.
+        gain_s = min(exposed_s, saved_s) if saved_s >= max(WORTH * step_s, exposed_s / 3) else exposed_s
         found.append(("batch" if is_small else "network", gain_s, text))
     worth = [Advice(kind, text, gain_s, "at most", step_s) for kind, gain_s, text in found if gain_s >= WORTH * step_s]
     rest = Advice("computing", "nothing else stands out: it is bound by what it computes", 0.0, "computed", step_s)
