@@ -34,10 +34,10 @@ NAVIGATION = {
     ),
     "Guides": (
         "Training <docs/training>", "docs/report-page", "Where the time goes <docs/profiling>", "docs/bucket-size",
-        "docs/scaling", "docs/strategies", "docs/several-hosts", "Measuring collectives <docs/measuring>",
+        "docs/scaling", "docs/strategies", "docs/several-hosts", "docs/faults", "Measuring collectives <docs/measuring>",
     ),
     "How it works": (
-        "docs/ddp", "docs/performance-model", "docs/transport", "docs/architecture", "docs/decisions",
+        "docs/ddp", "docs/performance-model", "docs/transport", "docs/trust", "docs/architecture", "docs/decisions",
         "Source documents <docs/sources>",
     ),
     "Reference": ("docs/api", "docs/glossary", "docs/results-format", "CHANGELOG", "CONTRIBUTING"),

@@ -66,16 +66,16 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
         (dict(state="R", phase=BACKWARD, beats=False, cpu=1.0), "gil", 3.0, 3.5),
         (dict(state="R", phase=OPTIMIZER, cpu=0.9), "loop", 3.0, 3.5),
         (dict(state="S", phase=BACKWARD), "blocked", 3.0, 3.5),
-        (dict(state="S", phase=BETWEEN, beats=False), "gil", 10.0, 10.5),
-        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 60.0, 61.0),
+        (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 601.0),
+        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 1800.0, 1801.0),
     ],
 )
 def test_a_rank_that_hangs_is_to_blame(culprit, kind, at_least_s, at_most_s):
     scene = Scene()
-    found = scene.run(100.0, WAITS, culprit)
+    found = scene.run(2000.0, WAITS, culprit)
     # What is uncertain asks for a stack, and goes on.
     while found is not None and not found.is_certain:
-        found = scene.run(100.0, WAITS, culprit)
+        found = scene.run(2000.0, WAITS, culprit)
     assert found is not None and (found.kind, found.rank) == (kind, 1)
     assert at_least_s <= found.since_s <= at_most_s
 

@@ -35,10 +35,11 @@ _STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
 # One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same before there are enough steps to learn from: none, and a few.
-_FIRST_S, _EARLY_S, _NUM_EARLY = 300.0, 30.0, 8
+_FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
-# Between steps a program loads, evaluates or saves: at least this long, and longer where it already was.
-_BETWEEN_S, _HELD_BETWEEN_S = 60.0, 10.0
+# Between steps a program loads, evaluates or saves, on one rank maybe: at least this long, and longer where it already
+# was. A pickle of a large state holds Python's lock.
+_BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
 _SLOW_S = 1800.0
 _PATIENCE = 5.0  # times as long where no other rank waits for this one
 _CPU_S = 1.5  # at least, before a rank that computes is in an endless loop
