@@ -34,7 +34,8 @@ NAVIGATION = {
     ),
     "Guides": (
         "Training <docs/training>", "docs/report-page", "Where the time goes <docs/profiling>", "docs/bucket-size",
-        "docs/scaling", "docs/strategies", "docs/several-hosts", "docs/faults", "Measuring collectives <docs/measuring>",
+        "docs/scaling", "docs/strategies", "docs/several-hosts", "docs/faults",
+        "Measuring collectives <docs/measuring>",
     ),
     "How it works": (
         "docs/ddp", "docs/performance-model", "docs/transport", "docs/trust", "docs/architecture", "docs/decisions",
