@@ -97,13 +97,14 @@ def test_a_tooltip_has_the_values_of_the_nearest_step(browser: Browser, pages: d
     assert "step: 1" in browser.evaluate("document.getElementById('tip').textContent")
 
 
-def test_a_live_page_draws_new_steps_and_says_how_the_run_ended(browser: Browser, tmp_path: Path, monkeypatch):
+@pytest.mark.slow
+def test_a_live_page_draws_new_steps_and_says_how_the_run_ended(tmp_path: Path, monkeypatch):
     rows = make_rows()
     folder = make_folder(tmp_path / "run", rows[:10], ended=False)
     handle = lock_folder(folder)
     monkeypatch.setattr(watching, "_SILENT_S", 0.0)
     says = "document.getElementById('status')?.textContent.includes('{}')"
-    with watching.serve(folder) as server:
+    with watching.serve(folder) as server, Browser() as browser:
         try:
             browser.open(server.address, 390)
             count = "document.querySelector('#figure-1 .panels svg g path').getAttribute('d').split('L').length"

@@ -180,6 +180,7 @@ def load_elsewhere(num_ranks: int, saved: dict[str, Any]) -> None:
         assert kind == "ConfigError strategy" and "'int8'" in message
 
 
+@pytest.mark.slow
 def test_resuming_is_exact_and_on_other_hosts_the_mean_is_cut_anew(job):
     first, *_ = job(4, resume)
     job(4, load_elsewhere, 1, first)

@@ -203,6 +203,7 @@ SEED = [
 ]
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_seed_document_runs(runtime, monkeypatch):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("IPYTHONDIR", str(runtime))

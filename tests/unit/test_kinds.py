@@ -17,6 +17,7 @@ from paceline.records.kinds import (
     CheckRecord,
     ChunksRecord,
     CollectiveRecord,
+    FaultRecord,
     LinkRecord,
     MemoryRecord,
     bus_factor,
@@ -308,6 +309,12 @@ RECORDS = {
     "codec": st.builds(
         CodecRecord, strategy=TEXT, device=TEXT, world_size=COUNT, num_bytes=COUNT, num_buckets=COUNT,
         parts=st.lists(samples(), min_size=2, max_size=3).map(tuple), **SHARED,
+    ),
+    "fault": st.builds(
+        FaultRecord, fault=TEXT, system=TEXT, backend=TEXT, ranks=COUNT, trial=COUNT, rank=COUNT, step=COUNT,
+        detected_s=st.none() | st.floats(0, 1e3), is_right=st.booleans(), ended_s=st.none() | st.floats(0, 1e3),
+        limit_s=st.floats(0, 1e3), steps_lost=st.none() | COUNT, restart_s=st.none() | st.floats(0, 1e3),
+        left_over=st.lists(TEXT, max_size=3).map(tuple), said=TEXT, **SHARED,
     ),
     "noise_scale": noise_records(),
     "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),

@@ -47,21 +47,25 @@ def test_the_default_runs_every_wrapper_on_the_models_of_a_small_machine():
     assert WrapperSettings(batch_size=3).batch_of("cnn") == 3
 
 
+BATCH_BYTES = 4 * 2048 * WORKLOADS["mlp"].batch_size
+
+
 def test_a_model_too_large_for_the_memory_is_refused_with_advice(monkeypatch):
     monkeypatch.setattr(machine, "available_memory_bytes", lambda: 20 * 2**30)
     WrapperSettings().check_host(2)
     with pytest.raises(ConfigError, match=r"the replicas of one model take .* leave out a large --model"):
         WrapperSettings(models=("cnn", "gpt2-large")).check_host(2)
     small = WrapperSettings(models=("gpt2-large",), wrappers=("bare", "torch"))
-    assert small.bytes_per_rank == 6 * 4 * 774_030_080  # two with buffers, and one that has gradients
+    batch_bytes = 4 * 1024 * small.batch_of("gpt2-large")
+    assert small.bytes_per_rank == 6 * 4 * 774_030_080 + batch_bytes  # two with buffers, and one that has gradients
     tuned = WrapperSettings(models=("mlp",), wrappers=("torch-tuned",))
-    assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * WORKLOADS["mlp"].num_elements
+    assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * WORKLOADS["mlp"].num_elements + BATCH_BYTES
 
 
 @pytest.mark.parametrize(("wrappers", "replicas"), [(("torch", "paceline"), 4), (("torch-tuned",), MAX_CANDIDATES)])
 def test_backends_hold_their_replicas_at_once_and_their_candidates_in_turn(wrappers, replicas):
     settings = WrapperSettings(models=("mlp",), wrappers=wrappers, backends=("gloo", "paceline"))
-    assert settings.bytes_per_rank == (2 * replicas + 2) * 4 * WORKLOADS["mlp"].num_elements
+    assert settings.bytes_per_rank == (2 * replicas + 2) * 4 * WORKLOADS["mlp"].num_elements + BATCH_BYTES
 
 
 @pytest.mark.parametrize("count", range(1, 9))
