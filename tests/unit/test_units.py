@@ -48,7 +48,7 @@ def test_a_bad_size_is_refused_with_its_reason(text, reason):
     assert repr(text) in str(caught.value)
 
 
-@given(st.integers(0, 10**30), st.sampled_from([("B", 1), ("MB", 10**6), ("GiB", 2**30)]))
+@given(st.integers(0, 10**30 - 1), st.sampled_from([("B", 1), ("MB", 10**6), ("GiB", 2**30)]))
 def test_whole_numbers_of_any_unit_stay_exact(number, unit):
     assert units.parse_size(f"{number}{unit[0]}") == number * unit[1]
 
