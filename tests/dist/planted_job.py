@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.plan import Gradient, plan_like_torch
 
 PLANTED = os.environ.get("PLANTED", "nothing")
-BATCH_SIZE, ROWS, WIDTH = 1 if PLANTED == "batch" else 32, 60_000 if PLANTED == "network" else 64, 128
+BATCH_SIZE, ROWS, WIDTH = 1 if PLANTED == "batch" else 32, 40_000 if PLANTED == "network" else 1, 128
 TOKENS = {"batch": 1, "buckets": 8, "data": 8, "late rank": 8}.get(PLANTED, 64)
 # Layers of a batch of one are wide, and each bad bucket is one of many gradients.
 WIDE, DEPTH = {"batch": (1024, 5), "buckets": (WIDTH, 48)}.get(PLANTED, (WIDTH, 8))
@@ -38,11 +38,11 @@ class Sentences(Dataset):
 
 
 class Net(nn.Module):
-    """Long arithmetic on few parameters; the gradient of the table, last of all, has 31 MB where it is planted."""
+    """Long arithmetic on few parameters; the gradient of the offsets, last of all, has 20 MB where it is planted."""
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(ROWS, WIDTH)
+        self.offsets, self.table = nn.Parameter(torch.zeros(ROWS, WIDTH)), nn.Embedding(64, WIDTH)
         sizes = [WIDTH, *[WIDE] * (DEPTH - 1), WIDTH]
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
         self.head = nn.Linear(WIDTH, 8)
@@ -50,7 +50,7 @@ class Net(nn.Module):
     def forward(self, tokens):
         if PLANTED == "late rank" and os.environ["RANK"] == "1":
             time.sleep(0.05)
-        found = self.table(tokens)
+        found = self.table(tokens) + self.offsets[0]
         for layer in self.layers:
             found = layer(found).relu()
         return self.head(found.mean(dim=1))
