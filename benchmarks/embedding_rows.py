@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from limited_link import PORT, linked_hosts
+from limited_link import PORT, SECRET, linked_hosts
 
 import paceline
 from paceline.parallel import DDP
@@ -129,7 +129,7 @@ def start(prefixes: list[list[str]], address: str, extra: dict[str, str]) -> int
     for rank, prefix in enumerate(prefixes):
         place = {
             "MASTER_ADDR": address, "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", **extra,
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PACELINE_SECRET": SECRET, **extra,
         }  # fmt: skip
         command = [*prefix, sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--is-rank"]
         ranks.append(subprocess.Popen(command, env={**os.environ, **place}))

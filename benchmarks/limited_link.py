@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
+SECRET = secrets.token_hex(16)  # they share cores and no socket: so they meet as hosts do
 PORT = 29400  # inside the namespaces, where nobody else is
 TIMEOUT_S = 900
 
@@ -60,7 +61,7 @@ def run_ranks(names: tuple[str, str], arguments: list[str], out: Path) -> int:
     for rank, name in enumerate(names):
         place = {
             "MASTER_ADDR": "10.213.7.1", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0",
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PACELINE_SECRET": SECRET, "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
         command = [sys.executable, "-m", "paceline", *arguments, "--out", str(out)]
         ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env={**os.environ, **place}))

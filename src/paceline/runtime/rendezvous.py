@@ -313,7 +313,7 @@ def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float)
     """
     where, secret = f"{host}:{port}", os.environ.get(SECRET, "").encode()
     is_local = place.local_world_size == place.world_size or host in ("localhost", "::1") or host.startswith("127.")
-    if is_local and sys.platform == "linux":
+    if is_local and not secret and sys.platform == "linux":
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
         facts = [os.geteuid(), host, port, place.world_size, *(os.environ.get(name, "") for name in names)]
         name = f"@paceline-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
