@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from limited_link import PORT, SECRET, linked_hosts
+from limited_link import linked_hosts, run_ranks
 
 import paceline
 from paceline.parallel import DDP
@@ -33,7 +32,6 @@ from paceline.records.samples import compare_times
 from paceline.workloads.registry import MODELS, ModelOptions, build_model
 
 WARMUP = 4
-TIMEOUT_S = 600
 
 
 def build(name: str, tokens: int) -> tuple[torch.nn.Module, int, int]:
@@ -124,30 +122,6 @@ def run_rank(asked: argparse.Namespace) -> None:
         asked.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
 
 
-def start(prefixes: list[list[str]], address: str, extra: dict[str, str]) -> int:
-    ranks = []
-    for rank, prefix in enumerate(prefixes):
-        place = {
-            "MASTER_ADDR": address, "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PACELINE_SECRET": SECRET, **extra,
-        }  # fmt: skip
-        command = [*prefix, sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--is-rank"]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **place}))
-    until_s = time.monotonic() + TIMEOUT_S
-    try:
-        while time.monotonic() < until_s:
-            codes = [rank.poll() for rank in ranks]
-            if any(codes) or None not in codes:
-                return next((1 for code in codes if code), 0)
-            time.sleep(0.2)
-        return 1
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="1gbit")
@@ -159,18 +133,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    command = [str(Path(__file__).resolve()), *sys.argv[1:], "--is-rank"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go, whoever ends this
     if asked.is_rank:
         torch.set_num_threads(1)
         run_rank(asked)
     elif asked.rate == "none":
-        sys.exit(start([[], []], "127.0.0.1", {}))
+        sys.exit(run_ranks(command, address="127.0.0.1"))
     elif os.geteuid():
         raise SystemExit("embedding_rows: root is needed: network namespaces are made here; or --rate none")
     else:
         with linked_hosts(asked.rate) as names:
-            prefixes = [["ip", "netns", "exec", name] for name in names]
-            sys.exit(start(prefixes, "10.213.7.1", {"GLOO_SOCKET_IFNAME": "eth0"}))
+            sys.exit(run_ranks(command, names))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
@@ -55,16 +55,17 @@ def linked_hosts(rate: str) -> Iterator[tuple[str, str]]:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, timeout=30)
 
 
-def run_ranks(names: tuple[str, str], arguments: list[str], out: Path) -> int:
-    """One rank in each namespace; what rank 0 says is shown, and both end when one fails."""
+def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: str = "10.213.7.1") -> int:
+    """One rank in each namespace (without a name: here). Rank 0 prints, and both end when one fails."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
-            "MASTER_ADDR": "10.213.7.1", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PACELINE_SECRET": SECRET, "GLOO_SOCKET_IFNAME": "eth0",
+            "MASTER_ADDR": address, "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PACELINE_SECRET": SECRET,
         }  # fmt: skip
-        command = [sys.executable, "-m", "paceline", *arguments, "--out", str(out)]
-        ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env={**os.environ, **place}))
+        place |= {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
+        inside = ["ip", "netns", "exec", name] if name else []
+        ranks.append(subprocess.Popen([*inside, sys.executable, *command], env={**os.environ, **place}))
     until_s = time.monotonic() + TIMEOUT_S
     try:
         while time.monotonic() < until_s:
@@ -72,7 +73,7 @@ def run_ranks(names: tuple[str, str], arguments: list[str], out: Path) -> int:
             if any(codes) or None not in codes:
                 return next((1 for code in codes if code), 0)
             time.sleep(0.2)
-        print(f"limited_link: not done within {TIMEOUT_S} s", file=sys.stderr)
+        print(f"not done within {TIMEOUT_S} s", file=sys.stderr)
         return 1
     finally:
         for rank in ranks:
@@ -90,7 +91,8 @@ def main() -> None:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("limited_link: root, `ip` and `tc` are needed: network namespaces are made here")
     with linked_hosts(asked.rate) as names:
-        sys.exit(run_ranks(names, asked.arguments or DEFAULT.split(), asked.out))
+        arguments = asked.arguments or DEFAULT.split()
+        sys.exit(run_ranks(["-m", "paceline", *arguments, "--out", str(asked.out)], names))
 
 
 if __name__ == "__main__":

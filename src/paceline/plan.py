@@ -81,7 +81,7 @@ class Rows:
 
 
 def compare_rows(num_rows: int, row_bytes: int, dense_bytes: int, world_size: int) -> float:
-    """What each link carries if every rank has so many rows and they are gathered, over that of a dense all-reduce."""
+    """What each link carries if every rank has this many rows and they are gathered, over a dense all-reduce."""
     return world_size * num_rows * (row_bytes + INDEX_BYTES) / max(1, 2 * dense_bytes)
 
 

@@ -4,7 +4,7 @@ It is ready last. An output head that shares the weight makes a dense gradient, 
 
 Inside the wrapper's forward an embedding looks up an alias of its weight: another leaf of autograd, with the same
 memory. So autograd delivers two gradients: that of every other use of the weight at the weight, as always, and that of
-the lookup here, as rows. They follow the last bucket, when the control words have told all ranks how many there are.
+the lookup here, as rows. They follow the last bucket, when all ranks know by the control words how many there are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.units import format_bytes
 
 # A table below this size is not worth a message.
 _LEAST_BYTES = 256 << 10
-# After so many steps in which rows were not fewer bytes the table is sent dense from then on.
+# After this many steps in which rows were not fewer bytes the table is sent dense from then on.
 _PATIENCE = 3
 # Instead of a number of rows: this rank has a gradient that is not known as rows.
 DENSE = 2**32 - 1

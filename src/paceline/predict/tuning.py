@@ -113,7 +113,7 @@ class TuneSettings:
             (self.strategies and self.network is not None,
              f"--strategy with --network {self.network}: codecs need ranks; use `paceline predict --strategy` for it"),
             (any("hosts" in one.split("+") for one in self.strategies),
-             "--strategy with +hosts: messages inside a host and between hosts are not told apart here; use `paceline "
+             "--strategy with +hosts: messages inside a host and between hosts look alike here; use `paceline "
              "predict --strategy` with --ranks-per-node"),
             code="strategy",
         )  # fmt: skip

@@ -65,10 +65,10 @@ class ComparedResult(Result):
         names = [str(part.folder or f"run {n}") for n, part in enumerate(parts, 1)]
         times = list(map(_list_times, parts))
         counts = Counter(name for name, _ in {pair for each in times for key in each for pair in key})
-        told = {name for name, count in counts.items() if count > 1 and name not in _PLAIN} | {"time"}
+        shown = {name for name, count in counts.items() if count > 1 and name not in _PLAIN} | {"time"}
         for name, part, own in zip(names[1:], parts[1:], times[1:], strict=True):
             for key in (key for key in own if key in times[0]):
-                words = (_say(*pair) for pair in key if pair[1] and pair[0] in told)
+                words = (_say(*pair) for pair in key if pair[1] and pair[0] in shown)
                 first, other = (f"{format_ms(statistics.median(each[key]))} ms" for each in (times[0], own))
                 ratio = compare_medians(own[key], times[0][key])
                 self.rows.append(Difference(name, ", ".join(words) or "time", first, other, ratio))

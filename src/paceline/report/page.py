@@ -145,7 +145,7 @@ def _read_marks(axes: Any, numbers: Numbers) -> Marks:
         path = patch.get_patch_transform().transform_path(patch.get_path())
         add(patch, "area", patch.get_facecolor(), path.vertices[:-1], **hatch)
     for text in axes.texts:
-        # An annotation has its place in the data, and its text by so many points from there.
+        # An annotation has its place in the data, and its text some points from there.
         place, offset = getattr(text, "xy", text.get_position()), (0.0, 0.0)
         if getattr(text, "anncoords", "") == "offset points":
             offset = text.xyann

@@ -261,7 +261,7 @@ SPLITS = (
 
 
 class Split(NamedTuple):
-    """A tied tensor in two parts: that of the head early, that of the lookups as so many rows of each rank."""
+    """A tied tensor in two parts: that of the head early, that of the lookups as this number of rows of each rank."""
 
     num_rows: int
     num_bytes: int

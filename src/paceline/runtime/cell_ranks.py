@@ -40,10 +40,10 @@ Show = Callable[[int, Any], None]  # a rank, and an Output, a Shown or a Cleared
 _OPEN_S = 180.0  # how long ranks may take to start and meet
 _ANSWER_S = 2.0  # how long a rank may take to say where it is
 _ABORT_S = 0.6  # how long an interrupted rank may take before its collectives are ended
-_DEAF_S = 4.0  # and before the person is told that it does not react
+_DEAF_S = 4.0  # and before it is reported that it does not react
 _STUCK_S = 2.0  # a rank that stays at one place for so long after another has failed waits for that one
 _LOOK_S = 0.5
-_NOTICE_S = 10.0  # when nothing has moved for so long, the person is told where every rank is
+_NOTICE_S = 10.0  # when nothing has moved for this long, it is reported where every rank is
 
 
 class CellError(LaunchError):

@@ -88,8 +88,8 @@ class Verdict:
         """The sentence without its subject, the rank."""
         since = f" for {self.since_s:.1f} s" if self.since_s else ""
         at = f"it is at {self.place}" if self.place else ""
-        told = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
-        return f"{told}: {_ADVICE[self.kind]}"
+        text = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
+        return f"{text}: {_ADVICE[self.kind]}"
 
 
 class Sight(NamedTuple):
@@ -446,8 +446,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             if other != rank and one.is_there and one.sight.phase == WAIT:
                 what = f"bucket {one.sight.bucket}" if one.sight.bucket >= 0 else "the other ranks"
                 waiting.setdefault(f"for {what} in step {one.sight.step}", []).append(other)
-        told = [f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waiting.items()]
-        return ", ".join(told)
+        parts = [f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waiting.items()]
+        return ", ".join(parts)
 
     def _make_verdict(self, found: Suspicion) -> Verdict | None:
         kind, rank, since_s, is_certain = found

@@ -285,7 +285,7 @@ def _watch(session: Session, folder: Path, slower: range, port: int | None, brow
         is_seen, until_s = bool(server.num_viewers), time.monotonic() + _LAST_S
         while server.num_viewers and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        time.sleep(1.0 if is_seen else 0.0)  # a page that was told loads itself again
+        time.sleep(1.0 if is_seen else 0.0)  # a page that was notified loads itself again
 
 
 def _explain(name: str, code: int | None, folder: Path, steps: int) -> str:
