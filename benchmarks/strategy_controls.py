@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Two wrong ideas, trained as they are often written, to be compared with `paceline scale strategies`.
 
-    benchmarks/strategy_controls.py [--data cifar10:FOLDER] [--model resnet18] [--device cuda] [--epochs 30] [--seeds 5]
+    benchmarks/strategy_controls.py --data cifar10:FOLDER --model resnet18 --device cuda --precision bf16 \
+        --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
 
 - places: each rank keeps its largest gradients, and an all-reduce adds up values that belong to different places.
 - gradients: the gradients of every 8th step are averaged, and replicas are never brought together again.

@@ -418,3 +418,18 @@ def test_an_error_does_not_wait_for_a_collective_that_nobody_joins(start, tmp_pa
     assert "said at once" in line
     assert time.monotonic() - began < 18  # the peer sleeps longer than this
     peer.kill()
+
+
+def close_under_a_callback():
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        if world.rank == 0:
+            time.sleep(0.3)  # the callback of rank 1 must be there before the sum
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        future.add_done_callback(lambda _, group=dist.group.WORLD: time.sleep(0.2))
+        future.wait()  # before the callback ends
+    time.sleep(1.0)
+    return not dist.is_initialized()
+
+
+def test_a_callback_that_outlives_its_world_does_not_abort_the_rank(on_ranks):
+    assert on_ranks(2, close_under_a_callback) == [True, True]

@@ -263,7 +263,9 @@ class TracedJob:
         sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
         noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
         latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR ** resample.gauss()
-        latency_s = min(latency_s, 0.9 * float(times.min()))
+        # By means: of messages that end at the same moment, all but the first seem to take no time.
+        halves = sizes <= np.median(sizes), sizes >= np.median(sizes)
+        latency_s = min(latency_s, *(0.9 * float(times[half].mean()) for half in halves))
         bytes_per_s = float(sizes.sum() / (times - latency_s).sum())
         line = latency_s + sizes / bytes_per_s
         weight = _LINE_ERROR**2 / (_LINE_ERROR**2 + noise**2)
@@ -272,8 +274,9 @@ class TracedJob:
         # Through the first and the last point, so that there is no step between them and the rest.
         found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
         shift, count = _ERROR_OF_TWICE * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
+        moved_s = max(most_s - latency_s, large / bytes_per_s)
         for n in range(1, count):
-            found[large << n] = (latency_s + (most_s - latency_s) * 2**n) * math.exp(shift * math.sqrt(n))
+            found[large << n] = (latency_s + moved_s * 2**n) * math.exp(shift * math.sqrt(n))
         ordered = tuple(sorted(found))
         return MeasuredCurve(ordered, tuple(max(1e-9, found[size]) for size in ordered))
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
+from paceline.plan import TORCH_CAP_BYTES
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.race import Limit, Race, judge_race
 from paceline.predict.traces import Lateness
@@ -104,7 +105,7 @@ class AttachedResult(Result):
         self.rows = self._list_rows(recorded)
         saved = None
         if self.buckets is not None and self.verdict in ("use", "undecided"):  # what may well be, also where not sure
-            cap = self.cap_mib or self.rival.cap_mib or 0.0
+            cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
             saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
         late, messages = self._find_late(recorded), self._find_messages()
         self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)

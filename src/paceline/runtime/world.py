@@ -28,6 +28,7 @@ from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
+_KEEP_S = 0.5  # how long a group outlives its world, so that callbacks end before it
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,12 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
+    # A callback that still runs on a thread of gloo may hold its group. Were it the last to do so, the thread would
+    # wait for itself, and the process would abort.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    keeper = threading.Timer(_KEEP_S, groups.clear)
+    keeper.daemon = True
+    keeper.start()
     if not failed:
         dist.destroy_process_group()
         return
