@@ -300,7 +300,8 @@ def test_twenty_of_twenty_jobs_leave_nothing(cluster):
     for number, job in enumerate(jobs):
         wait_for(cluster, job, "FAILED" if number % 3 else "COMPLETED", "twenty")
     cluster.expect_nothing_left()
-    assert not list((cluster.folder / "temporary").iterdir())
+    left = [path.name for path in (cluster.folder / "temporary").iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")], left  # torch's cache, one per user
 
 
 @pytest.mark.parametrize("line", find_commands("--slurm"))
