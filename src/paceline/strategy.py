@@ -216,9 +216,9 @@ class Strategy:
             part = count_shard_bytes(num, world_size, QUANTIZED_BITS[self.codec])
             return Message("all-to-all", part * world_size), Message("all-gather", part)
         if self.codec == "topk":
-            return (
-                Message("all-gather", ENTRY_BYTES * sum(count_kept(g.num_elements, self.amount) for g in gradients)),
-            )
+            whole = sum(g.num_elements for g in gradients if is_sent_whole(g.shape))
+            kept = sum(count_kept(g.num_elements, self.amount) for g in gradients if not is_sent_whole(g.shape))
+            return (Message("all-gather", ENTRY_BYTES * kept + 4 * whole),)
         matrices = [found for g in gradients if (found := as_matrix(g.shape, int(self.amount))) is not None]
         rest = num - sum(rows * columns for rows, columns, _ in matrices)
         left = 4 * (sum(rows * rank for rows, _, rank in matrices) + rest)
@@ -255,7 +255,8 @@ class Strategy:
         before. PowerSGD gets matrices, cut along the longer side: each sends the shorter one's factor whole."""
         rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
         if self.codec != "powersgd" or len(shape) < 2:
-            return (-(-rows * columns // num),), False
+            flat = -(-rows * columns // num)
+            return (flat, 1) if len(shape) > 1 else (flat,), False
         is_turned = num > 1 and columns > rows > 0
         long, short = (columns, rows) if is_turned else (rows, columns)
         return (-(-long // num), short), is_turned
@@ -289,6 +290,12 @@ def count_shard_bytes(num_elements: int, world_size: int, bits: int) -> int:
 def count_kept(num_elements: int, density: float) -> int:
     """How many elements top-k sends of a gradient: at least one, if there is one."""
     return min(num_elements, max(1, math.ceil(density * num_elements))) if num_elements else 0
+
+
+def is_sent_whole(shape: Sequence[int]) -> bool:
+    """Whether top-k sends all of a gradient of this shape: a bias or a norm, which is small and should not wait. What
+    has no known shape is taken for a matrix."""
+    return len(shape) == 1
 
 
 def as_matrix(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:

@@ -84,9 +84,27 @@ def test_top_k_of_everything_is_the_all_reduce(num_ranks, either):
 
 def test_top_k_sends_signed_values_to_their_own_places(either):
     """Each rank's largest is elsewhere: a sum of values in the order of their sizes would be wrong."""
-    grads = [[torch.tensor([0.1, -5.0, 0.2, 0.3])], [torch.tensor([0.1, 0.2, 0.3, 3.0])]]
+    grads = [[torch.tensor([[0.1, -5.0, 0.2, 0.3]])], [torch.tensor([[0.1, 0.2, 0.3, 3.0]])]]
     average(build("topk:0.25", 2), grads, names=("p",))
-    assert grads[0][0].tolist() == [0, -2.5, 0, 1.5]
+    assert grads[0][0].tolist() == [[0, -2.5, 0, 1.5]]
+
+
+@pytest.mark.parametrize("num_large", [0, 1])
+def test_top_k_sends_biases_and_norms_whole(num_large, either):
+    """With DGC their momentum is that of an optimizer, which nothing delays."""
+    names, shapes = ("m", "b", "c")[1 - num_large :], ((9, 7), (5,), (300,))[1 - num_large :]
+    ranks, twice = build("topk:0.01", 2), build("topk:0.01,dgc=0.5", 2)
+    speed = [torch.zeros(shape).double() for shape in shapes]
+    for step in range(2):
+        grads, others = draw(2, step, shapes), draw(2, step, shapes)
+        before = mean(grads)
+        speed = [0.5 * old + new for old, new in zip(speed, before, strict=True)]
+        average(ranks, grads, step, names)
+        average(twice, others, step, names)
+        for found, wanted in ((grads, before), (others, speed)):
+            for mine, one in zip(found[0][num_large:], wanted[num_large:], strict=True):
+                torch.testing.assert_close(mine.double(), one, rtol=1e-6, atol=1e-7)
+    assert set(ranks[0].errors) == {"m"} & set(names)
 
 
 def test_power_sgd_of_full_rank_is_the_mean(either):
@@ -246,15 +264,15 @@ def test_the_random_start_is_equal_on_all_ranks_and_not_the_users(either):
 def test_dgc_is_momentum_before_sending():
     """With everything sent, it is the gradient with a momentum that starts again at what was sent."""
     ranks = build("topk:1,dgc=0.9", 1)
-    grads = [[torch.ones(3)]]
+    grads = [[torch.ones(3, 1)]]
     average(ranks, grads, 0, ("p",))
-    assert grads[0][0].tolist() == [1, 1, 1] and not ranks[0].errors["momentum p"].any()
+    assert grads[0][0].tolist() == [[1], [1], [1]] and not ranks[0].errors["momentum p"].any()
     ranks = build("topk:0.34,dgc=0.5", 1)  # two of three
     applied = torch.zeros(3)
     for step in range(3):
-        grads = [[torch.tensor([4.0, 2.0, 1.0])]]
+        grads = [[torch.tensor([[4.0, 2.0, 1.0]])]]
         average(ranks, grads, step, ("p",))
-        applied += grads[0][0]
+        applied += grads[0][0][0]
     # Speeds of the last two: 2 and 1 (the second is sent), 2 and 1.5 (the third: 1 + 1.5), 3 and 1 (the second: 2 + 3).
     assert applied.tolist() == [12, 7, 2.5]
     assert ranks[0].errors["p"].tolist() == ranks[0].errors["momentum p"].tolist() == [0, 0, 1]
@@ -347,7 +365,7 @@ def test_memory_is_counted():
 
 def test_errors_are_rescaled_by_name():
     codec = build("topk:0.5,dgc=0.9", 1)[0]
-    average([codec], [[torch.tensor([1.0, 8.0]), torch.tensor([3.0, 4.0])]], 0, ("a", "b"))
+    average([codec], [[torch.tensor([[1.0, 8.0]]), torch.tensor([[3.0, 4.0]])]], 0, ("a", "b"))
     codec.rescale(["a", "unknown"], 4.0)
     assert codec.errors["a"].tolist() == [4, 0] and codec.errors["b"].tolist() == [3, 0]
     assert codec.errors["momentum a"].tolist() == [1, 0]  # as the momentum of an optimizer

@@ -54,7 +54,7 @@ def test_messages_of_both_levels():
         "bf16+hosts": [("all-to-all", 3 * 1004), ("all-gather", 1004)],
         # 1504 numbers in two blocks for each of three hosts: 256 bytes and a scale each.
         "int8+hosts": [("all-to-all", 3 * 2 * 260), ("all-gather", 2 * 260)],
-        "topk:0.01+hosts": [("all-gather", 8 * (15 + 1))],
+        "topk:0.01+hosts": [("all-gather", 8 * 15 + 4 * 4)],
         # Two matrices of 50 x 30, and a vector that is sent as it is.
         "powersgd:4+hosts": [("all-reduce", 4 * (50 * 4 + 4)), ("all-reduce", 4 * 30 * 4)],
     }.items():

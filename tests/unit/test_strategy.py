@@ -91,7 +91,7 @@ def test_a_list_keeps_options_with_the_strategy_before_them():
         # 2058 numbers in parts of 5 blocks for each of two ranks: 256 bytes and a scale each.
         ("int8", [("all-to-all", 2 * 5 * 260), ("all-gather", 5 * 260)]),
         ("int4", [("all-to-all", 2 * 5 * 132), ("all-gather", 5 * 132)]),
-        ("topk:0.01", [("all-gather", 8 * (21 + 1))]),
+        ("topk:0.01", [("all-gather", 8 * 21 + 4 * 10)]),  # 1 % of the matrix with places, and the vector
         ("powersgd:4", [("all-reduce", 4 * (64 * 4 + 10)), ("all-reduce", 4 * 32 * 4)]),
         ("powersgd:32", [("all-reduce", 8232)]),
     ],

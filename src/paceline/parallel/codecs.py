@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_kept, count_shard_bytes
+from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_kept, count_shard_bytes, is_sent_whole
 from paceline.transport import native
 
 SUM, GATHER, SWAP = "all-reduce", "all-gather", "all-to-all"
@@ -249,28 +249,46 @@ class Quantized(Codec):
 
 
 class TopK(Codec):
-    """The largest elements of each gradient, with their places. The rest waits in the error. With `dgc`, momentum is
-    applied before (Deep Gradient Compression): then the optimizer must have none."""
+    """The largest elements of each gradient, with their places. The rest waits in the error. Biases and norms are sent
+    whole. With `dgc`, momentum is applied before (Deep Gradient Compression): then the optimizer must have none."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        n, density, sizes = self.world_size, self._density(self._step), [vector.numel() for vector in vectors]
-        counts, on_cpu = [count_kept(size, density) for size in sizes], _is_on_cpu(vectors)
-        places, values = (self._choose_each if on_cpu else self._choose_together)(names, vectors, counts)
-        gathered = yield GATHER, torch.cat([values.mul_(1 / n).view(torch.int32), places.int()])
-        rows = gathered[:, : places.numel()].view(torch.float32), gathered[:, places.numel() :]
+        on_cpu, density = _is_on_cpu(vectors), self._density(self._step)
+        chosen, others = ([k for k, s in enumerate(shapes) if is_sent_whole(s) == which] for which in (False, True))
+        large, small = [vectors[k] for k in chosen], [vectors[k] for k in others]
+        sizes = [vector.numel() for vector in large]
+        counts = [count_kept(size, density) for size in sizes]
+        choose = self._choose_each if on_cpu else self._choose_together
+        places, values = choose([names[k] for k in chosen], large, counts) if large else (vectors[0][:0],) * 2
+        whole = self._gain_speed([names[k] for k in others], small) if small else vectors[0][:0]
+        sent = torch.cat([values, whole]).mul_(1 / self.world_size)
+        gathered = yield GATHER, torch.cat([sent.view(torch.int32), places.int()])
+        rows, where = gathered[:, : sent.numel()].view(torch.float32), gathered[:, sent.numel() :]
+        some, rest = rows[:, : values.numel()], rows[:, values.numel() :]
         if on_cpu:
             start = 0
-            for run in _list_runs(vectors):
+            for run in _list_runs(large):
                 num, end = len(run), start + sum(counts[: len(run)])
-                where = rows[1][:, start:end]
-                where = where if num == 1 else where + _list_starts(sizes[:num], counts[:num], gathered.device)
-                _add_up(_join(run).zero_(), rows[0][:, start:end], where)
+                place = where[:, start:end]
+                place = place if num == 1 else place + _list_starts(sizes[:num], counts[:num], gathered.device)
+                _add_up(_join(run).zero_(), some[:, start:end], place)
                 sizes, counts, start = sizes[num:], counts[num:], end
+            if small:
+                _spread(_sum_rows(rest), small)
         else:
-            where = _list_starts(sizes, counts, gathered.device)
-            average = _once(gathered, lambda: _add_up(rows[0].new_zeros(sum(sizes)), rows[0], rows[1] + where))
-            vectors[:] = average.split(sizes)
-        self._finite.append(_are_finite(rows[0]))
+            average, means = _once(gathered, lambda: (_place(some, where, sizes, counts), _sum_rows(rest)))
+            found = *average.split(sizes), *means.split([vector.numel() for vector in small])
+            for number, mean in zip((*chosen, *others), found, strict=True):
+                vectors[number] = mean
+        self._finite.append(_are_finite(rows))
+
+    def _gain_speed(self, names: Sequence[str], vectors: Vectors) -> torch.Tensor:
+        """What is sent whole, one after another: with `dgc` its momentum, which nothing delays."""
+        flat = _join(vectors)
+        if self.strategy.dgc:
+            flat = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
+            self._keep(names, flat.clone(), [vector.numel() for vector in vectors], MOMENTUM)
+        return flat
 
     def _choose_each(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
         """Which elements of each gradient are sent, and their values. The rest is kept."""
@@ -528,6 +546,21 @@ def _add_up(into: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> t
     for value, place in zip(values[1:], places[1:], strict=True):
         into.index_add_(0, place, value)
     return into
+
+
+def _place(values: torch.Tensor, places: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
+    """The sum over ranks, of gradients one after another. Each place is one in its gradient."""
+    if not sizes:
+        return values.new_zeros(0)
+    return _add_up(values.new_zeros(sum(sizes)), values, places + _list_starts(sizes, counts, values.device))
+
+
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in their order, as the all-reduce adds."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def orthonormalize_all(matrices: Vectors) -> list[torch.Tensor]:
