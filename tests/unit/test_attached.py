@@ -86,11 +86,13 @@ def test_recorded_steps_that_happened_to_be_short_are_longer_in_all_their_parts(
 
 def test_the_bottleneck_is_the_one_with_most_to_gain():
     data = Samples(((0.03, 0.02),) * 3)
-    late, buckets, messages = Lateness(1, 0.9, 0.05), ("cap", 0.02), (0.02, 0.01, 0.05)
+    late, buckets, messages = Lateness(1, 0.9, 0.05), ("cap", 0.02), (0.02, 0.012, 0.05)
     kinds = [one.kind for one in list_bottlenecks(0.1, data, late, buckets, messages)]
     assert kinds == ["late rank", "data", "buckets", "network", "computing"]
     (only,) = list_bottlenecks(1.0, data, None, None, None)
     assert (only.kind, only.gain_s) == ("computing", 0.0)
+    for exposed_s, kind in ((0.009, "computing"), (0.011, "network")):  # a tenth of the step
+        assert list_bottlenecks(0.1, NOTHING, None, None, (0.02, exposed_s, 0.05))[0].kind == kind
 
 
 def test_a_step_that_sends_for_longer_than_it_computes_has_too_small_a_batch():

@@ -13,6 +13,9 @@ from paceline.records.samples import Samples, group_by
 from paceline.records.traced import TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
+# What of a step must be exposed, with the best buckets, to stand out: below, it is as much how far ranks are apart.
+_STANDS_OUT = 0.1
+
 
 def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
     """The rank that the others wait for, by how long the same message takes on each: it moves at the same time on all,
@@ -95,7 +98,8 @@ def list_bottlenecks(
         text += "raise the batch, or accumulate gradients" if is_small else "a faster network, or messages in bf16"
         # Better buckets cost nothing. They come first where they save a good part of what stays exposed.
         gain_s = min(exposed_s, saved_s) if saved_s >= max(WORTH * step_s, exposed_s / 3) else exposed_s
-        found.append(("batch" if is_small else "network", gain_s, text))
+        if is_small or exposed_s >= _STANDS_OUT * step_s:
+            found.append(("batch" if is_small else "network", gain_s, text))
     worth = [Advice(kind, text, gain_s, "at most", step_s) for kind, gain_s, text in found if gain_s >= WORTH * step_s]
     rest = Advice("computing", "nothing else stands out: it is bound by what it computes", 0.0, "computed", step_s)
     return [*sorted(worth, key=lambda one: -one.gain_s), rest]

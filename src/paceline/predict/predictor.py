@@ -19,8 +19,9 @@ from paceline.predict.curves import CostCurve, Resample, fit_curve, hold_draws, 
 from paceline.predict.job import Job, Lookup
 from paceline.predict.race import Limit
 from paceline.predict.search import estimate_caps, estimate_least_s, find_best_cuts
-from paceline.predict.simulate import MODEL_ERROR, SERVERS, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, StepRecord
+from paceline.records.traced import SERVERS
 from paceline.units import format_bytes, format_duration, format_ms
 
 _DRAWS, _SEED = 40, 11

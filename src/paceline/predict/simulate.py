@@ -22,8 +22,6 @@ from paceline.predict.curves import CostCurve
 from paceline.predict.job import Job
 from paceline.strategy import Strategy
 
-# Messages that a backend moves at once; 1 where nothing is known.
-SERVERS = {"gloo": 2}
 _EPSILON = 1e-12
 # What the model leaves out, as a standard deviation: a share of what communication adds. One number for all.
 MODEL_ERROR = 0.10

@@ -23,11 +23,11 @@ from paceline.predict.curves import MeasuredCurve, Resample, fit_line
 from paceline.predict.job import Job
 from paceline.predict.networks import MeasuredFabric, build_measured_fabric
 from paceline.predict.predictor import Predictor, RankCosts
-from paceline.predict.simulate import SERVERS, Contention, MachineCosts, simulate
+from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.traces import Floats
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples, group_by
-from paceline.records.traced import TracedStepRecord
+from paceline.records.traced import SERVERS, TracedStepRecord
 from paceline.units import KIB, format_bytes, format_duration, format_number_of
 
 _DRAWS, _SEED = 30, 17

@@ -9,6 +9,9 @@ from typing import ClassVar
 from paceline.errors import RecordError
 from paceline.records.kinds import Record
 
+# Messages that a backend moves at once; 1 where nothing is known.
+SERVERS = {"gloo": 2}
+
 
 @dataclass(frozen=True)
 class TracedMessage:

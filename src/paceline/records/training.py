@@ -16,7 +16,7 @@ from paceline.records.kinds import Record
 from paceline.records.samples import Samples, check_known, group_by
 from paceline.records.steps import StepRecord
 from paceline.records.store import load_json, write_new
-from paceline.records.traced import TracedMessage, TracedStepRecord
+from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
@@ -433,16 +433,19 @@ def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) 
 
 def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mapping[str, Any]) -> TracedStepRecord:
     """The gradients of a bucket are taken to be ready evenly, by their bytes, since the bucket before was."""
-    backward_s, ready, messages, last_s, done_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0, 0.0
+    backward_s, ready, messages, last_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0
+    servers = SERVERS.get(one["backend"], 1)
+    done = [0.0] * servers
     for sizes, *moments in zip(one["gradient_bytes"], one["ready_s"], one["launch_s"], one["done_s"], strict=True):
         ready_s, until = min(moments[0], backward_s), 0
         for size in sizes:
             until += size
             ready.append(last_s + (ready_s - last_s) * until / sum(sizes))
-        start_s = max(moments[1], min(done_s, moments[2]))
-        last_s, done_s = ready_s, max(start_s, moments[2])
-        messages.append(TracedMessage(sum(sizes), moments[1], start_s, done_s))
-    over_s = max(backward_s, done_s)
+        start_s = max(moments[1], min(sorted(done)[-servers], moments[2]))
+        last_s = ready_s
+        done.append(max(start_s, moments[2]))
+        messages.append(TracedMessage(sum(sizes), moments[1], start_s, done[-1]))
+    over_s = max(backward_s, *done)
     return TracedStepRecord(
         rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host=one["host"],
         number=row["step"], before_s=one["before_s"], backward_s=backward_s,
