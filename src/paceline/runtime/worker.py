@@ -109,6 +109,41 @@ def receive() -> Any:
     return pickle.loads(_link.recv_bytes())
 
 
+# Set in a process that has no place yet, and makes itself ready to take one.
+SPARE = "PACELINE_SPARE"
+
+
+def stand_by(step: int) -> None:
+    """Wait for a place in a new world, and take it, after this rank has left the one before. `step` is the last that it
+    has completed; -1 where it has no state."""
+    from paceline.runtime import rendezvous
+
+    if rendezvous.dist.is_initialized():
+        raise LaunchError("this rank could not leave the world of a lost one")
+    rendezvous.close_stores()
+    _answer("standby", step)
+    while not isinstance(variables := receive(), dict):
+        pass  # a request that the world before did not read
+    os.environ.update(variables)
+    _open_page(variables)
+
+
+def is_wanted() -> bool:
+    """Whether the launcher asks this rank to leave its world for a new one, of more ranks."""
+    return _link is not None and _link.poll() and receive() is not None
+
+
+def report_step(first: int) -> None:
+    """The world has taken its first step, after this one."""
+    if _link is not None:
+        _answer("stepped", (first, time.monotonic()))
+
+
+def _open_page(variables: dict[str, str]) -> None:
+    if pulse.VARIABLE in variables:
+        pulse.open_page(*variables[pulse.VARIABLE].split(":"))
+
+
 @contextlib.contextmanager
 def listen(listener: Callable[[Any], None]) -> Iterator[None]:
     """Receive what this process posts."""
@@ -149,8 +184,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         before = dict(os.environ)
         os.environ.update(variables)
         try:
-            if pulse.VARIABLE in variables:
-                pulse.open_page(*variables[pulse.VARIABLE].split(":"))
+            _open_page(variables)
             fn, args = pickle.loads(job)
             value = find_function(fn)(*args)
             _close_groups()
@@ -158,7 +192,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         except BaseException as error:
             # First the answer, then the groups: closing them is what makes the peers fail, and later.
             with contextlib.suppress(OSError):  # the launcher has given up
-                _answer("failure", describe_failure(rank, error))
+                _answer("failure", describe_failure(int(os.environ.get("RANK", rank)), error))
             with contextlib.suppress(Exception):
                 _close_groups()
         finally:
