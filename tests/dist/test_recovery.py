@@ -21,6 +21,7 @@ from paceline.runtime import monitor
 from paceline.runtime.launch import RankPool
 from paceline.runtime.recovery import Fault, Recovery
 from paceline.training.settings import TrainSettings, check_job
+from paceline.verbs.train import JOB_MODULES
 from tests.conftest import BACKEND
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
@@ -79,8 +80,9 @@ def run(folder: Path, policy: str, faults: list[Done], **changes: Any) -> list[F
     settings = TrainSettings(**SMALL | {"on_fault": policy} | changes)
     folder.mkdir()
     recovery = Recovery(
-        policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, fit=settings.fit_ranks
-    )
+        policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, modules=JOB_MODULES,
+        fit=settings.fit_ranks,
+    )  # fmt: skip
     with RankPool(settings.ranks) as pool:
         arguments = (settings, folder, False, False, faults)
         pool.run(train_noted, arguments, timeout_s=60.0, monitor=True, recovery=recovery)

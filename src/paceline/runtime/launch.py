@@ -50,6 +50,7 @@ _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
 _CERTAIN = ("killed", "hung")
 # After a fault, how long ranks that stay may take to leave their world; and to name the rank that they have lost.
 _REGROUP_S, _STANDBY_S = 30.0, 5.0
+_SPARE_S = 120.0  # how long a spare may take to become ready, where none is
 _LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
 # A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
 # the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
@@ -77,7 +78,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.owner, self.imports = os.getpid(), _describe_imports()
-        self._lock, self._state = threading.Lock(), b""
+        self._lock, self._state, self._loaded = threading.Lock(), b"", set[str]()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import worker; "
         source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()})"
@@ -93,6 +94,13 @@ class _Server:
         with far_status, self._lock, contextlib.suppress(OSError):  # a server that is gone: `is_ready` finds it
             socket.send_fds(self._control, [b"rank"], [link, far_status.fileno(), *descriptors])
         return _Forked(self, status)
+
+    def load(self, modules: Sequence[str]) -> None:
+        """Let it import these, too, so that what it forks from then on has them."""
+        with self._lock, contextlib.suppress(OSError):
+            for name in set(modules) - self._loaded:
+                self._loaded.add(name)
+                self._control.send(f"load {name}".encode())
 
     def is_ready(self, timeout_s: float) -> bool:
         """Wait until the server forks; False if it cannot. A server that takes longer may still be able to."""
@@ -242,12 +250,17 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         with unwind_on_sigterm():
             try:
+                if recovery is not None:
+                    self._end(self._ranks[num_ranks:])
+                    del self._ranks[num_ranks:]
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
                 while True:
                     values, next_size = self._run_world(size, job, deadline, timeout_s, on_message, monitor, recovery)
                     if not next_size:
-                        self._end(self._ranks[num_ranks:])
+                        if recovery is not None:
+                            self._end(self._ranks[size:])
+                            del self._ranks[size:]
                         return [values[rank] for rank in range(size)]
                     size = next_size
                     if self._ranks[0].step is None and recovery is not None:  # other processes, from the last file
@@ -335,7 +348,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
         ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
         if recovery.policy == "spare" and stay:
-            while len(spares) < ranks.count(None) and recovery.num_wanted:
+            deadline = time.monotonic() + _SPARE_S
+            while len(spares) < ranks.count(None) and recovery.num_wanted and time.monotonic() < deadline:
                 spares = self._await_spare(size, job, recovery)
             ranks = [spares.pop(0) if one is None and spares else one for one in ranks]
         kept = [one for one in ranks if one is not None]
@@ -481,7 +495,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     break  # they may have other numbers now
                 elif kind == "stepped" and recovery is not None:
                     recovery.note_step(*content, num_ranks)
-                    self._refill(job, recovery)  # now, for it takes time of the cores
+                    if self._server is not None:  # now, for it takes time of the cores
+                        self._server.load(recovery.modules)
+                    self._refill(job, recovery)
                 elif kind == "standby":
                     pending.discard(rank)
                     self._ranks[rank].step = content

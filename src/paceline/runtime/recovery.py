@@ -40,8 +40,8 @@ class Fault:
 @dataclass
 class Recovery:
     """The policy of one run, and its faults so far. `arguments` are those of the job that resumes from the last file.
-    `fit` says how many of so many ranks can be used, and `is_over` that the run was asked to stop.
-    `report(faults, line)` is called after each fault, and again when the run has recovered from it."""
+    `modules` are what the job imports. `fit` says how many of so many ranks can be used, and `is_over` that the run was
+    asked to stop. `report(faults, line)` is called after each fault, and again when the run has recovered from it."""
 
     policy: str
     num_ranks: int
@@ -49,6 +49,7 @@ class Recovery:
     report: Callable[[Sequence[Fault], str], None]
     max_faults: int = 10
     spares: int = 1
+    modules: tuple[str, ...] = ()
     fit: Callable[[int], int] = lambda count: count
     is_over: Callable[[], object] = lambda: False
     faults: list[Fault] = field(default_factory=list)

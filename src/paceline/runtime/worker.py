@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -281,9 +282,15 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             kind = b""
             if fd == control_fd:
                 with contextlib.suppress(OSError):  # its launcher was interrupted before it read everything
-                    kind, descriptors, _, _ = socket.recv_fds(control, 16, 8)
+                    kind, descriptors, _, _ = socket.recv_fds(control, 256, 8)
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
+            if kind.startswith(b"load "):
+                with contextlib.suppress(ImportError):  # whoever needs it finds that, too
+                    importlib.import_module(kind[5:].decode())
+                gc.collect()
+                gc.freeze()
+                continue
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
             if not (pid := os.fork()):
                 control.close()

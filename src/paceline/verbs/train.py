@@ -37,6 +37,11 @@ _CHANGEABLE = (
 )  # fmt: skip
 
 
+# What a rank imports before its first step: with the server that forks ranks they cost it nothing. torch's optimizers
+# import the compiler when the first one is made.
+JOB_MODULES = ("paceline.training.loop", "torch._dynamo")
+
+
 def train(
     model: str | None = None, data: str | None = None, ranks: Counts | None = None, epochs: int | None = None, *,
     resume: Place = None, out: Place = None, progress: bool | None = None, watch: bool = False, **settings: Any,
@@ -236,7 +241,7 @@ def _build_recovery(session: Session, wanted: TrainSettings, rows_wanted: bool) 
         check_rank_count(wanted.ranks + wanted.spares)
     return Recovery(
         wanted.on_fault, wanted.ranks, (wanted, folder, True, rows_wanted), report, wanted.max_faults, wanted.spares,
-        wanted.fit_ranks, lambda: session.signal,
+        JOB_MODULES, wanted.fit_ranks, lambda: session.signal,
     )  # fmt: skip
 
 
