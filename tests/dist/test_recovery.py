@@ -170,7 +170,7 @@ def test_two_faults_in_one_step_end_the_run(tmp_path):
     faults: list[Done] = [(5, 0, "kill", "begin"), (5, 0, "kill", "begin")]
     with pytest.raises(LaunchError) as caught:
         run(tmp_path / "run", "restart", faults)
-    assert caught.value.code == "killed" and "no step" in caught.value.__notes__[0]
+    assert caught.value.code == "killed" and "get past" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

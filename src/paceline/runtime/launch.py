@@ -300,7 +300,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             elif waits and recovery is not None:
                 policy = recovery.policy
             # While there is a store: without it they would no longer be where they were stuck.
-            if policy in ("stop", "restart") and any(failure.code in _CERTAIN for failure in failures):
+            if policy == "restart" or (policy == "stop" and any(failure.code in _CERTAIN for failure in failures)):
                 self._kill()
             places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
         if policy == "restart":
@@ -371,6 +371,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         waiting = {rank for rank in range(size, len(self._ranks)) if self._ranks[rank].step is None}
         for rank, kind, content in self._hear(waiting, _LOOK_S, None):
             self._note_spare(rank, kind, content, recovery)
+            break  # the others may have other numbers now
         return [spare for spare in self._ranks[size:] if spare.step is not None]
 
     def _refill(self, job: bytes, recovery: Recovery) -> None:
@@ -386,7 +387,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if kind == "standby":
             self._ranks[rank].step = content
         elif kind in ("value", "failure"):
-            recovery.num_failed += 1
+            recovery.note_spare_failed(content)
             self._end([self._ranks.pop(rank)])
 
     def send(self, rank: int, message: Any) -> None:

@@ -75,11 +75,11 @@ class Recovery:
         policy, why = self.policy, ""
         # What a user must fix, and what all ranks raise together: there is no rank that could be replaced.
         if self.is_over() or not isinstance(failure.error or LaunchError(""), CollectiveError | LaunchError):
-            policy = "stop"
-        elif len(self.faults) >= self.max_faults:
+            return "stop"
+        if len(self.faults) >= self.max_faults:
             policy, why = "stop", f"it is fault {len(self.faults) + 1}, and --max-faults is {self.max_faults}"
         elif self.faults and step == self.faults[-1].step:
-            policy, why = "stop", f"the fault before it was in step {step}, too: no step was taken in between"
+            policy, why = "stop", f"the fault before it was in step {step}, too: the run does not get past it"
         elif failure.code not in ("killed", "died", "hung") or failure.rank is None or has_values:
             policy = "restart"
         self.faults.append(Fault(time.time(), failure.rank, step, cause, policy, size))
@@ -87,11 +87,15 @@ class Recovery:
             error.add_note(why)
         then = {
             "restart": "all ranks start again from the last checkpoint", "spare": "a spare takes its place",
-            "shrink": "the others go on", "stop": why or "it ends the run",
+            "shrink": "the others go on", "stop": why,
         }[policy]  # fmt: skip
-        if policy != "stop" or why:
-            self.report(self.faults, f"{cause}; {then}")
+        self.report(self.faults, f"{cause}; {then}")
         return policy
+
+    def note_spare_failed(self, failure: Any) -> None:
+        self.num_failed += 1
+        why = failure.summary if isinstance(failure, Failure) else "it ended"
+        self.report(self.faults, f"a process that was to become a rank is not there: {why}")
 
     def restart_instead(self) -> None:
         """The ranks that are left cannot go on."""

@@ -49,6 +49,8 @@ def check_policy(job: Job) -> None:
          f"{asked}: the step of {job.learner.name} is its own, and may be half done when a rank is lost; use restart"),
         (is_stream and job.settings.on_fault == "shrink",
          f"{asked}: {data.describe()}, of which other ranks cannot take a share within an epoch; use spare"),
+        ("nccl" in job.world.backend,
+         f"{asked} on nccl, whose ranks do not notice that another is lost: use restart, or the backend gloo"),
         (is_stream and data.is_sharded,
          f"{asked}: {data.describe()}, and only a rank itself knows its part; use restart"),
         code="on-fault",
