@@ -71,17 +71,17 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
 
 
 class _Server:
-    """A process that has imported torch and forks ranks on request (`worker.serve_forks`).
+    """A process that has imported torch, and `modules`, and forks ranks on request (`worker.serve_forks`).
 
     It ends with this process and, once another one has taken its place, with the last rank that it forked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: frozenset[str]) -> None:
         self.owner, self.imports = os.getpid(), _describe_imports()
-        self._lock, self._state, self._loaded = threading.Lock(), b"", set[str]()
+        self._lock, self._state, self.modules = threading.Lock(), b"", modules
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import worker; "
-        source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()})"
+        source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()}, {sorted(modules)})"
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [multiprocessing.spawn.get_executable(), *flags, "-c", source]
         with theirs, _sigint_blocked():
@@ -94,13 +94,6 @@ class _Server:
         with far_status, self._lock, contextlib.suppress(OSError):  # a server that is gone: `is_ready` finds it
             socket.send_fds(self._control, [b"rank"], [link, far_status.fileno(), *descriptors])
         return _Forked(self, status)
-
-    def load(self, modules: Sequence[str]) -> None:
-        """Let it import these, too, so that what it forks from then on has them."""
-        with self._lock, contextlib.suppress(OSError):
-            for name in set(modules) - self._loaded:
-                self._loaded.add(name)
-                self._control.send(f"load {name}".encode())
 
     def is_ready(self, timeout_s: float) -> bool:
         """Wait until the server forks; False if it cannot. A server that takes longer may still be able to."""
@@ -179,16 +172,18 @@ _server_lock = threading.Lock()
 _can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-def _find_server() -> _Server | None:
-    """The server of this process, started if there is none; None where ranks must be spawned."""
+def _find_server(modules: Sequence[str] = ()) -> _Server | None:
+    """The server of this process that has imported these modules, too, started if there is none; None where ranks must
+    be spawned."""
     global _server
     if not _can_fork:
         return None
     with _server_lock:
         found = _server
         is_fresh = found is not None and (found.owner, found.imports) == (os.getpid(), _describe_imports())
-        if found is None or not is_fresh or found.process.poll() is not None:
-            found = _server = _Server()
+        wanted = frozenset(modules) | (found.modules if found is not None else frozenset())
+        if found is None or not is_fresh or found.process.poll() is not None or found.modules != wanted:
+            found = _server = _Server(wanted)
         return found
 
 
@@ -496,8 +491,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     break  # they may have other numbers now
                 elif kind == "stepped" and recovery is not None:
                     recovery.note_step(*content, num_ranks)
-                    if self._server is not None:  # now, for it takes time of the cores
-                        self._server.load(recovery.modules)
+                    self._server = self._server and _find_server(recovery.modules)  # now: it takes time of the cores
                     self._refill(job, recovery)
                 elif kind == "standby":
                     pending.discard(rank)

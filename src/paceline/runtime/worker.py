@@ -247,7 +247,7 @@ def _close_groups() -> None:
 # to a spawned process.
 
 
-def serve_forks(control_fd: int, launcher_pid: int) -> None:
+def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ()) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
     # A signal to all processes of a job is for the launcher and the ranks to handle: without this one they would die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
@@ -256,6 +256,8 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
         launcher_fd = os.pidfd_open(launcher_pid)
         import paceline.runtime.world  # noqa: F401  and with it torch
 
+        for name in modules:
+            importlib.import_module(name)
         gc.collect()
         gc.freeze()  # collections in ranks then write to fewer shared pages
         # Python warns of other threads, but numpy's BLAS stops its own before a fork; so they are counted after one.
@@ -282,15 +284,9 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             kind = b""
             if fd == control_fd:
                 with contextlib.suppress(OSError):  # its launcher was interrupted before it read everything
-                    kind, descriptors, _, _ = socket.recv_fds(control, 256, 8)
+                    kind, descriptors, _, _ = socket.recv_fds(control, 16, 8)
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
-            if kind.startswith(b"load "):
-                with contextlib.suppress(ImportError):  # whoever needs it finds that, too
-                    importlib.import_module(kind[5:].decode())
-                gc.collect()
-                gc.freeze()
-                continue
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
             if not (pid := os.fork()):
                 control.close()

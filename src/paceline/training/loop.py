@@ -5,6 +5,7 @@ One step is in `step`, what ranks exchange in `journal`, what is on disk in `che
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import time
@@ -169,6 +170,10 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
     With `rows`, every rank gets the rows of the metrics; else they are in the folder alone.
     """
     carried = Carried()
+    if settings.stays_in_memory:
+        import torch._dynamo  # noqa: F401  by the first optimizer, else
+
+        gc.freeze()  # a rank that leaves its world looks for cycles, and only that world's count
     with catch_stop() as request:
         if os.environ.pop(SPARE, ""):
             carried = warm_up(settings)
