@@ -239,7 +239,8 @@ add_command(
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
-    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart",
+    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart "
+    "on_fault state",
     "Which faults are named, and how soon? A small job is killed, stopped or made to hang, again and again.\n\n"
     "Compared with torchrun and torch's own wrapper, in turns; each job has processes of its own.",
 )  # fmt: skip

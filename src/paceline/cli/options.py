@@ -138,6 +138,7 @@ OPTIONS = {
     "trials": Option(MEASUREMENT, "How often each fault is done.", 1),
     "patience": Option(MEASUREMENT, "Seconds to wait for a fault to be named.", 30.0),
     "restart": Option(MEASUREMENT, "Restart each job from its newest checkpoint, and time that.", False),
+    "state": Option(JOB, "Model and optimizer of the job: 100MB. Default: a small one."),
     "device": Option(JOB, "auto, cpu or cuda", "auto"),
     "threads": Option(JOB, "Torch's threads per rank, on the CPU.", int),
     "threads:wrappers": Option(JOB, "Torch's threads per rank, on the CPU.", 1),

@@ -181,13 +181,12 @@ def _find_server(modules: Sequence[str] = ()) -> _Server | None:
     with _server_lock:
         found = _server
         is_fresh = found is not None and (found.owner, found.imports) == (os.getpid(), _describe_imports())
-        wanted = frozenset(modules) | (found.modules if found is not None else frozenset())
-        if found is None or not is_fresh or found.process.poll() is not None or found.modules != wanted:
-            found = _server = _Server(wanted)
+        if found is None or not is_fresh or found.process.poll() is not None or not found.modules >= set(modules):
+            found = _server = _Server(frozenset(modules))
         return found
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     """The launcher's end of one rank."""
 
@@ -345,7 +344,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if recovery.policy == "spare" and stay:
             deadline = time.monotonic() + _SPARE_S
             while len(spares) < ranks.count(None) and recovery.num_wanted and time.monotonic() < deadline:
-                spares = self._await_spare(size, job, recovery)
+                spares = self._await_spare(job, recovery, ranks.count(None))
             ranks = [spares.pop(0) if one is None and spares else one for one in ranks]
         kept = [one for one in ranks if one is not None]
         kept += [spare for spare in spares if recovery.policy == "shrink"]
@@ -360,20 +359,23 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             return recovery.num_ranks
         return recovery.fit(min(len(kept), recovery.num_ranks))
 
-    def _await_spare(self, size: int, job: bytes, recovery: Recovery) -> list[_Rank]:
+    def _await_spare(self, job: bytes, recovery: Recovery, num_lost: int) -> list[_Rank]:
         """The spares that stand by, after one more does, or one has failed."""
-        self._refill(job, recovery)
-        waiting = {rank for rank in range(size, len(self._ranks)) if self._ranks[rank].step is None}
+        self._refill(job, recovery, num_lost)
+        waiting = {rank for rank in range(self._size, len(self._ranks)) if self._ranks[rank].step is None}
         for rank, kind, content in self._hear(waiting, _LOOK_S, None):
             self._note_spare(rank, kind, content, recovery)
             break  # the others may have other numbers now
-        return [spare for spare in self._ranks[size:] if spare.step is not None]
+        return [spare for spare in self._ranks[self._size :] if spare.step is not None]
 
-    def _refill(self, job: bytes, recovery: Recovery) -> None:
-        """Start what is missing of the processes that may become ranks."""
+    def _refill(self, job: bytes, recovery: Recovery, num_lost: int = 0) -> None:
+        """Start what is missing of the processes that may become ranks; ranks that are lost are still listed."""
+        dead = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is not None]
+        self._ranks = [rank for rank in self._ranks if rank not in dead]
+        self._end(dead)
         there = len(self._ranks)
-        if there < recovery.num_wanted:
-            self.start(recovery.num_wanted)
+        if recovery.num_wanted and there < recovery.num_wanted + num_lost:
+            self.start(recovery.num_wanted + num_lost)
             for rank in range(there, len(self._ranks)):
                 alone = {"RANK": "0", "LOCAL_RANK": "0", SPARE: "1"}
                 self._place(rank, _job_variables(1, "") | alone, job)
