@@ -28,9 +28,17 @@ pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not(
 
 # Two epochs of nine steps, the last of each smaller; dropout and BatchNorm have state that a lost step must not leave.
 SAMPLES, STEPS = 100, 18
+NORMED = """
+from torch import nn
+
+def build():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(196, 10)
+    )
+"""
 SMALL: dict[str, Any] = {
-    "model": "cnn", "channels": (2, 4), "hidden": 8, "samples": SAMPLES, "global_batch_size": 12, "epochs": 2,
-    "dropout": 0.2, "save_every": "4steps", "keep": 20, "ranks": 2, "backend": "gloo", "threads": 1,
+    "data": "synthetic:images", "samples": SAMPLES, "global_batch_size": 12, "epochs": 2,
+    "save_every": "4steps", "keep": 20, "ranks": 2, "backend": "gloo", "threads": 1,
 }  # fmt: skip
 # A fault: before or in which step, of which rank, what, and where.
 Done = tuple[int, int, str, str]
@@ -40,9 +48,9 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
     """Train in a rank, note the samples of each step of each world, and do each fault once."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from paceline.training import build, loader, loop
+    from paceline.training import build, checkpoints, loader, loop
 
-    real, seed_step = loader.split_window, build.Job.seed_step
+    real, seed_step, real_stand_by = loader.split_window, build.Job.seed_step, loop.stand_by
     taken: list[list[int]] = []
     now = [0]
 
@@ -56,7 +64,17 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
             mark = folder / f"fault-{number}"
             if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists():
                 mark.touch()
-                harm(fault)
+                await_spare() if fault == "wait" else harm(fault)
+
+    def await_spare() -> None:
+        until_s = time.monotonic() + 30.0
+        while not (folder / "ready").exists() and time.monotonic() < until_s:
+            time.sleep(0.02)
+
+    def stand_by(step: int) -> None:
+        if step < 0:
+            (folder / "ready").touch()
+        real_stand_by(step)
 
     def begin(job: Any, step: int) -> None:
         now[0] = step + 1
@@ -66,19 +84,33 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
         reach("begin")
         seed_step(job, step)
 
+    def reach_first(place: str, call: Any) -> Any:
+        def reached(*args: Any) -> Any:
+            reach(place)
+            return call(*args)
+
+        return reached
+
     loader.split_window, build.Job.seed_step = split_window, begin  # type: ignore[method-assign]
+    loop.stand_by = stand_by
+    loop.evaluate, evaluate = reach_first("evaluate", loop.evaluate), loop.evaluate
+    checkpoints.RunFiles.save, save = reach_first("save", checkpoints.RunFiles.save), checkpoints.RunFiles.save  # type: ignore[method-assign]
     handle = register_optimizer_step_pre_hook(lambda *_: reach("optimizer"))
     try:
         return loop.train(settings, folder, resume, rows)
     finally:
         loader.split_window, build.Job.seed_step = real, seed_step  # type: ignore[method-assign]
+        loop.stand_by = real_stand_by
+        loop.evaluate, checkpoints.RunFiles.save = evaluate, save  # type: ignore[method-assign]
         handle.remove()
 
 
 def run(folder: Path, policy: str, faults: list[Done], **changes: Any) -> list[Fault]:
     """Train SMALL through these faults, and return what the launcher noted of them."""
-    settings = TrainSettings(**SMALL | {"on_fault": policy} | changes)
     folder.mkdir()
+    model = folder.parent / "normed.py"
+    model.write_text(NORMED)
+    settings = TrainSettings(**SMALL | {"model": f"{model}:build", "on_fault": policy} | changes)
     recovery = Recovery(
         policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, modules=JOB_MODULES,
         fit=settings.fit_ranks,
@@ -141,6 +173,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("spare", "kill", 0, "begin"),
         pytest.param("spare", "segv", 1, "begin", marks=pytest.mark.slow),
         pytest.param("spare", "stop", 1, "begin", marks=pytest.mark.slow),
+        pytest.param("spare", "loop", 0, "optimizer", marks=pytest.mark.slow),
         pytest.param("restart", "exception", 0, "optimizer", marks=pytest.mark.slow),
         pytest.param("spare", "exception", 0, "begin", marks=pytest.mark.slow),
     ],
@@ -154,16 +187,30 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     check_samples(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "backend", ["gloo", pytest.param("shm", marks=pytest.mark.skipif(BACKEND != "shm", reason="-"))]
-)
+@pytest.mark.parametrize("backend", [BACKEND, pytest.param("gloo", marks=pytest.mark.slow)])
 def test_fewer_ranks_go_on_and_one_more_joins(tmp_path, backend):
-    """With a pause, in which the new rank becomes ready."""
-    faults: list[Done] = [(5, 0, "kill", "optimizer"), (8, 0, "stall", "begin")]
+    faults: list[Done] = [(5, 0, "kill", "optimizer"), (8, 0, "wait", "begin")]
     (found,) = run(tmp_path / "run", "shrink", faults, ranks=3, backend=backend)
     assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (0, "shrink", 0, 2)
     sizes = check_samples(tmp_path / "run")
     assert sizes[0] == 3 and 2 in sizes and sizes[-1] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "place", "rank"), [(9, "evaluate", 0), (12, "save", 1), (18, "evaluate", 1)])
+def test_what_follows_a_step_is_done_again(undisturbed, tmp_path, step, place, rank):
+    (found,) = run(tmp_path / "run", "spare", [(step, rank, "kill", place)])
+    assert (found.policy, found.steps_lost) == ("spare", None if step == STEPS else 0)
+    check_equal(tmp_path / "run", undisturbed)
+    check_samples(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_strategy_that_keeps_nothing_has_spares(tmp_path):
+    run(tmp_path / "a", "restart", [], strategy="bf16")
+    (found,) = run(tmp_path / "b", "spare", [(11, 1, "kill", "begin")], strategy="bf16")
+    assert found.policy == "spare"
+    check_equal(tmp_path / "b", tmp_path / "a")
 
 
 def test_two_faults_in_one_step_end_the_run(tmp_path):
@@ -192,9 +239,11 @@ def plan_faults(seed: int) -> tuple[int, list[Done]]:
     chance = random.Random(seed)
     ranks, steps = chance.choice([2, 3, 4]), sorted(chance.sample(range(2, STEPS + 1), chance.randint(1, 3)))
     kinds = ["kill", "kill", "kill", "segv", "exit", "stop"]
-    faults = [
-        (step, chance.randrange(ranks), chance.choice(kinds), chance.choice(["begin", "optimizer"])) for step in steps
-    ]
+    places = dict.fromkeys((4, 8, 12, 16), "save") | dict.fromkeys((STEPS // 2, STEPS), "evaluate")
+    faults = []
+    for step in steps:
+        place = chance.choice(["begin", "optimizer", places.get(step, "begin")])
+        faults.append((step, chance.randrange(ranks), chance.choice(kinds), place))
     pauses = [(step, 0, "straggle", "begin") for step in chance.sample(range(1, STEPS + 1), 3)]
     return ranks, faults + pauses
 

@@ -173,6 +173,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
     if settings.stays_in_memory:
         import torch._dynamo  # noqa: F401  by the first optimizer, else
 
+        gc.collect()
         gc.freeze()  # a rank that leaves its world looks for cycles, and only that world's count
     with catch_stop() as request:
         if os.environ.pop(SPARE, ""):
