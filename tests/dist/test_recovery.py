@@ -16,12 +16,15 @@ import torch
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.measure.fault_job import harm
+from paceline.records.environment import capture_environment
 from paceline.records.training import load_metrics
 from paceline.runtime import monitor
+from paceline.runtime.environment import Place
 from paceline.runtime.launch import RankPool
 from paceline.runtime.recovery import Fault, Recovery
+from paceline.runtime.session import Session
 from paceline.training.settings import TrainSettings, check_job
-from paceline.verbs.train import JOB_MODULES
+from paceline.verbs.train import JOB_MODULES, _build_recovery
 from tests.conftest import BACKEND
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
@@ -232,6 +235,14 @@ def test_two_faults_in_one_step_end_the_run(tmp_path):
 def test_what_no_other_rank_has_is_refused_before_a_rank_starts(changes):
     with pytest.raises(ConfigError):
         check_job(TrainSettings(**SMALL | changes))
+
+
+def test_a_launched_world_leaves_recovery_to_its_launcher(tmp_path):
+    settings = TrainSettings(**SMALL | {"on_fault": "restart"})
+    for place, folder in ((Place(0, 2, 0, 1, "torchrun"), tmp_path), (None, None)):
+        with pytest.raises(ConfigError) as caught:
+            _build_recovery(Session("train", {}, 2, capture_environment(), place, folder), settings, False)
+        assert caught.value.code == "on-fault"
 
 
 def plan_faults(seed: int) -> tuple[int, list[Done]]:

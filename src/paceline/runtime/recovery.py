@@ -40,8 +40,8 @@ class Fault:
 @dataclass
 class Recovery:
     """The policy of one run, and its faults so far. `arguments` are those of the job that resumes from the last file.
-    `modules` are what the job imports. `fit` says how many of so many ranks can be used, and `is_over` that the run was
-    asked to stop. `report(faults, line)` is called after each fault, and again when the run has recovered from it."""
+    `modules` are what the job imports. `fit(count)` is how many of these ranks can be used, and `is_over` says that the
+    run was asked to stop. `report(faults, line)` is called after each fault, and again when the run has recovered from it."""
 
     policy: str
     num_ranks: int

@@ -77,7 +77,8 @@ class TrainSettings:
     """A training run. `data` is `NAME` or `NAME:PATH`; batches of None are settled by `batches`.
 
     `steps` ends a run after this number of optimizer steps instead of after `epochs`. `batch_growth` has pairs of a
-    share of the run and the factor by which the first global batch is multiplied from there on.
+    share of the run and the factor by which the first global batch is multiplied from there on. After a fault of a rank
+    comes what `on_fault` says, one of `POLICIES`.
     """
 
     model: str = "cnn"
