@@ -41,7 +41,7 @@ class Fault:
 class Recovery:
     """The policy of one run, and its faults so far. `arguments` are those of the job that resumes from the last file.
     `modules` are what the job imports. `fit(count)` is how many of these ranks can be used, and `is_over` says that the
-    run was asked to stop. `report(faults, line)` is called after each fault, and again when the run has recovered from it."""
+    run was asked to stop. `report(faults, line)` is called after each fault, and again when the run has recovered."""
 
     policy: str
     num_ranks: int

@@ -185,7 +185,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
             except (PacelineError, RuntimeError) as error:
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
-            carried.leave()
+            gc.collect()  # of groups that nothing uses any more: only then the others know that this rank has left
             stand_by(carried.step)
 
 
@@ -230,7 +230,7 @@ def _train(
 def _close(files: RunFiles, world: World, error: BaseException | None, carried: Carried | None) -> None:
     """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
     if carried is not None and error is not None and may_stay(error):
-        carried.files = files  # later: the others wait until this rank has left
+        carried.files = files  # later: a checkpoint may be on its way, and the others wait for this rank
         return
     with pulse.slow("save"):
         files.close(has_failed=error is not None)

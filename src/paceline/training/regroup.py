@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +94,6 @@ class Carried:
         if isinstance(learner.model, DataParallel):
             learner.model.stop()
 
-    def leave(self) -> None:
-        """Let the others know that this rank has left, and wait until all is on disk."""
-        gc.collect()
-        files, self.files = self.files, None
-        if files is not None:
-            files.close()
-
     def find_sets(self, world: World) -> Sets | None:
         """The data, where it is on the device of this rank: another number may mean another GPU."""
         return self.sets if self.device == world.device else None
@@ -109,6 +101,9 @@ class Carried:
     def meet(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:
         """The settings for the ranks that are here, and the rank that has the state; None at the begin of a run.
         Collective: call on every rank."""
+        files, self.files = self.files, None
+        if files is not None:  # before anybody opens them in this world
+            files.close()
         settings = dataclasses.replace(settings, ranks=world.world_size)
         if not settings.stays_in_memory:
             return settings, None
