@@ -54,7 +54,6 @@ class Recovery:
     is_over: Callable[[], object] = lambda: False
     faults: list[Fault] = field(default_factory=list)
     num_failed: int = 0
-    _named_s: float = 0.0
 
     @property
     def stays_in_memory(self) -> bool:
@@ -70,7 +69,6 @@ class Recovery:
     def decide(self, failure: Failure, error: PacelineError, size: int, has_values: bool, step: int) -> str:
         """What follows this failure in a world of `size` ranks: "stop", "restart", or the policy. `step` is the one
         that the ranks were in, and `has_values` says that some have already returned."""
-        self._named_s = time.monotonic()
         cause = str(error).partition("\n")[0]
         policy, why = self.policy, ""
         # What a user must fix, and what all ranks raise together: there is no rank that could be replaced.
@@ -105,11 +103,11 @@ class Recovery:
 
     def note_step(self, first: int, when_s: float, size: int) -> None:
         """A world of `size` ranks has taken its first step, after step `first`."""
-        if not self.faults or self.faults[-1].recovered_s is not None:
-            return
-        fault = self.faults[-1]
-        fault.recovered_s, fault.ranks_after = when_s - self._named_s, size
-        fault.steps_lost = max(0, fault.step - 1 - first)
-        lost = format_number_of(fault.steps_lost, "step")
-        ranks = format_number_of(size, "rank")
-        self.report(self.faults, f"recovered after {fault.recovered_s:.1f} s on {ranks} at step {first}; {lost} lost")
+        open_faults = [fault for fault in self.faults if fault.recovered_s is None]
+        for fault in open_faults:
+            fault.recovered_s = time.time() - (time.monotonic() - when_s) - fault.time_s
+            fault.ranks_after, fault.steps_lost = size, max(0, fault.step - 1 - first)
+        for fault in open_faults[-1:]:
+            lost, ranks = format_number_of(fault.steps_lost or 0, "step"), format_number_of(size, "rank")
+            took = f"recovered after {fault.recovered_s:.1f} s"
+            self.report(self.faults, f"{took}: {ranks} continue after step {first}; {lost} lost")
