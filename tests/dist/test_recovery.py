@@ -115,10 +115,9 @@ def run(folder: Path, policy: str, faults: list[Done], **changes: Any) -> list[F
     model.write_text(NORMED)
     settings = TrainSettings(**SMALL | {"model": f"{model}:build", "on_fault": policy} | changes)
     recovery = Recovery(
-        policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, modules=JOB_MODULES,
-        fit=settings.fit_ranks,
-    )  # fmt: skip
-    with RankPool(settings.ranks) as pool:
+        policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, fit=settings.fit_ranks
+    )
+    with RankPool(settings.ranks, JOB_MODULES) as pool:
         arguments = (settings, folder, False, False, faults)
         pool.run(train_noted, arguments, timeout_s=60.0, monitor=True, recovery=recovery)
     return recovery.faults
@@ -184,7 +183,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, policy, fault, rank, place):
     (found,) = run(tmp_path / "run", policy, [(11, rank, fault, place)])
     stays = policy == "spare" and fault != "exception"
-    assert (found.rank, found.policy, found.steps_lost) == (rank, policy if stays else "restart", 0 if stays else 2)
+    assert (found.rank, found.policy) == (rank, policy if stays else "restart")
+    # Those since the last checkpoint that was on disk, or since the start.
+    assert found.steps_lost in ([0] if stays else [2, 6, 10])
     assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
     check_equal(tmp_path / "run", undisturbed)
     check_samples(tmp_path / "run")

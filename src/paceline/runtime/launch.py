@@ -211,11 +211,12 @@ def _end_processes(ranks: Sequence[_Rank]) -> None:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others."""
+    """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others.
+    `modules` are imported once, before ranks are forked, where they can be."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
-        self.num_ranks = num_ranks
+        self.num_ranks, self._modules = num_ranks, modules
         self._ranks: list[_Rank] = []
         self._size = 0  # of the world that is open, or was last; the others are spares
         self._server: _Server | None = None
@@ -434,7 +435,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         preparation = multiprocessing.spawn.get_preparation_data("")
         preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
-            self._server = _find_server()
+            self._server = _find_server(self._modules)
         for rank in range(len(self._ranks), num_ranks or self.num_ranks):
             preparation["name"] = f"paceline-rank-{rank}"
             link, far_link = multiprocessing.Pipe()
@@ -493,8 +494,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     break  # they may have other numbers now
                 elif kind == "stepped" and recovery is not None:
                     recovery.note_step(*content, num_ranks)
-                    self._server = self._server and _find_server(recovery.modules)  # now: it takes time of the cores
-                    self._refill(job, recovery)
+                    self._refill(job, recovery)  # now, for it takes time of the cores
                 elif kind == "standby":
                     pending.discard(rank)
                     self._ranks[rank].step = content

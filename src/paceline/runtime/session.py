@@ -202,7 +202,7 @@ class Session:
         if self.place is not None or self.here:
             with listen(lambda message: hear(0, message)):
                 return find_function(task.function)(*task.arguments)
-        pool = self._get_pool(task.ranks)
+        pool = self._get_pool(task.ranks, () if recovery is None else recovery.modules)
         with self._forward_signals(pool) if saves else contextlib.nullcontext():
             try:
                 options: dict[str, Any] = {"on_message": hear, "monitor": monitor, "recovery": recovery}
@@ -218,7 +218,7 @@ class Session:
                 if self._is_closed:  # by another thread, just before ranks were started here
                     pool.close()
 
-    def _get_pool(self, ranks: int) -> RankPool:
+    def _get_pool(self, ranks: int, modules: Sequence[str] = ()) -> RankPool:
         with self._lock:
             if self._is_closed:
                 raise LaunchError("the run is being closed", code="interrupted")
@@ -226,7 +226,7 @@ class Session:
             if pool is None or pool.num_ranks < ranks:
                 if pool is not None:
                     pool.close()
-                pool = self._pools[threading.get_ident()] = RankPool(ranks)
+                pool = self._pools[threading.get_ident()] = RankPool(ranks, modules)
                 pool.start()
             return pool
 
