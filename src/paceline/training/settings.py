@@ -170,7 +170,7 @@ class TrainSettings:
         batch_size = same if size % (count * same) == 0 else None
         return dataclasses.replace(self, ranks=count, global_batch_size=size, batch_size=batch_size, accumulate=None)
 
-    def fit_ranks(self, most: int) -> int:
+    def usable_ranks(self, most: int) -> int:
         """The largest number of ranks, up to `most`, that can share the global batch equally."""
         size = self.batches.global_batch_size
         return next(count for count in range(most, 0, -1) if size % count == 0)

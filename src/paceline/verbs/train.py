@@ -241,7 +241,7 @@ def _build_recovery(session: Session, wanted: TrainSettings, rows_wanted: bool) 
         check_rank_count(wanted.ranks + wanted.spares)
     return Recovery(
         wanted.on_fault, wanted.ranks, (wanted, folder, True, rows_wanted), report, wanted.max_faults, wanted.spares,
-        JOB_MODULES, wanted.fit_ranks, lambda: session.signal,
+        JOB_MODULES, wanted.usable_ranks, lambda: session.signal,
     )  # fmt: skip
 
 
