@@ -324,10 +324,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Put those who will be in the next world first, in the order of their new ranks; returns their number. Where
         nobody is left, all ranks are started anew."""
         late, deadline = set(range(min(size, len(self._ranks)))), time.monotonic() + _REGROUP_S
-        for failure in failures:
-            if failure.rank in late:
-                self._ranks[failure.rank].process.kill()
-                late.discard(failure.rank)
+        for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
+            self._ranks[lost].process.kill()
+            late.discard(lost)
         stay = {rank for rank in late if self._ranks[rank].step is not None}
         late -= stay
         while late and time.monotonic() < deadline:

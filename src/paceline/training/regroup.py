@@ -41,17 +41,17 @@ def may_stay(error: BaseException) -> bool:
 
 def check_policy(job: Job) -> None:
     """Refuse what only the built job shows. On every rank alike."""
-    asked, data = f"--on-fault {job.settings.on_fault}", job.train
-    is_stream = isinstance(data, OwnData) and data.is_stream
+    asked = f"--on-fault {job.settings.on_fault}"
+    stream = job.train if isinstance(job.train, OwnData) and job.train.is_stream else None
     refuse(
         (job.learner.own_step is not None,
          f"{asked}: the step of {job.learner.name} is its own, and may be half done when a rank is lost; use restart"),
-        (is_stream and job.settings.on_fault == "shrink",
-         f"{asked}: {data.describe()}, of which other ranks cannot take a share within an epoch; use spare"),
+        (stream is not None and job.settings.on_fault == "shrink",
+         f"{asked}: {job.train.describe()}, of which other ranks cannot take a share within an epoch; use spare"),
         ("nccl" in job.world.backend,
          f"{asked} on nccl, whose ranks do not notice that another is lost: use restart, or the backend gloo"),
-        (is_stream and data.is_sharded,
-         f"{asked}: {data.describe()}, and only a rank itself knows its part; use restart"),
+        (stream is not None and stream.is_sharded,
+         f"{asked}: {job.train.describe()}, and only a rank itself knows its part; use restart"),
         code="on-fault",
     )  # fmt: skip
 
