@@ -68,7 +68,7 @@ class TakenStep:
     num_samples: int
     num_targets: int
     data_wait_s: float
-    outcome: StepOutcome | None  # None: in a world before this one
+    outcome: StepOutcome
     is_epoch_end: bool
     is_last: bool
 
@@ -114,7 +114,6 @@ class Journal:
         """`lap` has the time of the whole step, as `step`. Nothing here waits for the GPU or another rank."""
         import torch
 
-        assert taken.outcome is not None
         loss_sum, correct = taken.outcome.loss_sum, taken.outcome.num_correct
         values = torch.stack([loss_sum.double(), (loss_sum if correct is None else correct).double()])
         if values.is_cuda:
@@ -166,7 +165,6 @@ class Journal:
             torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
         sent, bad = [], None
         for taken, values, lap, phases, exposed_s in self._entries:
-            assert taken.outcome is not None
             loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter

@@ -27,6 +27,7 @@ from paceline.training.checkpoints import Position, RunFiles, build_meta, find_s
 from paceline.training.journal import Journal, TakenStep, Unwritten
 from paceline.training.own import Sets
 from paceline.training.settings import Batches, TrainSettings
+from paceline.training.step import StepOutcome
 from paceline.workloads.data.own import OwnData
 
 
@@ -140,7 +141,8 @@ class Carried:
 
     def agree_on_taken(self, world: World, step: int) -> TakenStep | None:
         """The step after which some rank had not yet done what follows it, where all are now. Collective."""
-        mine = None if self.taken is None else dataclasses.replace(self.taken, outcome=None)
+        nothing = StepOutcome(torch.zeros(()), None)  # what this rank alone saw is in `unwritten`
+        mine = None if self.taken is None else dataclasses.replace(self.taken, outcome=nothing)
         found = [taken for taken in world.share(mine) if taken is not None and taken.position.step == step]
         self.taken = None
         return found[0] if found else None
