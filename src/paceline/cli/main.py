@@ -102,7 +102,8 @@ add_command(
     app, "train", _train,
     f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
     "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
-    "test_samples strategy workers profile:train compare:train resume save_every keep tensorboard watch",
+    "test_samples strategy workers profile:train compare:train resume save_every keep on_fault max_faults spares "
+    "tensorboard watch",
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
 )  # fmt: skip
@@ -238,7 +239,8 @@ add_command(
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
-    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart",
+    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart "
+    "on_fault state",
     "Which faults are named, and how soon? A small job is killed, stopped or made to hang, again and again.\n\n"
     "Compared with torchrun and torch's own wrapper, in turns; each job has processes of its own.",
 )  # fmt: skip

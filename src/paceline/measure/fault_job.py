@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.runtime.pulse import slow
+
 VARIABLE = "PACELINE_FAULT"
 NUM_INPUTS, WIDTH = 784, 256
 
@@ -38,6 +40,8 @@ class Asked(NamedTuple):
     wrapper: str = "paceline"
     backend: str = "gloo"
     batch_size: int = 8
+    width: int = WIDTH
+    pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
 
 
 def read_asked() -> Asked:
@@ -91,11 +95,11 @@ def harm(fault: str) -> None:
 
 
 class Net(nn.Module):
-    """Three layers of 256, and the harm."""
+    """Three layers, and the harm."""
 
     def __init__(self, asked: Asked) -> None:
         super().__init__()
-        widths = (NUM_INPUTS, WIDTH, WIDTH, 10)
+        widths = (NUM_INPUTS, asked.width, asked.width, 10)
         layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1])
         self._asked, self._is_mine = asked, int(os.environ.get("RANK", "0")) == asked.rank and bool(asked.fault)
@@ -118,6 +122,9 @@ class Net(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])
         if self.training:
+            if self._asked.pause_s and self.num_steps + 2 == self._asked.step:
+                with slow("a spare gets ready"):
+                    time.sleep(self._asked.pause_s)
             self._reach("forward")
             hidden.register_hook(lambda _: self._reach("backward"))
         output: torch.Tensor = self.layers[2:](hidden)

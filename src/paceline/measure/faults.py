@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -48,6 +49,7 @@ SYSTEMS = ("train", "script", "torch")
 _JOB = Path(__file__).with_name("fault_job.py")
 _LONG_STEPS = 1_000_000  # a job that ends by its fault
 _START_S = 120.0
+_WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _LEAVE_S = 2.0  # how long processes may take to end after the command
 
 
@@ -115,7 +117,9 @@ def _open_job(command: list[str], folder: Path, asked: dict[str, Any]) -> Iterat
         job.end()
 
 
-def build_command(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path) -> list[str]:
+def build_command(
+    system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, policy: str = "stop"
+) -> list[str]:
     if system == "train":
         runs = sorted((folder / "out").glob("*/checkpoints"))
         train = [sys.executable, "-m", "paceline", "train"]
@@ -124,7 +128,7 @@ def build_command(system: str, backend: str, ranks: int, asked: dict[str, Any], 
         return [
             *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--ranks", str(ranks),
             "--backend", backend, "--batch-size", str(asked["batch_size"]), "--steps", str(asked["steps"]),
-            "--save-every", f"{asked['save_every']}steps", "--out", str(folder / "out"),
+            "--save-every", f"{asked['save_every']}steps", "--out", str(folder / "out"), "--on-fault", policy,
         ]  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, str(_JOB)]
@@ -142,21 +146,26 @@ def _find_saved(system: str, folder: Path) -> int:
 
 
 def measure_fault(
-    fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False
-) -> FaultRecord:
-    """Do one fault to one job; `limit_s` is how long to wait, after it, for its cause to be named."""
+    fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False,
+    policy: str = "stop", state_bytes: int = 0,
+) -> FaultRecord:  # fmt: skip
+    """Do one fault to one job; `limit_s` is how long to wait, after it, for its cause to be named. `policy` is that of
+    `paceline train`, and `state_bytes` those of its model and momentum; 0: a small one."""
     place, cause = FAULTS[fault]
     is_pause, rank, step = not cause, (trial + 1) % ranks, 40 + trial % 7
+    goes_on = policy != "stop" and system == "train" and not is_pause
     asked = {
         "fault": fault.partition("-in-")[0], "place": place, "rank": rank, "step": step,
-        "steps": step + 40 if is_pause else _LONG_STEPS, "save_every": 10, "batch_size": 8, "backend": backend,
-        "wrapper": "torch" if system == "torch" else "paceline",
+        "steps": step + 40 if is_pause else step + 4 if goes_on else _LONG_STEPS, "save_every": 10, "batch_size": 8,
+        "backend": backend, "wrapper": "torch" if system == "torch" else "paceline",
     }  # fmt: skip
+    asked |= {"pause_s": _WARM_S} if goes_on else {}
+    asked |= {"width": _find_width(state_bytes)} if state_bytes else {}
     shared = _list_shared()
     with tempfile.TemporaryDirectory(prefix="paceline-fault-") as name:
         folder = Path(name)
         asked["folder"] = str(folder)
-        command = build_command(system, backend, ranks, asked, folder)
+        command = build_command(system, backend, ranks, asked, folder, policy)
         with _open_job(command, folder, asked) as job:
             fault_s = _await_fault(job, folder)
             pattern = rf"(?i)rank\s*:?\s*{rank}\b[^\n]*(\n[^\n]*){{0,2}}({cause})" if cause else r"paceline: .*rank"
@@ -173,20 +182,35 @@ def measure_fault(
         left_over = [f"{len(left)} processes"] if left and is_over else []
         left_over += sorted(_list_shared() - shared)
         saved = _find_saved(system, folder)
-        restart_s = None
+        restart_s, recovered = None, _find_recovered(folder) if goes_on else {}
         if restart and cause:
             restart_s = _measure_restart(system, backend, ranks, asked, folder, step)
     if is_pause:
         is_right, detected_s = code == 0 and found is None, None
     else:
         is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
+        is_right = is_right and (not goes_on or code == 0)
     text = found[1] if found is not None else next((line for line in reversed(said) if line.strip()), "")
     return FaultRecord(
         fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
         detected_s=detected_s, is_right=is_right, ended_s=ended_s, limit_s=limit_s,
-        steps_lost=None if is_pause else step - 1 - saved, restart_s=restart_s, left_over=tuple(left_over),
-        said=text.strip()[:2000],
+        steps_lost=None if is_pause else recovered.get("steps_lost", step - 1 - saved), restart_s=restart_s,
+        left_over=tuple(left_over), said=text.strip()[:2000], policy=recovered.get("policy", "stop"),
+        recovered_s=recovered.get("recovered_s"),
     )  # fmt: skip
+
+
+def _find_width(state_bytes: int) -> int:
+    """Of the layers of a model that has as many bytes of weights and momentum."""
+    return max(1, round(math.sqrt(state_bytes / 8 + 397**2) - 397))
+
+
+def _find_recovered(folder: Path) -> dict[str, Any]:
+    """What a run that went on noted of its fault; empty where it did not."""
+    for path in folder.glob("out/*/config.json"):
+        for fault in json.loads(path.read_text()).get("faults", []):
+            return {name: value for name, value in fault.items() if value is not None}
+    return {}
 
 
 def _list_shared() -> set[str]:

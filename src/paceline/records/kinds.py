@@ -241,8 +241,9 @@ class FaultRecord(Record):
 
     `detected_s`: until the rank and the cause were named; None where they were not within `limit_s`. `is_right`: they
     were or, of a pause, nothing was. `ended_s`: until the command ended; None where it did not. `steps_lost`: since the
-    newest checkpoint. `restart_s`: a restart, until the lost steps were made again. `said`: the line that named it, or
-    the last one.
+    newest checkpoint, or those that a run which went on has made again. `restart_s`: a restart, until the lost steps
+    were made again. `said`: the line that named it, or the last one. `policy` says what followed in the run itself, and
+    `recovered_s` how long it took from the verdict to the end of the next step; None where there was none.
     """
 
     kind: ClassVar[str] = "fault"
@@ -261,6 +262,8 @@ class FaultRecord(Record):
     restart_s: float | None
     left_over: tuple[str, ...]
     said: str
+    policy: str = "stop"
+    recovered_s: float | None = None
 
 
 def record_to_json(record: Record) -> dict[str, Any]:

@@ -51,6 +51,17 @@ class _Row:
         return statistics.median(times) if times else None
 
     @property
+    def recovered_p95_s(self) -> float | None:
+        """From the verdict to the end of the next step, of the trials after which the run went on."""
+        times = sorted(one.recovered_s for one in self.trials if one.recovered_s is not None)
+        return times[math.ceil(0.95 * len(times)) - 1] if times else None
+
+    @property
+    def policy(self) -> str:
+        found = sorted({one.policy for one in self.trials} - {"stop"})
+        return ", ".join(found)
+
+    @property
     def ended(self) -> str:
         return "all" if self.num_ended == self.num_trials else f"{self.num_ended} of {self.num_trials}"
 
@@ -96,7 +107,9 @@ class FaultsResult(Result):
             Column("ended", "ended", "text", key="ended"),
             Column("lost", "steps_lost", "number", key="steps_lost"),
             Column("restart", "restart_s", "s", key="restart_s"),
+            Column("then", "policy", "text", key="policy"),
+            Column("recovered", "recovered_p95_s", "s", key="recovered_p95_s"),
             Column("left", "left_over", "number", key="left_over"),
         )
-        title = "Seconds until rank and cause were named; steps since the last checkpoint; what was left behind"
+        title = "Seconds until rank and cause were named; steps lost; recovery (p95), from there; what was left"
         return [Table("faults", title, columns, self.rows)]

@@ -89,6 +89,7 @@ class TrainRunResult(Result):
         self.tested = next((epoch for epoch in reversed(self.epochs) if epoch.test_loss is not None), None)
         # How the run ended; empty for an unfinished one, and for one of an older Paceline.
         self.outcome: dict[str, Any] = dict(self.config.get("outcome") or {})
+        self.faults: list[dict[str, Any]] = list(self.config.get("faults") or ())
         self.steps: int = rows[-1]["step"] if rows else 0
         self.world_size = int(self.outcome.get("world_size", self.config.get("ranks", 1)))
 
@@ -182,6 +183,7 @@ class TrainRunResult(Result):
     def to_json(self) -> dict[str, Any]:
         outcome = {name: self.outcome.get(name) for name in ("backend", "device", "num_parameters")}
         facts = {"finished": self.finished, "steps": self.steps, "world_size": self.world_size, **outcome}
+        facts |= {"faults": self.faults} if self.faults else {}
         return super().to_json() | facts | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
@@ -190,7 +192,7 @@ class TrainRunResult(Result):
             return
         if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():
             raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
-        settings = {name: value for name, value in self.config.items() if name != "outcome"}
+        settings = {name: value for name, value in self.config.items() if name not in ("outcome", "faults")}
         write_new(folder / records.CONFIG_FILE, render_config(settings, self.run.environment, self.outcome))
         with contextlib.closing(records.MetricsLog(folder / records.METRICS_FILE)) as log:
             log.append(*self.rows)
@@ -269,7 +271,7 @@ class TrainComparisonResult(Result):
             names = [str(part.folder or f"run {number}") for number, part in enumerate(self.parts, 1)]
         self.rows = [ComparedRun(name, part, first) for name, part in zip(names, self.parts, strict=True)]
         configs = [part.config | {"machine": part.machine} for part in self.parts]
-        self.differences = list_differences(configs, but=("ranks", "outcome"))
+        self.differences = list_differences(configs, but=("ranks", "outcome", "faults"))
 
     @classmethod
     def of(cls, runs: Sequence[Result], environment: Environment) -> TrainComparisonResult:
@@ -373,7 +375,7 @@ def load_training(folder: str | Path) -> TrainRunResult:
         environment = Environment(**found)
     except TypeError:  # of an older Paceline, which noted less
         environment = dataclasses.replace(capture_environment(), cpu="another machine", details={}, load_average=None)
-    config = document["settings"] | {"outcome": document.get("outcome")}
+    config = document["settings"] | {"outcome": document.get("outcome"), "faults": document.get("faults", [])}
     return TrainRunResult(Run("train", config, environment, ()), folder)
 
 

@@ -34,7 +34,8 @@ from paceline.runtime import by_value, pulse, store_server
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.monitor import LOOK_S, Monitor, describe_end
 from paceline.runtime.monitor import why_not as why_no_monitor
-from paceline.runtime.worker import Failure, listen, make_error, serve_jobs_spawned
+from paceline.runtime.recovery import Recovery
+from paceline.runtime.worker import SPARE, Failure, listen, make_error, serve_jobs_spawned
 from paceline.units import format_memory
 
 # What one more rank takes before it allocates anything, with some room: the interpreter and torch hold 145 MiB of their
@@ -47,6 +48,9 @@ _LEAVE_S = 1.0  # how long an idle rank may take to end after its link is closed
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
 # Failures that no victim of another rank has: there is nothing to listen for, and the others can only wait.
 _CERTAIN = ("killed", "hung")
+# After a fault, how long ranks that stay may take to leave their world; and to name the rank that they have lost.
+_REGROUP_S, _STANDBY_S = 30.0, 5.0
+_SPARE_S = 120.0  # how long a spare may take to become ready, where none is
 _LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
 # A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
 # the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
@@ -67,17 +71,17 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
 
 
 class _Server:
-    """A process that has imported torch and forks ranks on request (`worker.serve_forks`).
+    """A process that has imported torch, and `modules`, and forks ranks on request (`worker.serve_forks`).
 
     It ends with this process and, once another one has taken its place, with the last rank that it forked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: frozenset[str]) -> None:
         self.owner, self.imports = os.getpid(), _describe_imports()
-        self._lock, self._state = threading.Lock(), b""
+        self._lock, self._state, self.modules = threading.Lock(), b"", modules
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import worker; "
-        source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()})"
+        source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()}, {sorted(modules)})"
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [multiprocessing.spawn.get_executable(), *flags, "-c", source]
         with theirs, _sigint_blocked():
@@ -168,20 +172,21 @@ _server_lock = threading.Lock()
 _can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-def _find_server() -> _Server | None:
-    """The server of this process, started if there is none; None where ranks must be spawned."""
+def _find_server(modules: Sequence[str] = ()) -> _Server | None:
+    """The server of this process that has imported these modules, too, started if there is none; None where ranks must
+    be spawned."""
     global _server
     if not _can_fork:
         return None
     with _server_lock:
         found = _server
         is_fresh = found is not None and (found.owner, found.imports) == (os.getpid(), _describe_imports())
-        if found is None or not is_fresh or found.process.poll() is not None:
-            found = _server = _Server()
+        if found is None or not is_fresh or found.process.poll() is not None or not found.modules >= set(modules):
+            found = _server = _Server(frozenset(modules))
         return found
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     """The launcher's end of one rank."""
 
@@ -189,6 +194,7 @@ class _Rank:
     link: Connection
     stacks: Connection
     was_heard: bool = False
+    step: int | None = None  # it waits for a place in a new world, and has completed this step
 
 
 def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
@@ -197,13 +203,22 @@ def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
         rank.process.join(max(0.0, deadline - time.monotonic()))
 
 
-class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others."""
+def _end_processes(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()  # if it is stopped, or busy in a handler of its own
+        rank.process.join()
+        rank.process.close()
 
-    def __init__(self, num_ranks: int) -> None:
+
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
+    """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others.
+    `modules` are imported once, before ranks are forked, where they can be."""
+
+    def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
-        self.num_ranks = num_ranks
+        self.num_ranks, self._modules = num_ranks, modules
         self._ranks: list[_Rank] = []
+        self._size = 0  # of the world that is open, or was last; the others are spares
         self._server: _Server | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -212,6 +227,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def run(
         self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), *, num_ranks: int | None = None,
         timeout_s: float | None = None, on_message: _Hear = None, monitor: bool = False,
+        recovery: Recovery | None = None,
     ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
@@ -219,41 +235,157 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
         raised is raised here as itself. With `monitor`, so is a rank that is stopped or hangs (`runtime/monitor.py`).
+        With `recovery` ranks may go on after a fault, or start again (`runtime/recovery.py`): the values are those of
+        the last world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
-        job = _pickle_job(fn, args)
+        job, size = _pickle_job(fn, args), num_ranks
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         with unwind_on_sigterm():
             try:
+                if recovery is not None:
+                    self._end(self._ranks[num_ranks:])
+                    del self._ranks[num_ranks:]
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
-                watched = Monitor(range(num_ranks), num_ranks) if monitor and not why_no_monitor() else None
-                with watched or contextlib.nullcontext(), _serve_store() as store:
-                    variables = _job_variables(num_ranks, store)
-                    for rank in range(num_ranks):
-                        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                        if watched is not None:
-                            own[pulse.VARIABLE] = ":".join(watched.find_pages(rank))
-                        with contextlib.suppress(OSError):  # a rank that died already is found by _collect
-                            self._ranks[rank].link.send_bytes(pickle.dumps((sys.path, variables | own, job)))
-                    values, failures = self._collect(num_ranks, deadline, on_message, watched)
-                    stuck = [rank for rank in range(num_ranks) if rank not in values and not failures]
-                    # While there is a store: without it they would no longer be where they were stuck.
-                    if any(failure.code in _CERTAIN for failure in failures):
-                        self._kill()
-                    places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
-                if failures:
-                    first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
-                    raise make_error(first, num_ranks, sorted(values))
-                if stuck:
-                    message = f"rank {', '.join(map(str, stuck))} of {num_ranks} did not finish within {timeout_s:g} s"
-                    raise LaunchError("".join([message, *places]), stuck[0])
-                return [values[rank] for rank in range(num_ranks)]
+                while True:
+                    values, next_size = self._run_world(size, job, deadline, timeout_s, on_message, monitor, recovery)
+                    if not next_size:
+                        if recovery is not None:
+                            self._end(self._ranks[size:])
+                            del self._ranks[size:]
+                        return [values[rank] for rank in range(size)]
+                    size = next_size
+                    if self._ranks[0].step is None and recovery is not None:  # other processes, from the last file
+                        job = _pickle_job(fn, recovery.arguments)
+                        self._await_ranks(size, deadline)
             except BaseException:
                 self.close(at_once=True)
                 raise
+
+    def _run_world(
+        self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear, monitor: bool,
+        recovery: Recovery | None,
+    ) -> tuple[dict[int, Any], int]:  # fmt: skip
+        """Give the first `size` ranks a world, in which they run the job, or stay in it. Returns their values; after a
+        fault from which they recover, or where more ranks can be had, the size of the next world."""
+        watched = Monitor(range(size), size) if monitor and not why_no_monitor() else None
+        self._size = size
+        with watched or contextlib.nullcontext(), _serve_store() as store:
+            variables = _job_variables(size, store)
+            for rank in range(size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if watched is not None:
+                    own[pulse.VARIABLE] = ":".join(watched.find_pages(rank))
+                self._place(rank, variables | own, job)
+            values, failures = self._collect(size, job, deadline, on_message, watched, recovery)
+            waits = any(rank.step is not None for rank in self._ranks[:size])
+            stuck = [rank for rank in range(size) if rank not in values and not failures and not waits]
+            policy = "stop"
+            if waits and not failures and recovery is not None and size == recovery.num_ranks:
+                failures = [Failure(None, time.monotonic(), "ranks have lost each other, and none is missing")]
+            if failures:
+                first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
+                error = make_error(first, size, sorted(values))
+                if recovery is not None:
+                    step = watched.find_step() if watched is not None else 0
+                    policy = recovery.decide(first, error, size, bool(values), step)
+            elif waits and recovery is not None:
+                policy = recovery.policy
+            # While there is a store: without it they would no longer be where they were stuck.
+            if policy == "restart" or (policy == "stop" and any(failure.code in _CERTAIN for failure in failures)):
+                self._kill()
+            places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
+        if policy == "restart":
+            self.close(at_once=True)
+        if policy != "stop":
+            assert recovery is not None
+            return {}, self._regroup(size, failures, job, on_message, recovery)
+        if failures:
+            raise error
+        if stuck:
+            message = f"rank {', '.join(map(str, stuck))} of {size} did not finish within {timeout_s:g} s"
+            raise LaunchError("".join([message, *places]), stuck[0])
+        return values, 0
+
+    def _place(self, rank: int, variables: dict[str, str], job: bytes) -> None:
+        """A rank that stands by continues its job in the new world; another one begins it there."""
+        end = self._ranks[rank]
+        message = (sys.path, variables, job) if end.step is None else variables
+        end.step = None
+        with contextlib.suppress(OSError):  # a rank that died already is found by _collect
+            end.link.send_bytes(pickle.dumps(message))
+
+    def _regroup(
+        self, size: int, failures: Sequence[Failure], job: bytes, on_message: _Hear, recovery: Recovery
+    ) -> int:
+        """Put those who will be in the next world first, in the order of their new ranks; returns their number. Where
+        nobody is left, all ranks are started anew."""
+        late, deadline = set(range(min(size, len(self._ranks)))), time.monotonic() + _REGROUP_S
+        for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
+            self._ranks[lost].process.kill()
+            late.discard(lost)
+        stay = {rank for rank in late if self._ranks[rank].step is not None}
+        late -= stay
+        while late and time.monotonic() < deadline:
+            for rank, kind, content in self._hear(late, _LOOK_S, None):
+                if kind == "message" and on_message is not None:
+                    on_message(rank, content)
+                elif kind in ("standby", "value", "failure"):
+                    late.discard(rank)
+                    if kind == "standby":
+                        self._ranks[rank].step = content
+                        stay.add(rank)
+        active, others = self._ranks[:size], self._ranks[size:]
+        spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
+        ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
+        if recovery.policy == "spare" and stay:
+            deadline = time.monotonic() + _SPARE_S
+            while len(spares) < ranks.count(None) and recovery.num_wanted and time.monotonic() < deadline:
+                spares = self._await_spare(job, recovery, ranks.count(None))
+            ranks = [spares.pop(0) if one is None and spares else one for one in ranks]
+        kept = [one for one in ranks if one is not None]
+        kept += [spare for spare in spares if recovery.policy == "shrink"]
+        spares = [spare for spare in self._ranks[size:] if spare not in kept and spare.process.exitcode is None]
+        self._end([one for one in self._ranks if one not in kept and one not in spares])
+        self._ranks = kept + spares
+        if not stay or (recovery.policy == "spare" and len(kept) < recovery.num_ranks):
+            if self._ranks or not recovery.faults:
+                recovery.restart_instead()
+            self.close(at_once=True)
+            self.start(recovery.num_ranks)
+            return recovery.num_ranks
+        return recovery.fit(min(len(kept), recovery.num_ranks))
+
+    def _await_spare(self, job: bytes, recovery: Recovery, num_lost: int) -> list[_Rank]:
+        """The spares that stand by, after one more does, or one has failed."""
+        self._refill(job, recovery, num_lost)
+        waiting = {rank for rank in range(self._size, len(self._ranks)) if self._ranks[rank].step is None}
+        for rank, kind, content in self._hear(waiting, _LOOK_S, None):
+            self._note_spare(rank, kind, content, recovery)
+            break  # the others may have other numbers now
+        return [spare for spare in self._ranks[self._size :] if spare.step is not None]
+
+    def _refill(self, job: bytes, recovery: Recovery, num_lost: int = 0) -> None:
+        """Start what is missing of the processes that may become ranks; ranks that are lost are still listed."""
+        dead = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is not None]
+        self._ranks = [rank for rank in self._ranks if rank not in dead]
+        self._end(dead)
+        there = len(self._ranks)
+        if recovery.num_wanted and there < recovery.num_wanted + num_lost:
+            self.start(recovery.num_wanted + num_lost)
+            for rank in range(there, len(self._ranks)):
+                alone = {"RANK": "0", "LOCAL_RANK": "0", SPARE: "1"}
+                self._place(rank, _job_variables(1, "") | alone, job)
+
+    def _note_spare(self, rank: int, kind: str, content: Any, recovery: Recovery) -> None:
+        if kind == "standby":
+            self._ranks[rank].step = content
+        elif kind in ("value", "failure"):
+            recovery.note_spare_failed(content)
+            self._end([self._ranks.pop(rank)])
 
     def send(self, rank: int, message: Any) -> None:
         """Send a message to the job that this rank runs (`worker.receive`); one that is gone gets nothing."""
@@ -262,7 +394,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def pids(self) -> list[int]:
         """The process ids of the ranks, in rank order; waits for those that are just being started."""
-        return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
+        ranks = self._ranks[: self._size or len(self._ranks)]
+        return [rank.process.pid for rank in ranks if rank.process.pid is not None]
 
     def close(self, at_once: bool = False) -> None:
         """End the ranks and wait until they are gone; does nothing the second time.
@@ -270,7 +403,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         Unless `at_once`, those that wait for a job may end by themselves: killed ones leave their locks behind, and
         tqdm has one.
         """
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks, self._size = self._ranks, [], 0
         for rank in ranks:
             rank.link.close()
             rank.stacks.close()
@@ -279,10 +412,15 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         for rank in ranks:
             rank.process.terminate()
         _join(ranks, _GRACE_S)
+        _end_processes(ranks)
+
+    def _end(self, ranks: Sequence[_Rank]) -> None:
+        """Kill processes that are no ranks any more."""
         for rank in ranks:
-            rank.process.kill()  # if it is stopped, or busy in a handler of its own
-            rank.process.join()
-            rank.process.close()
+            rank.process.kill()
+            rank.link.close()
+            rank.stacks.close()
+        _end_processes(ranks)
 
     def _kill(self) -> None:
         """End all ranks now, while there is a store: without it they would fill the screen with errors of their own."""
@@ -296,7 +434,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         preparation = multiprocessing.spawn.get_preparation_data("")
         preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
-            self._server = _find_server()
+            self._server = _find_server(self._modules)
         for rank in range(len(self._ranks), num_ranks or self.num_ranks):
             preparation["name"] = f"paceline-rank-{rank}"
             link, far_link = multiprocessing.Pipe()
@@ -336,36 +474,61 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     break
 
     def _collect(
-        self, num_ranks: int, deadline: float, on_message: _Hear, monitor: Monitor | None
-    ) -> tuple[dict[int, Any], list[Failure]]:
-        """Listen to all ranks until each has answered, one has failed, or time is up."""
+        self, num_ranks: int, job: bytes, deadline: float, on_message: _Hear, monitor: Monitor | None,
+        recovery: Recovery | None,
+    ) -> tuple[dict[int, Any], list[Failure]]:  # fmt: skip
+        """Listen to all ranks until each has answered or stands by, one has failed, or time is up."""
         values: dict[int, Any] = {}
         failures: list[Failure] = []
-        pending = set(range(num_ranks))
+        pending, is_wanted = set(range(num_ranks)), False
         while pending and (left_s := deadline - time.monotonic()) > 0:
-            links: dict[Any, int] = {self._ranks[rank].link: rank for rank in pending}
-            ready = multiprocessing.connection.wait(list(links), min(left_s, _LOOK_S if monitor is None else LOOK_S))
-            # A dead rank is known by the end of its link or, where a grandchild holds the link open, by a look at it.
-            dead = {rank for rank in pending if self._ranks[rank].process.exitcode is not None}
-            for rank in sorted({links[item] for item in ready} | dead):
-                for kind, content in self._receive(rank, rank in dead, monitor):
-                    if kind == "message" and on_message is not None:
-                        on_message(rank, content)
-                    elif kind in ("value", "failure"):
-                        pending.discard(rank)
-                        if kind == "value":
-                            values[rank] = content
-                        else:
-                            failures.append(content)
-                        break
+            spares = {rank for rank in range(num_ranks, len(self._ranks)) if self._ranks[rank].step is None}
+            for rank, kind, content in self._hear(
+                pending | spares, min(left_s, _LOOK_S if monitor is None else LOOK_S), monitor
+            ):
+                if kind == "message" and on_message is not None:
+                    on_message(rank, content)
+                elif rank in spares and recovery is not None:
+                    self._note_spare(rank, kind, content, recovery)
+                    break  # they may have other numbers now
+                elif kind == "stepped" and recovery is not None:
+                    recovery.note_step(*content, num_ranks)
+                    self._refill(job, recovery)  # now, for it takes time of the cores
+                elif kind == "standby":
+                    pending.discard(rank)
+                    self._ranks[rank].step = content
+                    deadline = min(deadline, time.monotonic() + _STANDBY_S)
+                elif kind in ("value", "failure"):
+                    pending.discard(rank)
+                    if kind == "value":
+                        values[rank] = content
+                    else:
+                        failures.append(content)
             is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
             if is_open and monitor is not None and (verdict := monitor.look()) is not None:
                 failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
-            if any(failure.code in _CERTAIN for failure in failures):
+            is_named = recovery is not None and any(not failure.is_secondary for failure in failures)
+            if is_named or any(failure.code in _CERTAIN for failure in failures):
                 break
             if failures:
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
+            if recovery is not None and not is_wanted and num_ranks < recovery.num_ranks:
+                ready = sum(spare.step is not None for spare in self._ranks[num_ranks:])
+                if is_wanted := recovery.fit(min(num_ranks + ready, recovery.num_ranks)) > num_ranks:
+                    self.send(0, "more ranks can be had")
         return values, failures
+
+    def _hear(self, ranks: set[int], timeout_s: float, monitor: Monitor | None) -> Iterator[tuple[int, str, Any]]:
+        """What these ranks have sent or, of those that have ended, how; waits until there is something."""
+        links: dict[Any, int] = {self._ranks[rank].link: rank for rank in ranks}
+        ready = multiprocessing.connection.wait(list(links), timeout_s)
+        # A dead rank is known by the end of its link or, where a grandchild holds the link open, by a look at it.
+        dead = {rank for rank in ranks if self._ranks[rank].process.exitcode is not None}
+        for rank in sorted({links[item] for item in ready} | dead):
+            for kind, content in self._receive(rank, rank in dead, monitor):
+                yield rank, kind, content
+                if kind in ("value", "failure"):
+                    break
 
     def _receive(self, rank: int, is_gone: bool, monitor: Monitor | None) -> Iterator[tuple[str, Any]]:
         """What a rank has sent and then, if it is gone, how it died: one that answered and then died has answered."""
@@ -379,7 +542,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             is_gone = True
         if is_gone:
             end.process.join()
-            where = monitor.describe(rank) if monitor is not None else ""
+            where = monitor.describe(rank) if monitor is not None and rank < self._size else ""
             yield "failure", _describe_death(rank, end.process.exitcode or 0, end.was_heard, where)
 
     def _read_stack(self, rank: int) -> str:
@@ -397,7 +560,7 @@ def _describe_death(rank: int, code: int, was_heard: bool, where: str) -> Failur
     summary = describe_end(code, where)
     if code >= 0 and not was_heard:
         summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
-    return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "")
+    return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "died")
 
 
 def run_ranks(

@@ -424,6 +424,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
+    def find_step(self) -> int:
+        """The step that the first of the ranks is in, or was when it ended."""
+        return max(int(memoryview(one.page).cast("q")[pulse.STEP]) for one in self._processes.values())
+
     def describe(self, rank: int) -> str:
         """In which step and phase a rank is, or was when it ended; empty where it has not said."""
         words = memoryview(self._processes[rank].page).cast("q")

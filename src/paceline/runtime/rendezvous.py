@@ -285,7 +285,8 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
         if place.world_size == 1:
             return dist.HashStore()
         if name := os.environ.get(STORE):  # our own launcher's
-            return PrivateStore(lambda: _call(name, place, timeout_s, "the store of the launcher"))
+            # It is there before any rank: one that is not there any more belonged to a world that is over.
+            return PrivateStore(lambda: _call(name, place, 0.0, "the store of the launcher"))
         host, port = place.master_addr, place.master_port
         if host is None or port is None:
             missing = "MASTER_ADDR" if host is None else "MASTER_PORT"

@@ -35,6 +35,7 @@ from paceline.records.store import (
 )
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, handle_requests, unwind_on_sigterm
+from paceline.runtime.recovery import Recovery
 from paceline.runtime.worker import find_function, listen
 from paceline.units import format_duration, format_number_of
 
@@ -126,16 +127,16 @@ class Session:
 
     def ask(
         self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, saves: bool = False,
-        monitor: bool = False,
+        monitor: bool = False, recovery: Recovery | None = None,
     ) -> Any:  # fmt: skip
         """Call the function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
         Records that it posts are saved if the run is interrupted. A function that `saves` gets the first Ctrl-C,
         SIGTERM or SIGUSR1 itself, as SIGTERM, and returns (`signal` notes it); a second one ends the ranks at once.
-        With `monitor`, a rank that is stopped or hangs ends them, too.
+        With `monitor`, a rank that is stopped or hangs ends them, too; `recovery` says what follows instead.
         """
         with ProgressDisplay(self.verb, self.progress) as display:
-            return self._call(Task("", function, args, ranks or self.ranks), display, saves, monitor)
+            return self._call(Task("", function, args, ranks or self.ranks), display, saves, monitor, recovery)
 
     def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
         """The records of all tasks, in order: of those that are saved already, and of the others, run and saved now.
@@ -182,7 +183,10 @@ class Session:
                 self.close(at_once=True)
                 raise
 
-    def _call(self, task: Task, display: ProgressDisplay, saves: bool = False, monitor: bool = False) -> Any:
+    def _call(
+        self, task: Task, display: ProgressDisplay, saves: bool = False, monitor: bool = False,
+        recovery: Recovery | None = None,
+    ) -> Any:  # fmt: skip
         """The value of the task's function: here, or of rank 0 on warm ranks that belong to this thread."""
 
         def hear(rank: int, message: Progress) -> None:
@@ -198,11 +202,11 @@ class Session:
         if self.place is not None or self.here:
             with listen(lambda message: hear(0, message)):
                 return find_function(task.function)(*task.arguments)
-        pool = self._get_pool(task.ranks)
+        pool = self._get_pool(task.ranks, () if recovery is None else recovery.modules)
         with self._forward_signals(pool) if saves else contextlib.nullcontext():
             try:
-                found = pool.run(task.function, task.arguments, num_ranks=task.ranks, on_message=hear, monitor=monitor)
-                return found[0]
+                options: dict[str, Any] = {"on_message": hear, "monitor": monitor, "recovery": recovery}
+                return pool.run(task.function, task.arguments, num_ranks=task.ranks, **options)[0]
             except LaunchError as error:
                 if self.signal:  # it came before the ranks had begun to listen for it
                     raise SystemExit(128 + self.signal) from None
@@ -214,7 +218,7 @@ class Session:
                 if self._is_closed:  # by another thread, just before ranks were started here
                     pool.close()
 
-    def _get_pool(self, ranks: int) -> RankPool:
+    def _get_pool(self, ranks: int, modules: Sequence[str] = ()) -> RankPool:
         with self._lock:
             if self._is_closed:
                 raise LaunchError("the run is being closed", code="interrupted")
@@ -222,7 +226,7 @@ class Session:
             if pool is None or pool.num_ranks < ranks:
                 if pool is not None:
                     pool.close()
-                pool = self._pools[threading.get_ident()] = RankPool(ranks)
+                pool = self._pools[threading.get_ident()] = RankPool(ranks, modules)
                 pool.start()
             return pool
 

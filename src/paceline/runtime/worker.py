@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -109,6 +110,41 @@ def receive() -> Any:
     return pickle.loads(_link.recv_bytes())
 
 
+# Set in a process that has no place yet, and makes itself ready to take one.
+SPARE = "PACELINE_SPARE"
+
+
+def stand_by(step: int) -> None:
+    """Wait for a place in a new world, and take it, after this rank has left the one before. `step` is the last that it
+    has completed; -1 where it has no state."""
+    from paceline.runtime import rendezvous
+
+    if rendezvous.dist.is_initialized():
+        raise LaunchError("this rank could not leave the world of a lost one")
+    rendezvous.close_stores()
+    _answer("standby", step)
+    while not isinstance(variables := receive(), dict):
+        pass  # a request that the world before did not read
+    os.environ.update(variables)
+    _open_page(variables)
+
+
+def is_wanted() -> bool:
+    """Whether the launcher asks this rank to leave its world for a new one, of more ranks."""
+    return _link is not None and _link.poll() and receive() is not None
+
+
+def report_step(first: int) -> None:
+    """The world has taken its first step, after this one."""
+    if _link is not None:
+        _answer("stepped", (first, time.monotonic()))
+
+
+def _open_page(variables: dict[str, str]) -> None:
+    if pulse.VARIABLE in variables:
+        pulse.open_page(*variables[pulse.VARIABLE].split(":"))
+
+
 @contextlib.contextmanager
 def listen(listener: Callable[[Any], None]) -> Iterator[None]:
     """Receive what this process posts."""
@@ -149,8 +185,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         before = dict(os.environ)
         os.environ.update(variables)
         try:
-            if pulse.VARIABLE in variables:
-                pulse.open_page(*variables[pulse.VARIABLE].split(":"))
+            _open_page(variables)
             fn, args = pickle.loads(job)
             value = find_function(fn)(*args)
             _close_groups()
@@ -158,7 +193,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         except BaseException as error:
             # First the answer, then the groups: closing them is what makes the peers fail, and later.
             with contextlib.suppress(OSError):  # the launcher has given up
-                _answer("failure", describe_failure(rank, error))
+                _answer("failure", describe_failure(int(os.environ.get("RANK", rank)), error))
             with contextlib.suppress(Exception):
                 _close_groups()
         finally:
@@ -212,7 +247,7 @@ def _close_groups() -> None:
 # to a spawned process.
 
 
-def serve_forks(control_fd: int, launcher_pid: int) -> None:
+def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ()) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
     # A signal to all processes of a job is for the launcher and the ranks to handle: without this one they would die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
@@ -221,6 +256,8 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
         launcher_fd = os.pidfd_open(launcher_pid)
         import paceline.runtime.world  # noqa: F401  and with it torch
 
+        for name in modules:
+            importlib.import_module(name)
         gc.collect()
         gc.freeze()  # collections in ranks then write to fewer shared pages
         # Python warns of other threads, but numpy's BLAS stops its own before a fork; so they are counted after one.

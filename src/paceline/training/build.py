@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,7 +28,7 @@ from paceline.training.workers import build_workers
 from paceline.workloads.data import is_own, is_own_data
 from paceline.workloads.data.own import OWN_FORM, OwnData
 from paceline.workloads.data.sets import DataSet, load_data
-from paceline.workloads.data.sharding import EpochOrder
+from paceline.workloads.data.sharding import EpochOrder, derive_seed
 from paceline.workloads.external import OwnParts
 from paceline.workloads.models import find_blocks
 from paceline.workloads.registry import build_model, default_form
@@ -53,6 +55,17 @@ class Job:
             advice = "give the data a __len__, or train with --steps"
             unknown = not train.count_windows(parts, self.world.world_size)
             refuse((unknown, f"{what}; {advice}"), code="no-length")
+
+    def seed_step(self, step: int) -> None:
+        """What a step draws (dropout) follows from the seed, the rank and the number of the step alone: a rank that
+        takes the place of another, or begins in the middle of a run, draws the same."""
+        seed, device = derive_seed("step", self.settings.seed, self.world.rank, step), self.world.device
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        if is_own(self.settings.model):  # ours draw from torch alone
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
 
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks. Of a stream, all are alike."""
@@ -81,8 +94,12 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
         yield world
 
 
-def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, sets: Sets | None = None) -> Job:
-    """Build everything; `sets` is data that is already loaded. Collective: call on every rank."""
+def build_job(
+    settings: TrainSettings, world: World, plan: Plan | None = None, sets: Sets | None = None,
+    like: nn.Module | None = None,
+) -> Job:  # fmt: skip
+    """Build everything; `sets` is data that is already loaded, and `like` a model of which a copy is used. Collective:
+    call on every rank."""
     parts = None
     if sets is None and settings.is_whole:
         parts, sets = open_whole(settings, world)
@@ -90,7 +107,7 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None, s
     num_samples = len(train)
     if num_samples < world.world_size and not train.is_stream:
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
-    learner = build_learner(settings, world, train, plan, parts=parts)
+    learner = build_learner(settings, world, train, plan, like=like, parts=parts)
     settings, (train, test) = settle(settings, world, (train, test), learner)
     if isinstance(train, OwnData) and train.is_stream:
         # The global batches that are expected, one where that is not known.
@@ -154,7 +171,7 @@ def build_learner(
     if isinstance(data, OwnData) and (parts is None or parts.step is None):
         data.head.split()  # refuses a batch that our step cannot take
     if like is not None:
-        module = copy.deepcopy(like)
+        module = copy.deepcopy(like).to(world.device)
     elif parts is not None:
         module = parts.model.to(world.device)
         two = f"--data {settings.data}: model {settings.model} returned data of its own; leave it out"

@@ -53,6 +53,7 @@ class RunFiles:
         self._every_s, self._every_steps = parse_save_every(settings.save_every)
         self._saved_s = time.monotonic()
         self.last: int | None = None  # the step of the last checkpoint
+        self.written = 0  # the step of the last row that was there when the folder was opened
         self._folder = folder or Path()
         self._store: disk.CheckpointStore | None = None
         if folder is not None and world.rank == 0:
@@ -79,7 +80,9 @@ class RunFiles:
                     code = "finished"
             except PacelineError as error:
                 problem, code = str(error), error.code
-        path, problem, code = self._world.share((loaded and loaded.path, problem, code))[0]
+        saved = [] if self._store is None else self._store.find()
+        mine = loaded and loaded.path, problem, code, loaded.step if loaded is not None else max(saved, default=None)
+        path, problem, code, self.last = self._world.share(mine)[0]
         if problem:
             raise ConfigError(problem, code=code)
         return disk.load_checkpoint(path) if path is not None and loaded is None else loaded
@@ -120,19 +123,19 @@ class RunFiles:
         parts = (learner.optimizer.parts or {}).values() if isinstance(learner.optimizer, OwnState) else ()
         optimizers = [part for part in (learner.optimizer, *parts) if isinstance(part, torch.optim.Optimizer)]
         for number, model in enumerate(list_models(learner.model)):
-            load = _find_strategy(model)[1]
+            load = find_strategy(model)[1]
             load([states[number] for states in state.get("strategy", ())], *optimizers)
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
             before, now = meta["world_size"], self._world.world_size
             moved = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
             refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
-        if meta["world_size"] == self._world.world_size:
+        # What a step draws follows from its number. This is for what programs of the user's own draw between steps; of
+        # another number of ranks no random state fits, so they draw from a seed that no step has used.
+        if "random" in state and meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:
-            # Another number of ranks: no rank's random state fits, so draw from a seed that no step has used.
             set_seed((job.settings.seed + 1_000_003 * position.step) % 2**31, per_rank=True)
-        self.last = position.step
         return position
 
     def open(self, step: int) -> None:
@@ -144,6 +147,7 @@ class RunFiles:
             for path in self._folder.glob(f".{name}.*"):
                 path.unlink(missing_ok=True)
         self._logs.append(MetricsLog(self._folder / METRICS_FILE, step))
+        self.written = max((row["step"] for row in load_metrics(self._folder / METRICS_FILE)), default=0)
         if self._tensorboard:
             self._logs.append(EventsLog(self._folder / EVENTS, after_step=step))
 
@@ -158,9 +162,11 @@ class RunFiles:
         return is_epoch_end and self._every_s is None
 
     def save(self, job: Job, position: Position) -> None:
-        """Save everything that the next step depends on. Collective: call on every rank."""
+        """Save everything that the next step depends on, unless it is saved. Collective: call on every rank."""
+        if position.step == self.last:
+            return
         randoms = self._world.share(_get_random(job.world.device))
-        strategies = self._world.gather([_find_strategy(model)[0]() for model in list_models(job.learner.model)])
+        strategies = self._world.gather([find_strategy(model)[0]() for model in list_models(job.learner.model)])
         learner, inner = job.learner, []
         # A sharded optimizer puts its state together from all ranks.
         optimizer = learner.optimizer.state_dict() if job.settings.parsed_strategy.is_sharded else None
@@ -171,18 +177,11 @@ class RunFiles:
         self.last = position.step
         if self._store is None:
             return
-        plan = learner.model.plan if isinstance(learner.model, DataParallel) else None
         optimizer, scaler = optimizer or learner.optimizer.state_dict(), learner.scaler.state_dict()
-        meta = dataclasses.asdict(position) | {
-            "world_size": self._world.world_size, "global_batch_size": job.batches.global_batch_size,
-            "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
-            "tail": job.settings.tail,
-            "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
-        }  # fmt: skip
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms, "strategy": strategies}
         state |= {"inner": inner} if inner else {}
         state |= {"workers": learner.workers.state()} if learner.workers is not None else {}
-        self._store.save(position.step, learner.module.state_dict(), state, meta)
+        self._store.save(position.step, learner.module.state_dict(), state, build_meta(job, position))
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         for log in self._logs:
@@ -216,11 +215,22 @@ class RunFiles:
                 self._lock = None
 
 
+def build_meta(job: Job, position: Position) -> dict[str, Any]:
+    """Where a run is, and what must be the same where it goes on."""
+    model = job.learner.model
+    plan = model.plan if isinstance(model, DataParallel) else None
+    return dataclasses.asdict(position) | {
+        "world_size": job.world.world_size, "global_batch_size": job.batches.global_batch_size,
+        "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
+        "tail": job.settings.tail, "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
+    }  # fmt: skip
+
+
 def _count_workers(state: dict[str, Any]) -> int:
     return len(state["workers"]["memory"]) if "workers" in state else 1
 
 
-def _find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:
+def find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:
     """How to save and to load what the strategy of a model keeps, in our wrapper or in torch's."""
     if isinstance(model, DataParallel):
         return model.strategy_state, model.load_strategy_state

@@ -73,6 +73,8 @@ class TakenStep:
     is_last: bool
 
 
+# What a world that ends early leaves; see `Journal.list_unwritten`.
+Unwritten = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
 # A step that is not yet exchanged: (loss sum, number of correct targets) on the host, its lap, its phases, exposed_s.
 _Entry = tuple[TakenStep, "torch.Tensor", "PhaseTimes", "PhaseTimes", float | None]
 
@@ -80,6 +82,7 @@ _Entry = tuple[TakenStep, "torch.Tensor", "PhaseTimes", "PhaseTimes", float | No
 @dataclass(frozen=True)
 class Exchange:
     """What all ranks know after an exchange. `bad` is (step, rank, parameter) of the first loss that is not finite.
+    `is_left`: all are to leave this world after what follows the step, for a larger one.
 
     Before, with `rows` of its own sums and times, it is what one rank sends.
     """
@@ -88,6 +91,7 @@ class Exchange:
     bad: tuple[int, int, str] | None
     signal: int
     is_save_due: bool
+    is_left: bool = False
 
 
 @dataclass
@@ -100,6 +104,9 @@ class Journal:
     asked: tuple[int, ...] = ()  # the ranks that got the signal which ends the run
     # The messages of a recent step, after how many others; see `loop.read_messages`.
     read_messages: Callable[[], tuple[int, dict[str, Any]] | None] = lambda: None
+    # Rows of the world before this one, which are not written yet; and those of the last exchange, which may not be.
+    carried: list[dict[str, Any]] = field(default_factory=list)
+    _last: list[dict[str, Any]] = field(default_factory=list)
     _num_recorded: int = 0
     _entries: list[_Entry] = field(default_factory=list)
 
@@ -119,23 +126,12 @@ class Journal:
         """Whether an exchange is due; the same on all ranks."""
         return len(self._entries) >= self.every
 
-    def exchange(self, is_save_due: bool) -> Exchange:
-        """Combine the steps of all ranks. For `is_save_due` rank 0 decides. Collective: call on every rank."""
-        import torch
-
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
-        entries, self._entries = self._entries, []
-        sent, bad = [], None
-        for taken, values, lap, phases, exposed_s in entries:
-            loss_sum, num_correct = values.tolist()
-            if not math.isfinite(loss_sum) and bad is None:
-                bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            parts_s = phases.read()  # a step of a user's own may load more data itself
-            waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
-            times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
-            times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}
-            sent.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
+    def exchange(self, is_save_due: bool, is_left: bool = False) -> Exchange:
+        """Combine the steps of all ranks. For `is_save_due` and `is_left` rank 0 decides. Collective: call on every
+        rank."""
+        entries = self._entries
+        sent, bad = self._read_entries()
+        self._entries = []
         found = self.read_messages() if self._num_recorded < _MOST_RECORDED else None
         if found is not None and found[0] < len(sent):  # the same on all ranks
             self._num_recorded += 1
@@ -144,32 +140,78 @@ class Journal:
             if moments and isinstance(moments[0][1], float):  # what a GPU did before is not on the host's clock
                 before_s = begin_s - moments[0][1]
             row["messages"] = {"before_s": before_s, **times}
-        report = Exchange(tuple(sent), bad, self.request.number, is_save_due)
-        reports: list[Exchange] = self.world.share(report)
+        report = Exchange(tuple(sent), bad, self.request.number, is_save_due, is_left)
+        try:
+            reports: list[Exchange] = self.world.share(report)
+        except BaseException:
+            self._entries = entries  # for the world after this one
+            raise
         by_step = zip(*(report.rows for report in reports), strict=True)
-        rows = tuple(_build_row(taken, ranks) for (taken, *_), ranks in zip(entries, by_step, strict=True))
+        self._last = [_build_row(ranks) for ranks in by_step]
+        rows, self.carried = tuple(self.carried + self._last), []
         if rows:
             slowest_s = sum(row["step_s"] for row in rows) / len(rows)
             self.every = max(1, min(_MAX_STEPS, int(_EXCHANGE_EVERY_S / max(slowest_s, 1e-6))))
         bad = min((report.bad for report in reports if report.bad is not None), default=None)
         number = next((report.signal for report in reports if report.signal), 0)
         self.asked = tuple(rank for rank, report in enumerate(reports) if report.signal)
-        return Exchange(rows, bad, number, reports[0].is_save_due)
+        return Exchange(rows, bad, number, reports[0].is_save_due, reports[0].is_left)
+
+    def _read_entries(self) -> tuple[list[dict[str, Any]], tuple[int, int, str] | None]:
+        """What this rank sends of its steps, and the first loss that is not finite."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
+        sent, bad = [], None
+        for taken, values, lap, phases, exposed_s in self._entries:
+            loss_sum, num_correct = values.tolist()
+            if not math.isfinite(loss_sum) and bad is None:
+                bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
+            parts_s = phases.read()  # a step of a user's own may load more data itself
+            waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
+            times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
+            times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}
+            about = {"step": taken.position.step, "epoch": taken.epoch, "samples": taken.num_samples, "lr": taken.rate}
+            correct = None if taken.outcome.num_correct is None else num_correct
+            own = {"loss": loss_sum, "correct": correct, "exposed_s": exposed_s, "times": times}
+            sent.append({"about": about, "targets": taken.num_targets, **own})
+        return sent, bad
+
+    def list_unwritten(self) -> Unwritten:
+        """The rows that may not be written, the steps of this rank that were not exchanged, and of how many ranks."""
+        return [*self.carried, *self._last], self._read_entries()[0], self.world.world_size
+
+    def carry(self, mine: Unwritten | None, step: int) -> None:
+        """Take over what the ranks had not written in the world before this one, up to `step`. Of steps that no rank
+        has exchanged, what a lost one did is estimated by the others. Collective: call on every rank."""
+        rows: dict[int, dict[str, Any]] = {}
+        sent: dict[int, list[dict[str, Any]]] = {}
+        size = 1
+        for known, entries, num_ranks in self.world.share(mine or ([], [], 0)):
+            rows |= {row["step"]: row for row in known}
+            size = max(size, num_ranks)
+            for entry in entries:
+                sent.setdefault(entry["about"]["step"], []).append(entry)
+        rows = {number: _build_row(entries, size) for number, entries in sent.items()} | rows
+        self.carried = [rows[number] for number in sorted(rows) if number <= step]
 
 
-def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _build_row(ranks: Sequence[Mapping[str, Any]], num_ranks: int = 0) -> dict[str, Any]:
     """One row of metrics: losses summed over ranks; times of the slowest rank; exposed communication on average; in
-    `ranks` the times of each, and in `messages`, of few steps, those of its buckets."""
+    `ranks` the times of each, and in `messages`, of few steps, those of its buckets. Where the step was one of more
+    ranks (`num_ranks`) than are known, these stand for the others."""
     each = {name: [round(rank["times"][name], _DIGITS) for rank in ranks] for name in ranks[0]["times"]}
     each["exposed_comm_s"] = [None if (s := rank["exposed_s"]) is None else round(s, _DIGITS) for rank in ranks]
     recorded = [rank["messages"] for rank in ranks if "messages" in rank]
     exposed = [rank["exposed_s"] for rank in ranks if rank["exposed_s"] is not None]
-    correct = None if taken.outcome.num_correct is None else sum(rank["correct"] for rank in ranks)
+    about, targets, more = ranks[0]["about"], ranks[0]["targets"], max(1.0, num_ranks / len(ranks))
+    known = [rank["correct"] for rank in ranks if rank["correct"] is not None]
     return {
-        "step": taken.position.step, "epoch": taken.epoch,
-        "loss": sum(rank["loss"] for rank in ranks) / taken.num_targets,
-        "accuracy": None if correct is None else correct / taken.num_targets,
-        "samples": taken.num_samples, "lr": taken.rate,
+        "step": about["step"], "epoch": about["epoch"],
+        "loss": sum(rank["loss"] for rank in ranks) * more / targets,
+        "accuracy": sum(known) * more / targets if len(known) == len(ranks) else None,
+        "samples": about["samples"], "lr": about["lr"],
         "exposed_comm_s": sum(exposed) / len(exposed) if exposed else None,
         **{name: max(rank["times"][name] for rank in ranks) for name in ranks[0]["times"]},
         "ranks": each, **({"messages": recorded} if len(recorded) == len(ranks) else {}),

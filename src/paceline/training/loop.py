@@ -4,9 +4,10 @@ One step is in `step`, what ranks exchange in `journal`, what is on disk in `che
 """
 
 import contextlib
-import dataclasses
 import functools
+import gc
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,20 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ConfigError, TrainingError, refuse
+from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.sharding import ShardedOptimizer
 from paceline.plan import Plan
 from paceline.runtime import pulse
 from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
+from paceline.runtime.worker import SPARE, is_wanted, post, report_step, stand_by
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.journal import Journal, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
 from paceline.training.own import OwnState
+from paceline.training.regroup import BufferGuard, Carried, MoreRanksError, check_policy, may_stay, warm_up
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, list_models, take_step
 from paceline.units import format_bytes, format_number_of, format_speed
@@ -54,6 +56,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
     """
     job.check_length()
     world, learner, position, num_steps = job.world, job.learner, start, job.schedule.num_steps
+    undoing = BufferGuard(learner.module) if job.settings.stays_in_memory else contextlib.nullcontext
     learner.model.train()
     while position.step < num_steps:
         epoch = position.epoch
@@ -67,7 +70,9 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 pulse.begin_step(position.step + 1)
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
-                outcome = take_step(learner, window.batches, num_targets, rate, phases)
+                job.seed_step(position.step)
+                with undoing():
+                    outcome = take_step(learner, window.batches, num_targets, rate, phases)
                 ends = window.is_last
                 place = (epoch + 1, 0) if ends else (epoch, window.number + 1)
                 position = Position(*place, position.step + 1)
@@ -164,16 +169,47 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
 
     With `rows`, every rank gets the rows of the metrics; else they are in the folder alone.
     """
-    with catch_stop() as request, open_world(settings) as world, contextlib.ExitStack() as stack:
-        settings = dataclasses.replace(settings, ranks=world.world_size)
+    carried = Carried()
+    if settings.stays_in_memory:
+        import torch._dynamo  # noqa: F401  by the first optimizer, else
+
+        gc.collect()
+        gc.freeze()  # a rank that leaves its world looks for cycles, and only that world's count
+    with catch_stop() as request:
+        if os.environ.pop(SPARE, ""):
+            carried = warm_up(settings)
+            stand_by(carried.step)
+        while True:
+            try:
+                return _train(settings, folder, resume, rows, request, carried)
+            except (PacelineError, RuntimeError) as error:
+                if not settings.stays_in_memory or not may_stay(error):
+                    raise
+            gc.collect()  # of groups that nothing uses any more: only then the others know that this rank has left
+            stand_by(carried.step)
+
+
+def _train(
+    settings: TrainSettings, folder: Path | None, resume: bool, rows: bool, request: StopRequest, carried: Carried
+) -> TrainOutcome:
+    """Train in one world: from the begin, from the last file, or from the state that ranks bring along."""
+    with open_world(settings) as world, contextlib.ExitStack() as stack:
+        settings, source = carried.meet(settings, world)
         settings.check()
         files = RunFiles(folder, settings, world)
-        stack.push(lambda kind, *_: _close(files, world, kind is not None))
-        found = files.lock(resume)
+        stack.push(lambda kind, error, _: _close(files, world, error, carried if settings.stays_in_memory else None))
+        found = files.lock(resume and source is None)
+        if source is not None:
+            found = carried.pass_on(world, source)
         plan = found.meta.get("plan") if found is not None else None  # by which gradients were sent
-        job = build_job(settings, world, None if plan is None else Plan.from_json(plan))
+        sets, like = carried.find_sets(world), carried.module
+        job = build_job(settings, world, None if plan is None else Plan.from_json(plan), sets, like)
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
+        if settings.stays_in_memory:
+            check_policy(job)
+            carried.position, carried.module, carried.state = start, None, {}
+            stack.callback(carried.keep, job)
         if start.step > total:
             ends = "epochs" if settings.steps is None else "steps"
             text = f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step"
@@ -182,20 +218,23 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
-        if world.rank == 0:
+        if world.rank == 0 and source is None:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
-        step, number, asked = _run(job, files, request, start)
+        step, number, asked = _run(job, files, request, start, carried)
         facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
         facts["num_parameters"] = _count_elements(job.learner.module)
         return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else (), asked)
 
 
-def _close(files: RunFiles, world: World, has_failed: bool) -> None:
+def _close(files: RunFiles, world: World, error: BaseException | None, carried: Carried | None) -> None:
     """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
+    if carried is not None and error is not None and may_stay(error):
+        carried.files = files  # later: a checkpoint may be on its way, and the others wait for this rank
+        return
     with pulse.slow("save"):
-        files.close(has_failed)
-    if not has_failed:
+        files.close(has_failed=error is not None)
+    if error is None:
         world.barrier()
 
 
@@ -236,20 +275,29 @@ def _count_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int, tuple[int, ...]]:
+def _run(
+    job: Job, files: RunFiles, request: StopRequest, start: Position, carried: Carried
+) -> tuple[int, int, tuple[int, ...]]:
     """Train to the end; returns the last step, the signal that ended the run there, or 0, and the ranks that got it."""
     read = functools.partial(read_messages, job.learner.model, job.world)
     journal, clock = Journal(job.world, request, read_messages=read), PhaseClock(job.world.device)
     phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
     step, number = start.step, 0
+    if job.settings.stays_in_memory:
+        number = _settle(job, files, journal, start, carried)
     clock.enter("step")
-    for taken in run_steps(job, start, phases):
+    for taken in run_steps(job, start, phases) if not number else ():
+        carried.position, carried.taken = taken.position, None
         step, times, lap = taken.position.step, phases.end(), clock.end()
         clock.enter("step")
         journal.add(taken, lap, times, read_exposed(job.learner.model, job.world.world_size))
+        if step == start.step + 1 and job.world.rank == 0:
+            report_step(start.step)
         is_due = journal.is_due or files.is_due(step, taken.is_epoch_end)
         if taken.is_epoch_end or taken.is_last or is_due:
+            carried.taken = taken
             number = _synchronize(job, files, journal, taken)
+            carried.taken = None
             if number:
                 break
             clock.end()  # the time between two steps belongs to neither
@@ -260,12 +308,24 @@ def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tu
     return step, number, journal.asked
 
 
+def _settle(job: Job, files: RunFiles, journal: Journal, start: Position, carried: Carried) -> int:
+    """Take over from the world before this one what follows its last step, and rows. Returns a signal, or 0."""
+    written = job.world.share(files.written)[0]
+    journal.carry(carried.unwritten, start.step)
+    carried.journal, carried.unwritten = journal, None
+    journal.carried = [row for row in journal.carried if row["step"] > written]
+    carried.taken = carried.agree_on_taken(job.world, start.step)
+    number = 0 if carried.taken is None else _synchronize(job, files, journal, carried.taken)
+    carried.taken = None
+    return number
+
+
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
     """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
     step = taken.position.step
     if isinstance(job.learner.optimizer, ShardedOptimizer):
         job.learner.optimizer.wait()  # for what reads the parameters here
-    exchange = journal.exchange(files.is_due_by_time)
+    exchange = journal.exchange(files.is_due_by_time, job.settings.stays_in_memory and is_wanted())
     rows = list(exchange.rows)
     if exchange.bad is not None:
         files.write_rows(rows)
@@ -276,7 +336,8 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         raise _not_finite(files, bad_step, found)
     if taken.is_last:
         job.learner.sync_parameters()
-    if (taken.is_epoch_end or taken.is_last) and job.test is not None and job.learner.can_evaluate:
+    ends = (taken.is_epoch_end or taken.is_last) and rows  # none: they were written in a world before
+    if ends and job.test is not None and job.learner.can_evaluate:
         with pulse.slow("evaluate"):
             test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
@@ -296,6 +357,9 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
             raise _not_finite(files, step, f"{name} is not finite{where} after the update, and the loss was")
         with pulse.slow("save"):
             files.save(job, taken.position)
+    if exchange.is_left and not exchange.signal and not taken.is_last:
+        job.world.barrier()
+        raise MoreRanksError(f"step {step}: more ranks can be had")
     return exchange.signal
 
 

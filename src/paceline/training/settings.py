@@ -28,17 +28,20 @@ from paceline.workloads.registry import MODELS, ModelOptions, check_model, defau
 WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
+# What follows a fault of a rank; with the last two the other ranks stay, with what they have in memory.
+POLICIES = ("stop", "restart", "spare", "shrink")
 DEFAULT_BATCH_SIZE = 32
 _LARGEST_GPU_BYTES = 512 << 30
 
 # What each setting is: one of these names, at least this number, a finite number from 0 or above 0.
 _KNOWN = {
     "wrapper": WRAPPERS, "precision": PRECISIONS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "tail": TAILS,
-    "grow": GROWS,
+    "grow": GROWS, "on_fault": POLICIES,
 }  # fmt: skip
 _LEAST = {
     "ranks": 1, "epochs": 1, "steps": 1, "keep": 1, "lr_warmup": 0, "samples": 1, "test_samples": 1, "context": 2,
     "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2, "workers": 1,
+    "max_faults": 1, "spares": 1,
 }  # fmt: skip
 _REALS = dict.fromkeys(("lr", "momentum", "weight_decay", "label_smoothing"), "from")
 _REALS |= dict.fromkeys(("clip", "trust_coefficient"), "above")
@@ -74,7 +77,8 @@ class TrainSettings:
     """A training run. `data` is `NAME` or `NAME:PATH`; batches of None are settled by `batches`.
 
     `steps` ends a run after this number of optimizer steps instead of after `epochs`. `batch_growth` has pairs of a
-    share of the run and the factor by which the first global batch is multiplied from there on.
+    share of the run and the factor by which the first global batch is multiplied from there on. After a fault of a rank
+    comes what `on_fault` says, one of `POLICIES`.
     """
 
     model: str = "cnn"
@@ -112,6 +116,9 @@ class TrainSettings:
     profile: bool = False
     save_every: str = "60s"
     keep: int = 3
+    on_fault: str = "stop"
+    max_faults: int = 10
+    spares: int = 1
     seed: int = 1
     samples: int | None = None
     test_samples: int | None = None
@@ -149,6 +156,29 @@ class TrainSettings:
              f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
         )  # fmt: skip
         return Batches(ranks, batch_size, needed)
+
+    def on_ranks(self, count: int) -> TrainSettings:
+        """The same run on another number of ranks: its global batch stays as it was, and how it is shared follows."""
+        size, same = self.batches.global_batch_size, self.batches.batch_size
+        if count == self.ranks:
+            return self
+        if size % count:
+            fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
+            found = f"{count} ranks cannot share the run's global batch of {size} samples equally"
+            raise ConfigError(f"{found}: use one of {fits} ranks, or start a new run", code="other-run")
+        # What fits into memory, and what BatchNorm sees at a time, stay as they were.
+        batch_size = same if size % (count * same) == 0 else None
+        return dataclasses.replace(self, ranks=count, global_batch_size=size, batch_size=batch_size, accumulate=None)
+
+    def usable_ranks(self, most: int) -> int:
+        """The largest number of ranks, up to `most`, that can share the global batch equally."""
+        size = self.batches.global_batch_size
+        return next(count for count in range(most, 0, -1) if size % count == 0)
+
+    @property
+    def stays_in_memory(self) -> bool:
+        """Whether the other ranks stay after a fault."""
+        return self.on_fault in ("spare", "shrink")
 
     @property
     def data_request(self) -> DataRequest:
@@ -226,8 +256,31 @@ class TrainSettings:
             (self.ghost_batchnorm is not None and self.sync_batchnorm,
              f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one makes the batch of a norm smaller, "
              "the other larger; leave one out"),
+            (self.spares > 1 and self.on_fault != "spare",
+             f"--spares {self.spares} with --on-fault {self.on_fault}: leave it out, or use --on-fault spare"),
         )  # fmt: skip
         check_drops(self.lr_drops, self.schedule)
+
+    def check_policy(self) -> None:
+        """Refuse a policy by which a rank gets its state from another, where no other rank has it."""
+        if not self.stays_in_memory:
+            return
+        strategy, asked = self.parsed_strategy, f"--on-fault {self.on_fault}"
+        has_own_size = self.batch_size is None and self.global_batch_size is None
+        sends, instead = f"{asked} with --strategy {self.strategy}", "use --on-fault restart"
+        refuse(
+            (self.ranks == 1, f"{asked} with --ranks 1: no other rank has the state of one that is lost; {instead}"),
+            (self.wrapper != "paceline", f"{asked} needs --wrapper paceline, not {self.wrapper}; or {instead}"),
+            (strategy.is_sharded,
+             f"{sends}: a rank's part of the optimizer's state is lost with it, for no other rank has it; {instead}"),
+            (strategy.outer,
+             f"{sends}: what a rank has learned since the last sync is lost with it; {instead}"),
+            (strategy.codec not in ("dense", "bf16") or strategy.between_hosts,
+             f"{sends}: what a rank has not sent yet is lost with it, for no other rank has it; {instead}"),
+            (self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)),
+             f"{asked} with data of your own: give --global-batch-size, which fewer ranks share, too"),
+            code="on-fault",
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -301,6 +354,7 @@ def check_size(settings: TrainSettings) -> None:
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts: settings, an unknown model, data, or missing files."""
     settings.check()
+    settings.check_policy()
     if settings.wrapper == "dp" and (settings.device == "cpu" or not machine.count_gpus()):
         found = "--wrapper dp is nn.DataParallel, which needs GPUs and does nothing on a CPU"
         instead = "use paceline or torch with several --ranks, or none; a run that has it resumes on GPUs alone"

@@ -10,6 +10,8 @@ from paceline.measure.faults import FAULTS, SYSTEMS, measure_fault, parse_faults
 from paceline.records.kinds import FaultRecord
 from paceline.report.faults import FaultsResult
 from paceline.runtime.session import Task, open_session
+from paceline.training.settings import POLICIES
+from paceline.units import parse_size
 from paceline.verbs.jobs import Names, Place, list_names
 
 _QUICK = "kill,stop,gil,loop,exception,term,stall"
@@ -17,13 +19,16 @@ _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 def faults(
     faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2, trials: int = 1,
-    patience: float = 30.0, restart: bool = False, out: Place = None, progress: bool | None = None,
+    patience: float = 30.0, restart: bool = False, on_fault: str = "stop", state: str | None = None, out: Place = None,
+    progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
     """Do faults to a small job in processes of its own, under each system in turns, and return what followed.
 
     `faults`: names, or "all". `systems`: "train" (`paceline train`), "script" (a script with Paceline's wrapper and
     monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `patience`: how many seconds to wait
-    for a fault to be named. `restart`: restart each job once from its newest checkpoint.
+    for a fault to be named. `restart`: restart each job once from its newest checkpoint. `on_fault`: what `paceline
+    train` does after it ("stop", "restart", "spare" or "shrink"), and `state` the size of its model and optimizer, such
+    as "100MB"; a small one by default.
     """
     chosen, backends, named = parse_faults(faults), list_names(backend), list_names(systems)
     strange = [name for name in named if name not in SYSTEMS]
@@ -31,9 +36,12 @@ def faults(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(SYSTEMS)}"),
         (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
         (patience <= 0, f"--patience {patience:g}: above 0"),
+        (on_fault not in POLICIES, f"--on-fault {on_fault!r} is unknown: known are {', '.join(POLICIES)}"),
+        (restart and on_fault != "stop", f"--restart with --on-fault {on_fault}: the run goes on; leave one out"),
     )
+    state_bytes = 0 if state is None else parse_size(state)
     cells = [
-        (fault, system, one, ranks, trial, patience, restart and trial == 0)
+        (fault, system, one, ranks, trial, patience, restart and trial == 0, on_fault, state_bytes)
         for trial in range(trials)
         for fault in chosen
         for one in backends
@@ -46,6 +54,7 @@ def faults(
         for trial in [rest[1]]
     ]
     config = {"faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks, "trials": trials}
+    config |= {"on_fault": on_fault, "state_bytes": state_bytes}
     with open_session("faults", config, out=out, progress=progress, here=True) as session:
         session.is_timed = False
         records = session.run(tasks, describe=_describe)
@@ -61,4 +70,5 @@ def _measure(*arguments: Any) -> list[FaultRecord]:
 def _describe(records: Sequence[Any]) -> str:
     (one,) = records
     took = "not named" if one.detected_s is None else f"named after {one.detected_s:.1f} s"
+    took += "" if one.recovered_s is None else f", {one.policy} after {one.recovered_s:.1f} s more"
     return took if FAULTS[one.fault][1] else "a pause"

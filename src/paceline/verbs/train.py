@@ -20,6 +20,8 @@ from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, lo
 from paceline.report.result import Result, load_result
 from paceline.report.training import TrainComparisonResult, TrainRunResult, render_config
 from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.launch import check_rank_count
+from paceline.runtime.recovery import Fault, Recovery
 from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
@@ -31,8 +33,13 @@ from paceline.workloads.data import parse_data
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "steps", "grow",
+    "accumulate", "steps", "grow", "on_fault", "max_faults", "spares",
 )  # fmt: skip
+
+
+# What a rank imports before its first step: with the server that forks ranks they cost it nothing. torch's optimizers
+# import the compiler when the first one is made.
+JOB_MODULES = ("paceline.training.loop", "torch._dynamo")
 
 
 def train(
@@ -168,9 +175,12 @@ def _train(
             if watch:
                 start_watching(folder)
         rows_wanted = folder is None or session.place is not None
+        recovery = _build_recovery(session, wanted, rows_wanted)
         try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
-            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None, monitor=True)
+            outcome = session.ask(
+                "paceline.training.loop:train", arguments, saves=folder is not None, monitor=True, recovery=recovery
+            )
         except BaseException as error:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
@@ -201,10 +211,38 @@ def _train(
         notes = [*list_job_warnings(wanted), *outcome.notes]
         if outcome.step == num_before:
             notes.append(f"the run was already finished, after {outcome.step} steps; to train on, give more --{ends}")
-        run = Run("train", config | {"outcome": ended}, environment, (), tuple(notes))
+        faults = [] if recovery is None else [dataclasses.asdict(fault) for fault in recovery.faults]
+        run = Run("train", config | {"outcome": ended, "faults": faults}, environment, (), tuple(notes))
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
         session.write(result)
         return result
+
+
+def _build_recovery(session: Session, wanted: TrainSettings, rows_wanted: bool) -> Recovery | None:
+    """What follows a fault, where that is not the end of the run."""
+    folder, asked = session.folder, f"--on-fault {wanted.on_fault}"
+    if wanted.on_fault == "stop":
+        return None
+    refuse(
+        (session.place is not None,
+         f"{asked} in a world that {session.place and session.place.launcher} has launched: its launcher restarts "
+         "ranks, as by torchrun --max-restarts; with PACELINE_RUN the job resumes from its last checkpoint"),
+        (folder is None, f"{asked} needs --out: without checkpoints there is nothing to restart from"),
+        code="on-fault",
+    )  # fmt: skip
+    assert folder is not None
+    before = load_config(folder).get("faults", [])
+
+    def report(faults: Sequence[Fault], line: str) -> None:
+        print(f"paceline: {line}", file=sys.stderr, flush=True)
+        update_config(folder, faults=[*before, *map(dataclasses.asdict, faults)])
+
+    if wanted.on_fault == "spare":
+        check_rank_count(wanted.ranks + wanted.spares)
+    return Recovery(
+        wanted.on_fault, wanted.ranks, (wanted, folder, True, rows_wanted), report, wanted.max_faults, wanted.spares,
+        JOB_MODULES, wanted.usable_ranks, lambda: session.signal,
+    )  # fmt: skip
 
 
 def _interrupt(number: int) -> NoReturn:
@@ -213,10 +251,10 @@ def _interrupt(number: int) -> NoReturn:
 
 def update_config(
     run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, end: str = "",
-    **lengths: int,
+    faults: Sequence[dict[str, Any]] = (), **lengths: int,
 ) -> None:  # fmt: skip
     """Note in `config.json` how a run ended and how busy the machine was, or that it is longer now. `end` says why one
-    has ended early."""
+    has ended early; `faults` are all so far."""
     document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
@@ -225,6 +263,8 @@ def update_config(
         document["end"] = end
     if outcome is not None:
         document["outcome"] = outcome
+    if faults:
+        document["faults"] = list(faults)
     if environment is not None and document.get("environment"):
         for name in ("load_average", "stolen"):  # of a resumed run, the larger
             known = document["environment"].get(name) or 0.0
@@ -261,7 +301,7 @@ def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]
 def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSettings:
     """The run's own settings with those that were given for a resume; ConfigError where one would change the result."""
     ends = "epochs" if saved.steps is None else "steps"
-    growth, size, same = format_growths(saved.batch_growth), saved.batches.global_batch_size, saved.batches.batch_size
+    growth, size = format_growths(saved.batch_growth), saved.batches.global_batch_size
     for name, value in given.items():
         before = size if name == "global_batch_size" else getattr(saved, name)
         is_moved = name == "data" and parse_data(value)[0] == parse_data(saved.data)[0]
@@ -281,14 +321,11 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
     settings = dataclasses.replace(saved, **given)
     if settings.ranks == saved.ranks:
         return settings
-    # The global batch stays as it was; how it is shared follows.
-    if size % settings.ranks:
-        fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
-        found = f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally"
-        raise ConfigError(f"{found}: use one of {fits} ranks, or start a new run", code="other-run")
+    moved = saved.on_ranks(settings.ranks)
     batch_size, accumulate = given.get("batch_size"), given.get("accumulate")
-    if batch_size is None and accumulate is None and size % (settings.ranks * same) == 0:
-        batch_size = same  # what fits into memory, and what BatchNorm sees at a time, stay as they were
+    if batch_size is None and accumulate is None:
+        batch_size = moved.batch_size
+    size = moved.global_batch_size
     return dataclasses.replace(settings, global_batch_size=size, batch_size=batch_size, accumulate=accumulate)
 
 

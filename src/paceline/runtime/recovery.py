@@ -1,0 +1,113 @@
+"""What follows a fault of a local rank: a new world, from the state in memory of the other ranks or from the last file.
+
+This is the launcher's part: it counts faults, and decides who is in the next world. Ranks that stay have left the world
+of the lost one and wait for their new places (`worker.stand_by`); a spare waits there from its start. What ranks bring
+along, and how they agree on it, is their own business. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import CollectiveError, LaunchError, PacelineError
+from paceline.runtime.worker import Failure
+from paceline.units import format_number_of
+
+# How many processes that were to become ranks again may fail before no more are started.
+_MOST_FAILED = 3
+
+
+@dataclass
+class Fault:
+    """One fault, and what followed. `time_s` is when it was named, as `time.time`. `policy`: "restart", "spare" or
+    "shrink", or "stop" where it ended the run. `recovered_s`: until the next step was taken by `ranks_after` ranks;
+    None where it was not. `steps_lost`: those that were taken again."""
+
+    time_s: float
+    rank: int | None
+    step: int
+    cause: str
+    policy: str
+    ranks: int
+    ranks_after: int = 0
+    steps_lost: int | None = None
+    recovered_s: float | None = None
+
+
+@dataclass
+class Recovery:
+    """The policy of one run, and its faults so far. `arguments` are those of the job that resumes from the last file.
+    `modules` are what the job imports. `fit(count)` is how many of these ranks can be used, and `is_over` says that the
+    run was asked to stop. `report(faults, line)` is called after each fault, and again when the run has recovered."""
+
+    policy: str
+    num_ranks: int
+    arguments: tuple[Any, ...]
+    report: Callable[[Sequence[Fault], str], None]
+    max_faults: int = 10
+    spares: int = 1
+    modules: tuple[str, ...] = ()
+    fit: Callable[[int], int] = lambda count: count
+    is_over: Callable[[], object] = lambda: False
+    faults: list[Fault] = field(default_factory=list)
+    num_failed: int = 0
+
+    @property
+    def stays_in_memory(self) -> bool:
+        return self.policy in ("spare", "shrink")
+
+    @property
+    def num_wanted(self) -> int:
+        """How many processes there should be, those that wait for a place included."""
+        if self.num_failed >= _MOST_FAILED or not self.stays_in_memory:
+            return 0
+        return self.num_ranks + (self.spares if self.policy == "spare" else 0)
+
+    def decide(self, failure: Failure, error: PacelineError, size: int, has_values: bool, step: int) -> str:
+        """What follows this failure in a world of `size` ranks: "stop", "restart", or the policy. `step` is the one
+        that the ranks were in, and `has_values` says that some have already returned."""
+        cause = str(error).partition("\n")[0]
+        policy, why = self.policy, ""
+        # What a user must fix, and what all ranks raise together: there is no rank that could be replaced.
+        if self.is_over() or not isinstance(failure.error or LaunchError(""), CollectiveError | LaunchError):
+            return "stop"
+        if len(self.faults) >= self.max_faults:
+            policy, why = "stop", f"it is fault {len(self.faults) + 1}, and --max-faults is {self.max_faults}"
+        elif self.faults and step == self.faults[-1].step:
+            policy, why = "stop", f"the fault before it was in step {step}, too: the run does not get past it"
+        elif failure.code not in ("killed", "died", "hung") or failure.rank is None or has_values:
+            policy = "restart"
+        self.faults.append(Fault(time.time(), failure.rank, step, cause, policy, size))
+        if why:
+            error.add_note(why)
+        then = {
+            "restart": "all ranks start again from the last checkpoint", "spare": "a spare takes its place",
+            "shrink": "the others go on", "stop": why,
+        }[policy]  # fmt: skip
+        self.report(self.faults, f"{cause}; {then}")
+        return policy
+
+    def note_spare_failed(self, failure: Any) -> None:
+        self.num_failed += 1
+        why = failure.summary if isinstance(failure, Failure) else "it ended"
+        self.report(self.faults, f"a process that was to become a rank is not there: {why}")
+
+    def restart_instead(self) -> None:
+        """The ranks that are left cannot go on."""
+        for fault in self.faults[-1:]:
+            fault.policy = "restart"
+        self.report(self.faults, "no rank is left to go on: all ranks start again from the last checkpoint")
+
+    def note_step(self, first: int, when_s: float, size: int) -> None:
+        """A world of `size` ranks has taken its first step, after step `first`."""
+        open_faults = [fault for fault in self.faults if fault.recovered_s is None]
+        for fault in open_faults:
+            fault.recovered_s = time.time() - (time.monotonic() - when_s) - fault.time_s
+            fault.ranks_after, fault.steps_lost = size, max(0, fault.step - 1 - first)
+        for fault in open_faults[-1:]:
+            lost, ranks = format_number_of(fault.steps_lost or 0, "step"), format_number_of(size, "rank")
+            took = f"recovered after {fault.recovered_s:.1f} s"
+            self.report(self.faults, f"{took}: {ranks} continue after step {first}; {lost} lost")

@@ -1,0 +1,181 @@
+"""A run that goes on in a new world: what a process brings along, and how the ranks of that world agree on it.
+
+After a fault ranks may be one step apart. The most advanced one has what all of them would have had, and the others get
+its state, as from a checkpoint: in memory it has the same form, and `RunFiles.restore` takes both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import PacelineError, refuse
+from paceline.parallel import DataParallel
+from paceline.parallel.channel import Channel
+from paceline.runtime.worker import find_code
+from paceline.runtime.world import World
+from paceline.training import checkpoint_files as disk
+from paceline.training.build import Job, build_job, open_world
+from paceline.training.checkpoints import Position, RunFiles, build_meta, find_strategy
+from paceline.training.journal import Journal, TakenStep, Unwritten
+from paceline.training.own import Sets
+from paceline.training.settings import Batches, TrainSettings
+from paceline.training.step import StepOutcome
+from paceline.workloads.data.own import OwnData
+
+
+class MoreRanksError(PacelineError):
+    """All ranks leave their world after one step, for a larger one."""
+
+
+def may_stay(error: BaseException) -> bool:
+    """Whether a rank that raised this may go on in another world: it has lost others, or more can be had."""
+    return isinstance(error, MoreRanksError) or find_code(error) == "peer-lost"
+
+
+def check_policy(job: Job) -> None:
+    """Refuse what only the built job shows. On every rank alike."""
+    asked = f"--on-fault {job.settings.on_fault}"
+    stream = job.train if isinstance(job.train, OwnData) and job.train.is_stream else None
+    refuse(
+        (job.learner.own_step is not None,
+         f"{asked}: the step of {job.learner.name} is its own, and may be half done when a rank is lost; use restart"),
+        (stream is not None and job.settings.on_fault == "shrink",
+         f"{asked}: {job.train.describe()}, of which other ranks cannot take a share within an epoch; use spare"),
+        ("nccl" in job.world.backend,
+         f"{asked} on nccl, whose ranks do not notice that another is lost: use restart, or the backend gloo"),
+        (stream is not None and stream.is_sharded,
+         f"{asked}: {job.train.describe()}, and only a rank itself knows its part; use restart"),
+        code="on-fault",
+    )  # fmt: skip
+
+
+@dataclass
+class Carried:
+    """What one process has of a run between two worlds. A spare has its data and an untrained model alone, and no
+    `position`. `taken` is the last step of which it had not done what follows a step. Nothing here may hold a group:
+    gloo closes its connections when the last reference goes, and only then the others know that this rank has left."""
+
+    sets: Sets | None = None
+    module: nn.Module | None = None
+    device: torch.device | None = None
+    position: Position | None = None
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    batches: Batches | None = None
+    files: RunFiles | None = None
+    journal: Journal | None = None
+    unwritten: Unwritten | None = None
+    taken: TakenStep | None = None
+
+    @property
+    def step(self) -> int:
+        return -1 if self.position is None else self.position.step
+
+    def keep(self, job: Job) -> None:
+        """Keep what a step or a world cannot take away; the wrapper, its buckets and groups go."""
+        learner = job.learner
+        self.sets, self.module, self.device = (job.train, job.test), learner.module, learner.device
+        if self.position is not None:
+            strategy = find_strategy(learner.model)[0]()
+            self.meta = build_meta(job, self.position)
+            self.state = {"optimizer": learner.optimizer.state_dict(), "scaler": learner.scaler.state_dict()}
+            self.state |= {"strategy": [[strategy]] if strategy else []}
+        self.batches = self.batches or job.batches
+        if self.journal is not None:
+            self.unwritten, self.journal = self.journal.list_unwritten(), None
+        learner.optimizer.zero_grad(set_to_none=True)
+        if isinstance(learner.model, DataParallel):
+            learner.model.stop()
+
+    def find_sets(self, world: World) -> Sets | None:
+        """The data, where it is on the device of this rank: another number may mean another GPU."""
+        return self.sets if self.device == world.device else None
+
+    def meet(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:
+        """The settings for the ranks that are here, and the rank that has the state; None at the begin of a run.
+        Collective: call on every rank."""
+        files, self.files = self.files, None
+        if files is not None:  # before anybody opens them in this world
+            files.close()
+        settings = dataclasses.replace(settings, ranks=world.world_size)
+        if not settings.stays_in_memory:
+            return settings, None
+        everyone = world.share((self.step, self.batches))
+        source = max(range(world.world_size), key=lambda rank: (everyone[rank][0], -rank))
+        step, batches = everyone[source]
+        if step < 0:
+            return settings, None
+        self.batches = batches
+        sizes = {"batch_size": batches.batch_size, "accumulate": batches.accumulate}
+        before = dataclasses.replace(
+            settings, ranks=batches.world_size, global_batch_size=batches.global_batch_size, **sizes
+        )
+        return before.on_ranks(world.world_size), source
+
+    def pass_on(self, world: World, source: int) -> disk.Loaded:
+        """The state of the rank `source`, on every rank. Collective: call on every rank."""
+        tensors: dict[str, torch.Tensor] = {}
+        mine: Any = None
+        if world.rank == source:
+            assert self.module is not None
+            model = dict(self.module.state_dict())
+            mine = disk.pack_state({"model": model, "state": self.state, "meta": self.meta}, tensors)
+            tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        structure, about = world.share((mine, about))[source]
+        if world.rank != source:
+            tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in about.items()}
+        Channel(world.control, torch.device("cpu")).broadcast(tensors.values(), source)
+        found = disk.unpack_state(structure, tensors)
+        state, meta = found["state"], found["meta"]
+        state["strategy"] = [*state["strategy"], *state["strategy"] * (world.world_size - 1)]
+        return disk.Loaded(meta["step"], found["model"], state, meta, Path("the state in memory"))
+
+    def agree_on_taken(self, world: World, step: int) -> TakenStep | None:
+        """The step after which some rank had not yet done what follows it, where all are now. Collective."""
+        nothing = StepOutcome(torch.zeros(()), None)  # what this rank alone saw is in `unwritten`
+        mine = None if self.taken is None else dataclasses.replace(self.taken, outcome=nothing)
+        found = [taken for taken in world.share(mine) if taken is not None and taken.position.step == step]
+        self.taken = None
+        return found[0] if found else None
+
+
+def warm_up(settings: TrainSettings) -> Carried:
+    """Make this process ready to become a rank, in a world of its own: modules, data and model are there."""
+    carried = Carried()
+    settings = dataclasses.replace(settings, threads=1, plan=None)
+    alone = dataclasses.replace(settings, ranks=1, global_batch_size=None, wrapper="none", strategy="dense")
+    with open_world(alone) as world:
+        carried.keep(build_job(alone, world))
+    carried.batches = None
+    return carried
+
+
+class BufferGuard:
+    """Undoes what a step that failed has done to the buffers of a model, such as the statistics of BatchNorm."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = list(module.buffers())
+        self._versions = [-1] * len(self._buffers)
+        self._kept = [torch.empty(0) for _ in self._buffers]
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        for place, buffer in enumerate(self._buffers):
+            if buffer._version != self._versions[place]:  # most never change
+                self._kept[place], self._versions[place] = buffer.clone(), buffer._version
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in zip(self._buffers, self._kept, strict=True):
+                    buffer.copy_(before)
+            raise

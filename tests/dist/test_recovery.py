@@ -1,0 +1,264 @@
+"""Runs that go on after a fault: the same weights where the ranks are as many, and every sample once in an epoch."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from paceline.errors import ConfigError
+from paceline.measure.fault_job import harm
+from paceline.records.environment import capture_environment
+from paceline.records.training import load_metrics
+from paceline.runtime import monitor
+from paceline.runtime.environment import Place
+from paceline.runtime.launch import RankPool
+from paceline.runtime.recovery import Fault, Recovery
+from paceline.runtime.session import Session
+from paceline.training.settings import TrainSettings, check_job
+from paceline.verbs.train import JOB_MODULES, _build_recovery
+from tests.conftest import BACKEND
+
+pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
+
+# Two epochs of nine steps, the last of each smaller; dropout and BatchNorm have state that a lost step must not leave.
+SAMPLES, STEPS = 100, 18
+NORMED = """
+from torch import nn
+
+def build():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(196, 10)
+    )
+"""
+SMALL: dict[str, Any] = {
+    "data": "synthetic:images", "samples": SAMPLES, "global_batch_size": 12, "epochs": 2,
+    "save_every": "4steps", "keep": 20, "ranks": 2, "backend": "gloo", "threads": 1,
+}  # fmt: skip
+# A fault: before or in which step, of which rank, what, and where.
+Done = tuple[int, int, str, str]
+
+
+def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool, faults: list[Done]) -> Any:
+    """Train in a rank, note the samples of each step of each world, and do each fault once."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from paceline.training import build, checkpoints, loader, loop
+
+    real, seed_step, real_stand_by = loader.split_window, build.Job.seed_step, loop.stand_by
+    taken: list[list[int]] = []
+    now = [0]
+
+    def split_window(*args: Any) -> Any:
+        parts = real(*args)
+        taken.append([int(index) for part in parts for index in part.indices[: part.num_counted]])
+        return parts
+
+    def reach(place: str) -> None:
+        for number, (step, rank, fault, where) in enumerate(faults):
+            mark = folder / f"fault-{number}"
+            if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists():
+                mark.touch()
+                await_spare() if fault == "wait" else harm(fault)
+
+    def await_spare() -> None:
+        until_s = time.monotonic() + 30.0
+        while not (folder / "ready").exists() and time.monotonic() < until_s:
+            time.sleep(0.02)
+
+    def stand_by(step: int) -> None:
+        if step < 0:
+            (folder / "ready").touch()
+        real_stand_by(step)
+
+    def begin(job: Any, step: int) -> None:
+        now[0] = step + 1
+        with (folder / f"notes-{os.getpid()}").open("a") as file:
+            world = os.environ["PACELINE_JOB"]
+            file.write(json.dumps([time.monotonic(), world, now[0], taken[-1], os.environ["WORLD_SIZE"]]) + "\n")
+        reach("begin")
+        seed_step(job, step)
+
+    def reach_first(place: str, call: Any) -> Any:
+        def reached(*args: Any) -> Any:
+            reach(place)
+            return call(*args)
+
+        return reached
+
+    loader.split_window, build.Job.seed_step = split_window, begin  # type: ignore[method-assign]
+    loop.stand_by = stand_by
+    loop.evaluate, evaluate = reach_first("evaluate", loop.evaluate), loop.evaluate
+    checkpoints.RunFiles.save, save = reach_first("save", checkpoints.RunFiles.save), checkpoints.RunFiles.save  # type: ignore[method-assign]
+    handle = register_optimizer_step_pre_hook(lambda *_: reach("optimizer"))
+    try:
+        return loop.train(settings, folder, resume, rows)
+    finally:
+        loader.split_window, build.Job.seed_step = real, seed_step  # type: ignore[method-assign]
+        loop.stand_by = real_stand_by
+        loop.evaluate, checkpoints.RunFiles.save = evaluate, save  # type: ignore[method-assign]
+        handle.remove()
+
+
+def run(folder: Path, policy: str, faults: list[Done], **changes: Any) -> list[Fault]:
+    """Train SMALL through these faults, and return what the launcher noted of them."""
+    folder.mkdir()
+    model = folder.parent / "normed.py"
+    model.write_text(NORMED)
+    settings = TrainSettings(**SMALL | {"model": f"{model}:build", "on_fault": policy} | changes)
+    recovery = Recovery(
+        policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, fit=settings.usable_ranks
+    )
+    with RankPool(settings.ranks, JOB_MODULES) as pool:
+        arguments = (settings, folder, False, False, faults)
+        pool.run(train_noted, arguments, timeout_s=60.0, monitor=True, recovery=recovery)
+    return recovery.faults
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "weights.safetensors")
+
+
+def check_equal(folder: Path, other: Path) -> None:
+    found, wanted = weights(folder), weights(other)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def count_samples(folder: Path, steps_of_epoch: int = STEPS // 2) -> tuple[list[collections.Counter[int]], list[int]]:
+    """How often each sample was learned from in each epoch, and the ranks of each step. Of the attempts at a step, the
+    one of the last world counts: the others did not change the model."""
+    worlds: dict[int, dict[str, tuple[float, list[int], int]]] = {}
+    for path in folder.glob("notes-*"):
+        for line in path.read_text().splitlines():
+            when_s, world, step, ids, size = json.loads(line)
+            before = worlds.setdefault(step, {}).get(world, (0.0, [], 0))
+            worlds[step][world] = max(when_s, before[0]), before[1] + ids, int(size)
+    epochs: list[collections.Counter[int]] = [collections.Counter(), collections.Counter()]
+    sizes = []
+    for step in sorted(worlds):
+        _, ids, size = max(worlds[step].values())
+        epochs[(step - 1) // steps_of_epoch].update(ids)
+        sizes.append(size)
+    return epochs, sizes
+
+
+def check_samples(folder: Path) -> list[int]:
+    """Every sample once in every epoch, a row for every step; returns the ranks of each step."""
+    epochs, sizes = count_samples(folder)
+    assert epochs == [collections.Counter(range(SAMPLES))] * 2
+    rows = load_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "test_loss" in row] == [STEPS // 2, STEPS]
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert run(folder, "restart", []) == []
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault", "rank", "place"),
+    [
+        ("restart", "kill", 1, "begin"),
+        ("spare", "kill", 1, "optimizer"),
+        pytest.param("spare", "kill", 0, "begin", marks=pytest.mark.slow),
+        pytest.param("spare", "segv", 1, "begin", marks=pytest.mark.slow),
+        pytest.param("spare", "stop", 1, "begin", marks=pytest.mark.slow),
+        pytest.param("spare", "loop", 0, "optimizer", marks=pytest.mark.slow),
+        pytest.param("restart", "exception", 0, "optimizer", marks=pytest.mark.slow),
+        pytest.param("spare", "exception", 0, "begin", marks=pytest.mark.slow),
+    ],
+)
+def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, policy, fault, rank, place):
+    (found,) = run(tmp_path / "run", policy, [(11, rank, fault, place)])
+    stays = policy == "spare" and fault != "exception"
+    assert (found.rank, found.policy) == (rank, policy if stays else "restart")
+    # Those since the last checkpoint that was on disk, or since the start.
+    assert found.steps_lost in ([0] if stays else [2, 6, 10])
+    assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
+    check_equal(tmp_path / "run", undisturbed)
+    check_samples(tmp_path / "run")
+
+
+@pytest.mark.parametrize("backend", [BACKEND, pytest.param("gloo", marks=pytest.mark.slow)])
+def test_fewer_ranks_go_on_and_one_more_joins(tmp_path, backend):
+    faults: list[Done] = [(5, 0, "kill", "optimizer"), (8, 0, "wait", "begin")]
+    (found,) = run(tmp_path / "run", "shrink", faults, ranks=3, backend=backend)
+    assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (0, "shrink", 0, 2)
+    sizes = check_samples(tmp_path / "run")
+    assert sizes[0] == 3 and 2 in sizes and sizes[-1] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "place", "rank"), [(9, "evaluate", 0), (12, "save", 1), (18, "evaluate", 1)])
+def test_what_follows_a_step_is_done_again(undisturbed, tmp_path, step, place, rank):
+    (found,) = run(tmp_path / "run", "spare", [(step, rank, "kill", place)])
+    assert (found.policy, found.steps_lost) == ("spare", None if step == STEPS else 0)
+    check_equal(tmp_path / "run", undisturbed)
+    check_samples(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_strategy_that_keeps_nothing_has_spares(tmp_path):
+    run(tmp_path / "a", "restart", [], strategy="bf16")
+    (found,) = run(tmp_path / "b", "spare", [(11, 1, "kill", "begin")], strategy="bf16")
+    assert found.policy == "spare"
+    check_equal(tmp_path / "b", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"on_fault": "spare", "strategy": "zero1"}, {"on_fault": "shrink", "strategy": "diloco:10"},
+        {"on_fault": "spare", "strategy": "topk:0.1"}, {"on_fault": "spare", "ranks": 1},
+        {"on_fault": "shrink", "wrapper": "torch"}, {"on_fault": "restart", "spares": 2},
+        {"on_fault": "hope"}, {"max_faults": 0},
+    ],
+)  # fmt: skip
+def test_what_no_other_rank_has_is_refused_before_a_rank_starts(changes):
+    with pytest.raises(ConfigError):
+        check_job(TrainSettings(**SMALL | changes))
+
+
+def test_a_launched_world_leaves_recovery_to_its_launcher(tmp_path):
+    settings = TrainSettings(**SMALL | {"on_fault": "restart"})
+    for place, folder in ((Place(0, 2, 0, 1, "torchrun"), tmp_path), (None, None)):
+        with pytest.raises(ConfigError) as caught:
+            _build_recovery(Session("train", {}, 2, capture_environment(), place, folder), settings, False)
+        assert caught.value.code == "on-fault"
+
+
+def plan_faults(seed: int) -> tuple[int, list[Done]]:
+    """Ranks, and up to three faults in different steps."""
+    chance = random.Random(seed)
+    ranks, steps = chance.choice([2, 3, 4]), sorted(chance.sample(range(2, STEPS + 1), chance.randint(1, 3)))
+    kinds = ["kill", "kill", "kill", "segv", "exit", "stop"]
+    places = dict.fromkeys((4, 8, 12, 16), "save") | dict.fromkeys((STEPS // 2, STEPS), "evaluate")
+    faults = []
+    for step in steps:
+        place = chance.choice(["begin", "optimizer", places.get(step, "begin")])
+        faults.append((step, chance.randrange(ranks), chance.choice(kinds), place))
+    pauses = [(step, 0, "straggle", "begin") for step in chance.sample(range(1, STEPS + 1), 3)]
+    return ranks, faults + pauses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PACELINE_FAULT_SEQUENCES", "200"))))
+def test_random_faults_with_shrink_and_grow_use_every_sample_once(tmp_path, seed):
+    """PACELINE_FAULT_SEQUENCES=20 runs the first 20 of 200."""
+    ranks, faults = plan_faults(seed)
+    backend = BACKEND if seed % 2 else "gloo"
+    found = run(tmp_path / "run", "shrink", faults, ranks=ranks, backend=backend)
+    assert all(fault.steps_lost == 0 for fault in found if fault.policy == "shrink" and fault.recovered_s is not None)
+    check_samples(tmp_path / "run")
