@@ -22,7 +22,7 @@ from paceline.report.training import TrainComparisonResult, TrainRunResult, rend
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
-from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
+from paceline.training.settings import AUTO, NAMES, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of, name_ranks
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts
 from paceline.verbs.watch import start_watching
@@ -31,7 +31,7 @@ from paceline.workloads.data import parse_data
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "steps", "grow",
+    "accumulate", "steps", "grow", "mtbf",
 )  # fmt: skip
 
 
@@ -278,6 +278,8 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
              "elsewhere; leave it out, or start a new one"),
             code="other-run",
         )  # fmt: skip
+    if given.get("save_every", AUTO) != AUTO:
+        given = {"mtbf": None} | given  # it was for auto
     settings = dataclasses.replace(saved, **given)
     if settings.ranks == saved.ranks:
         return settings
