@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paceline.errors import ConfigError
+from paceline.errors import refuse
 from paceline.predict.curves import hold_draws
 from paceline.records.kinds import CostRecord
 
@@ -245,12 +245,11 @@ class Faults:
     repair_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ConfigError(f"--ranks {self.ranks}: at least 1 is needed")
-        if not 0 < self.mtbf_s < math.inf:
-            raise ConfigError(f"a mean time between faults of {self.mtbf_s:g} s: it must be above 0")
-        if not 0 < self.all_lost <= 1:
-            raise ConfigError(f"--all-lost {self.all_lost:.4g}: a share above 0 % and up to 100 % is needed")
+        refuse(
+            (self.ranks < 1, f"--ranks {self.ranks}: at least 1 is needed"),
+            (not 0 < self.mtbf_s < math.inf, f"a mean time between faults of {self.mtbf_s:g} s: it must be above 0"),
+            (not 0 < self.all_lost <= 1, f"--all-lost {self.all_lost:.3%}: above 0 % and up to 100 % is needed"),
+        )
 
 
 def count_spares(faults: Faults, restart_s: float) -> int:

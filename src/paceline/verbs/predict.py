@@ -247,9 +247,12 @@ def predict_goodput(
     )  # fmt: skip
     sources = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else list(runs)
     loaded = [_load_measured(source) for source in sources]
-    trained = [int(run.config["ranks"]) for run, _ in loaded if run.verb == "train"]
+    trained = [getattr(result, "world_size", 1) for result, _ in loaded if result.run.verb == "train"]
     count = ranks if ranks is not None else trained[-1] if trained else 0
-    refuse((ranks is None and not trained, "how many ranks has the job? Give --ranks, or a training run"))
+    refuse(
+        (ranks is None and not trained, "how many ranks has the job? Give --ranks, or a training run"),
+        (count < 1, f"--ranks {count}: at least 1 is needed"),
+    )
     typed = {
         "step": step_seconds, "save": save_seconds, "detect": detect_seconds, "restart": restart_seconds,
         "spare": spare_seconds, "shrink": shrink_seconds,
@@ -278,7 +281,8 @@ def predict_goodput(
     )  # fmt: skip
     horizon_s = parse_duration(horizon, "--horizon")
     refuse((horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"))
-    doubts, busy = list_doubts({_name_source(source): run for source, (run, _) in zip(sources, loaded, strict=True)})
+    measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
+    doubts, busy = list_doubts(measured)
     config = {
         "mtbf_s": faults.mtbf_s, "ranks": count, "all_lost": faults.all_lost, "repair_s": faults.repair_s,
         "horizon_s": horizon_s, "measured_ranks": trained[-1] if trained else None, "busy": busy,
@@ -292,8 +296,8 @@ def _name_source(source: Result | str | Path) -> str:
     return "the result" if folder is None else Path(folder).name or str(folder)
 
 
-def _load_measured(source: Result | str | Path) -> tuple[Run, list[CostRecord]]:
-    """A run, and the times of it that decide how much of a job's time counts."""
+def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
+    """A result, and the times of it that decide how much of a job's time counts."""
     from paceline.report.result import load_result
     from paceline.report.training import TrainRunResult
 
@@ -301,7 +305,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Run, list[CostRecord]]:
     times: dict[str, list[float]] = {}
     if isinstance(result, TrainRunResult):
         rows = pick_like_last(result.rows)
-        times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :]][-_MOST_STEPS:]
+        times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
         saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
         times |= {"save": [row["stall_s"] for row in saves], "write": [row["write_s"] for row in saves]}
     else:
@@ -312,7 +316,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Run, list[CostRecord]]:
         refuse((not faults, f"{what}: give one of `paceline train`, or of `paceline faults --restart`"))
     found = {name: tuple(one for one in seconds if 0 <= one < float("inf")) for name, seconds in times.items()}
     note = _name_source(source)
-    return result.run, [CostRecord(name=name, seconds=s, note=note) for name, s in found.items() if s]
+    return result, [CostRecord(name=name, seconds=s, note=note) for name, s in found.items() if s]
 
 
 def _list_traces(place: Path) -> list[Path]:
