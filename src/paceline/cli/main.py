@@ -203,7 +203,7 @@ add_command(
 add_command(
     predict, "goodput", _predict_goodput,
     "runs:goodput mtbf mtbf_per_rank ranks:goodput step_seconds save_seconds detect_seconds restart_seconds "
-    "spare_seconds shrink_seconds all_lost repair horizon",
+    "spare_seconds shrink_seconds save_every:goodput all_lost repair horizon",
     "How much of a job's time counts under faults, how often should it save, and which policy is best?\n\n"
     "From what was measured: steps and saves of a training run, and restarts of `paceline faults --restart`.",
 )  # fmt: skip

@@ -273,6 +273,7 @@ OPTIONS = {
     "save_every": Option(OUTPUT, "When a checkpoint is due: epoch, 10s, 5min, 100steps or auto (see --mtbf)", "60s"),
     "mtbf:train": Option(
         OUTPUT, "With --save-every auto: mean time between faults of the job: 3h, 2d. Default: 1d for each host."),
+    "save_every:goodput": Option(JOB, "Ask for this interval between saves: 10s, 5min, 2h. Default: the best one."),
     "mtbf": Option(JOB, "Mean time between faults of the whole job: 3h, 120s, 2d"),
     "mtbf_per_rank": Option(JOB, "Instead: that of one rank."),
     "ranks:goodput": Option(JOB, "Ranks of the job. Default: those of the training run.", read=read_one),

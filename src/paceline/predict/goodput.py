@@ -287,17 +287,22 @@ def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What to expect of one policy at its best interval. `low` and `high`: 90 % of runs of the asked length, by what is
-    known of the costs. `of_ranks`: the share of the time of all ranks, the idle ones too; `draws` are of that."""
+    """What to expect of one policy at its best interval, or at the asked one. `low` and `high`: 90 % of runs of the
+    asked length, by what is known of the costs. `of_ranks`: the share of the time of all ranks, the idle ones too;
+    `draws` are of that."""
 
     policy: Policy
     interval_s: float
+    best_interval_s: float
     share: float
     low: float
     high: float
-    good_intervals_s: tuple[float, float]
     of_ranks: float
     draws: tuple[float, ...]
+
+    @property
+    def good_intervals_s(self) -> tuple[float, float]:
+        return self.policy.find_good_intervals(self.best_interval_s)
 
     @property
     def saving(self) -> float:
@@ -334,24 +339,27 @@ def average_costs(records: Sequence[CostRecord], source: random.Random | None = 
     return found
 
 
-def estimate_goodput(records: Sequence[CostRecord], faults: Faults, horizon_s: float) -> list[Goodput]:
-    """Each policy at its best interval, the best first: by the time of all ranks, idle ones included."""
+def estimate_goodput(
+    records: Sequence[CostRecord], faults: Faults, horizon_s: float, interval_s: float | None = None
+) -> list[Goodput]:
+    """Each policy at its best interval, or at a given one, the best first: by the time of all ranks, idle ones too."""
     centers = build_policies(average_costs(records), faults)
-    intervals = [policy.find_best_interval() for policy in centers]
+    intervals = [interval_s or policy.find_best_interval() for policy in centers]
     shares, runs = ([list[float]() for _ in centers] for _ in range(2))
     drawn_s = min(horizon_s, _MOST_FAULTS * faults.mtbf_s)
     for number in range(_DRAWS):
         costs = average_costs(records, random.Random(f"costs {_SEED} {number}"))
-        for policy, interval_s, means, seen in zip(build_policies(costs, faults), intervals, shares, runs, strict=True):
-            share = policy.estimate_share(interval_s)
-            run = simulate_faults(policy, interval_s, drawn_s, random.Random(f"faults {_SEED} {number}"))
+        for policy, every_s, means, seen in zip(build_policies(costs, faults), intervals, shares, runs, strict=True):
+            share = policy.estimate_share(every_s)
+            run = simulate_faults(policy, every_s, drawn_s, random.Random(f"faults {_SEED} {number}"))
             means.append(share)
             seen.append(min(1.0, max(0.0, share + (run.share - share) * math.sqrt(drawn_s / horizon_s))))
     found = []
-    for policy, interval_s, means, seen in zip(centers, intervals, shares, runs, strict=True):
-        share, paid = policy.estimate_share(interval_s), faults.ranks / (faults.ranks + policy.num_idle)
-        draws, good = tuple(one * paid for one in means), policy.find_good_intervals(interval_s)
-        found.append(Goodput(policy, interval_s, share, *hold_draws(share, seen), good, share * paid, draws))
+    for policy, every_s, means, seen in zip(centers, intervals, shares, runs, strict=True):
+        share, paid = policy.estimate_share(every_s), faults.ranks / (faults.ranks + policy.num_idle)
+        low, high = hold_draws(share, seen)
+        draws, best_s = tuple(one * paid for one in means), policy.find_best_interval()
+        found.append(Goodput(policy, every_s, best_s, share, low, high, share * paid, draws))
     return sorted(found, key=lambda one: one.of_ranks, reverse=True)
 
 

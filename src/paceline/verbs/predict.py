@@ -216,7 +216,7 @@ def predict_goodput(
     mtbf_per_rank: str | None = None, ranks: int | None = None, step_seconds: float | None = None,
     save_seconds: float | None = None, detect_seconds: float | None = None, restart_seconds: float | None = None,
     spare_seconds: float | None = None, shrink_seconds: float | None = None, all_lost: str = "5%",
-    repair: str = "0s", horizon: str = "30d", out: Place = None,
+    repair: str = "0s", horizon: str = "30d", save_every: str | None = None, out: Place = None,
 ) -> GoodputResult:  # fmt: skip
     """Which share of a job's time counts, if faults come at random? For each policy, with its best save interval.
 
@@ -234,6 +234,7 @@ def predict_goodput(
         all_lost: The share of faults that leaves no replica, so that a checkpoint is needed with any policy.
         repair: How long the place of a lost rank cannot be used.
         horizon: The length of the job, for the interval.
+        save_every: Ask for this interval between saves ("5min") instead of the best one.
         out: Save the run in a new folder there.
     """
     from paceline.predict.goodput import Faults
@@ -280,12 +281,17 @@ def predict_goodput(
         count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"),
     )  # fmt: skip
     horizon_s = parse_duration(horizon, "--horizon")
-    refuse((horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"))
+    interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
+    refuse(
+        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
+        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
+    )
     measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
     doubts, busy = list_doubts(measured)
     config = {
         "mtbf_s": faults.mtbf_s, "ranks": count, "all_lost": faults.all_lost, "repair_s": faults.repair_s,
-        "horizon_s": horizon_s, "measured_ranks": trained[-1] if trained else None, "busy": busy,
+        "horizon_s": horizon_s, "interval_s": interval_s, "busy": busy,
+        "measured_ranks": trained[-1] if trained else None,
     }  # fmt: skip
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     return _save(GoodputResult(Run("predict goodput", config, here, tuple(records), tuple(doubts))), out)
