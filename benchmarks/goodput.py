@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import random
 import signal
 import statistics
@@ -93,10 +92,10 @@ def build_command(asked: argparse.Namespace, steps: int, save_every: str, out: P
 def run_job(asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path) -> Outcome:
     """Train so many steps; after each gap of seconds, from the first step or the kill before, kill a rank."""
     outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
-    command, environment = build_command(asked, steps, save_every, out), os.environ | {"OMP_NUM_THREADS": "1"}
+    command = build_command(asked, steps, save_every, out)
     due_s, recovering, seen = math.inf, False, (0, 0)
     log = (out / "log").open("ab")
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         while True:
             if time.monotonic() - begin_s > _MOST_S:
@@ -121,7 +120,7 @@ def run_job(asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iter
                 return outcome
             if has_ended and asked.on_fault == "resume" and files:
                 words = [*_PACELINE, "train", "--resume", str(files[0].parent)]
-                process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
+                process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
             elif has_ended:
                 raise SystemExit(f"the job ended at step {outcome.last_step} of {steps}; {out / 'log'} says why")
             ranks = find_ranks(process.pid) if now_s >= due_s and outcome.last_step < steps else []

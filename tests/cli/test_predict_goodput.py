@@ -73,7 +73,7 @@ def test_costs_are_those_that_runs_have_measured(command, sketched, trained, har
 
 
 def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, sketched, trained, tmp_path):
-    more = ("--restart-seconds", "30", "--spare-seconds", "2", "--shrink-seconds", "9", "--detect-seconds", "1")
+    more = ("--restart-seconds", "30", "--spare-seconds", "2", "--shrink-seconds", "30", "--detect-seconds", "1")
     asked = ("--mtbf-per-rank", "90d", "--ranks", "512", "--out", str(tmp_path))
     answer = command(*GOODPUT, str(trained), *asked, *more, "--json")
     assert answer.code == 0, answer.err

@@ -136,11 +136,11 @@ def test_policies_need_their_costs_and_a_replica():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "repair_s", "winner"), [(1024, 0.0, "spare"), (2, 0.0, "restart"), (64, 3600.0, "shrink")]
+    ("ranks", "repair_s", "shrink_s", "winner"),
+    [(8192, 0.0, 20.0, "spare"), (2, 0.0, None, "restart"), (64, 3600.0, 20.0, "shrink")],
 )
-def test_which_policy_wins_depends_on_ranks_and_repair(ranks, repair_s, winner):
-    costs = make_costs(shrink=4.0) if winner == "spare" else make_costs()
-    rows = estimate_goodput(costs, Faults(7200.0, ranks, repair_s=repair_s), 30 * 86400.0)
+def test_which_policy_wins_depends_on_ranks_and_repair(ranks, repair_s, shrink_s, winner):
+    rows = estimate_goodput(make_costs(shrink=shrink_s), Faults(7200.0, ranks, repair_s=repair_s), 30 * 86400.0)
     assert rows[0].policy.name == winner and is_ahead(rows[0], rows[1])
     assert [row.of_ranks for row in rows] == sorted((row.of_ranks for row in rows), reverse=True)
     for row in rows:

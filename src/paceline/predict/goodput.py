@@ -38,8 +38,8 @@ from paceline.records.kinds import CostRecord
 
 POLICIES = ("restart", "spare", "shrink")
 ALL_LOST = 0.05
-_DRAWS, _SEED = 200, 1
-_MOST_FAULTS = 200  # that are simulated in one draw
+_DRAWS, _SEED = 100, 1
+_MOST_FAULTS = 100  # that are simulated in one draw
 _ONCE = 0.2  # the standard deviation, as a share, of what was measured once
 _FOUND = 0.99  # of the faults find a spare that is ready
 _FAST = 0.001  # an interval is as good as the best where it costs this share of the time at most
@@ -103,19 +103,16 @@ class Policy:
         """The share of the time that counts, with a save after each `interval_s` seconds of steps."""
         if max(self.restart_s, self.takeover_s, self.step_s) > _MOST_EXPONENT * self.mtbf_s:
             return 0.0
-        behind_s = min(self.write_s, interval_s)  # of the next period, until the checkpoint counts
-        stall_s, stall = self.cross(self.stall_s(interval_s))
-        all_s, all_done = self._cross_steps(interval_s)
-        rest_s, rest = self._cross_steps(interval_s - behind_s)
-        next_s, done = self._cross_steps(behind_s)
-        if -(all_done + stall + done) > _MOST_EXPONENT:
+        behind_s = min(self.write_s, interval_s)
+        work, rest, behind = map(self._cross_steps, (interval_s, interval_s - behind_s, behind_s))
+        save, wait = self.cross(self.save_s), self.cross(self.stall_s(interval_s) - self.save_s)
+        # From one checkpoint that counts to the next; and from there where the first was taken.
+        period_s, done = _chain(rest, save, behind, wait)
+        again_s, again = _chain(work, wait, save, behind, wait)
+        if -again > _MOST_EXPONENT:
             return 0.0
-        again_s = all_s + math.exp(all_done) * (stall_s + math.exp(stall) * next_s)
-        again_s -= math.expm1(all_done + stall + done) * self.recovery_s
-        again_s /= math.exp(all_done + stall + done)  # from the checkpoint, until the next one counts
-        period_s = rest_s + math.exp(rest) * (stall_s + math.exp(stall) * next_s)
-        period_s -= math.expm1(all_done + stall) * (self.recovery_s + again_s)
-        return interval_s / period_s
+        again_s = (again_s - math.expm1(again) * self.recovery_s) / math.exp(again)
+        return interval_s / (period_s - math.expm1(done) * (self.recovery_s + again_s))
 
     def find_best_interval(self) -> float:
         """By golden section on a logarithmic axis: the share has one maximum. A save does not wait for the one before,
@@ -151,20 +148,27 @@ class Policy:
         """The mean work that a fault loses: what was done since the newest checkpoint that counts, where no replica is
         left, and half a step where one is."""
         rate = -self._step[1] / self.step_s  # of faults without a replica
-        stall_s, behind_s = self.stall_s(interval_s), min(self.write_s, interval_s)
-        period_s = interval_s + stall_s
+        period_s = interval_s + self.stall_s(interval_s)
 
         def collect(until_s: float) -> float:
             """The integral of the work done until a fault, times the chance of its moment, up to this one."""
-            worked_s, more_s = min(until_s, interval_s), max(0.0, until_s - period_s)
-            total = _integrate(rate, worked_s)
+            total = _integrate(rate, min(until_s, interval_s))
             if until_s > interval_s:
                 total += interval_s * (math.exp(-rate * interval_s) - math.exp(-rate * until_s))
+            more_s = min(interval_s, max(0.0, until_s - period_s))
             return total + math.exp(-rate * period_s) * _integrate(rate, more_s)
 
-        everything, behind = collect(period_s + behind_s), collect(behind_s)
+        everything, behind = collect(period_s + self.write_s), collect(self.write_s)
         between = (everything - behind) / max(math.expm1(rate * period_s), 1e-300)
         return self.lost * (everything + between) + (1.0 - self.lost) * self.step_s / 2
+
+
+def _chain(*stretches: tuple[float, float]) -> tuple[float, float]:
+    """The mean seconds, and the logarithm of the chance to be done, of stretches one after the other."""
+    seconds = chance = 0.0
+    for more_s, done in stretches:
+        seconds, chance = seconds + math.exp(chance) * more_s, chance + done
+    return seconds, chance
 
 
 def _integrate(rate: float, until_s: float) -> float:
