@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import random
 import signal
 import statistics
@@ -89,8 +90,11 @@ def build_command(asked: argparse.Namespace, steps: int, save_every: str, out: P
     return command
 
 
-def run_job(asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path) -> Outcome:
-    """Train so many steps; after each gap of seconds, from the first step or the kill before, kill a rank."""
+def run_job(
+    asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path, calm: bool
+) -> Outcome:
+    """Train so many steps; after each gap of seconds, from the first step or the kill before, kill a rank. `calm`: from
+    the recovery before."""
     outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
     command = build_command(asked, steps, save_every, out)
     due_s, recovering, seen = math.inf, False, (0, 0)
@@ -115,6 +119,7 @@ def run_job(asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iter
                     if recovering and grows and now_s - outcome.kills_s[-1] > _BLIND_S:
                         outcome.recoveries_s.append(now_s - outcome.kills_s[-1])
                         recovering = False
+                        due_s = now_s + next(gaps_s, math.inf) if calm else due_s
                     outcome.last_s, outcome.last_step = now_s, step
             if has_ended and outcome.last_step >= steps:
                 return outcome
@@ -128,11 +133,11 @@ def run_job(asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iter
                 with contextlib.suppress(psutil.Error):
                     source.choice(ranks).send_signal(signal.SIGKILL)
                     outcome.kills_s.append(now_s)
-                    recovering, due_s = True, now_s + next(gaps_s, math.inf)
+                    recovering, due_s = True, math.inf if calm else now_s + next(gaps_s, math.inf)
     finally:
-        for one in (*find_ranks(process.pid), process):
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                one.kill()
+        for pid in (*(one.pid for one in find_ranks(process.pid)), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
         log.close()
 
@@ -176,10 +181,10 @@ def main() -> None:
     source, measured = random.Random(asked.seed), {rate: list[Outcome]() for rate in rates}
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as name:
 
-        def run(label: str, steps: int, save_every: str, gaps_s: Iterator[float]) -> Outcome:
+        def run(label: str, steps: int, save_every: str, gaps_s: Iterator[float], calm: bool = False) -> Outcome:
             folder = Path(name) / f"{label}-{time.monotonic_ns()}"
             folder.mkdir()
-            outcome = run_job(asked, steps, save_every, gaps_s, folder)
+            outcome = run_job(asked, steps, save_every, gaps_s, folder, calm)
             took = f"{outcome.num_steps} steps in {outcome.wall_s:.1f} s, {len(outcome.kills_s)} faults"
             print(f"{label}: {took}", file=sys.stderr, flush=True)
             return outcome
@@ -187,7 +192,8 @@ def main() -> None:
         short = run("how long a step takes", 500, "1000s", iter(()))
         steps = max(500, round(asked.seconds * short.num_steps / short.wall_s))
         saved = run("saves", min(steps, round(60 / asked.seconds * steps)), asked.save_every, iter(()))
-        calibration = run("recovery", steps, asked.save_every, iter([12.0] * asked.kills))
+        gap_s = 0.8 * asked.seconds / (asked.kills + 1)
+        calibration = run("recovery", steps, asked.save_every, iter([gap_s] * asked.kills), calm=True)
         alone: list[Outcome] = []
         for number in range(asked.rounds):
             order = [0.0, *rates]
@@ -204,7 +210,7 @@ def main() -> None:
             share = step_s * sum(one.num_steps for one in outcomes) / wall_s
             num_faults = sum(len(one.kills_s) for one in outcomes)
             row = predict(asked, saved.folder, rate, calibration.recoveries_s)
-            as_drawn = predict(asked, saved.folder, wall_s / max(1, num_faults), calibration.recoveries_s)
+            as_drawn = predict(asked, saved.folder, wall_s / (num_faults or 1e-6), calibration.recoveries_s)
             lines.append({
                 "mtbf_s": rate, "num_faults": num_faults, "wall_s": wall_s, "measured": share,
                 "predicted": row["useful_share"], "low": row["useful_low"], "high": row["useful_high"],

@@ -179,8 +179,8 @@ def plot_goodput(result: GoodputResult) -> Figure:
         xs = [first_s * (high_s / first_s) ** (place / _POINTS) for place in range(_POINTS + 1)]
         line = [(x, 100 * row.policy.estimate_share(x), None, None) for x in xs]
         draw_line(axes, number, line, f"{row.policy.name} (simulated)", marker="")
-        look = {"color": COLORS[number % len(COLORS)], "ms": 7}
-        axes.plot([row.interval_s], [100 * row.share], MARKERS[number % len(MARKERS)], **look)
+        marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
+        axes.plot([row.interval_s], [100 * row.share], marker, color=color, ms=7)
     axes.set_xscale("log")
     axes.set(ylim=(0, 102), xlabel="seconds of steps between two saves", ylabel="time that counts (%)")
     place_legend(figure, axes)
