@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a JSON file with all numbers")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the job
     rates = [float(one) for one in asked.mtbf.split(",")]
     source, measured = random.Random(asked.seed), {rate: list[Outcome]() for rate in rates}
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as name:
