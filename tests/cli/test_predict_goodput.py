@@ -22,7 +22,7 @@ STALLS_S = (0.9, 0.2, 0.3, 0.4)
 def make_fault(**changes):
     fields = {
         "fault": "kill", "system": "train", "backend": "gloo", "ranks": 2, "trial": 0, "rank": 1, "step": 40,
-        "detected_s": 0.2, "is_right": True, "ended_s": 0.5, "limit_s": 30.0, "steps_lost": 9, "restart_s": 6.0,
+        "detected_s": 0.5, "is_right": True, "ended_s": 1.0, "limit_s": 30.0, "steps_lost": 9, "restart_s": 6.0,
         "left_over": (), "said": "",
     }  # fmt: skip
     return FaultRecord(**(fields | changes))
@@ -39,7 +39,11 @@ def trained(tmp_path) -> Path:
 
 @pytest.fixture
 def harmed(tmp_path) -> Path:
-    faults = (make_fault(), make_fault(trial=1, ended_s=0.7, restart_s=8.0), make_fault(system="torch", restart_s=90.0))
+    faults = (
+        make_fault(),
+        make_fault(trial=1, detected_s=0.7, ended_s=0.9, restart_s=8.0),
+        make_fault(system="torch", restart_s=90.0),
+    )
     folder = tmp_path / "harmed"
     folder.mkdir()
     save_run(Run("faults", {}, capture_environment(), faults), folder / "run.json")
@@ -52,7 +56,7 @@ def test_costs_are_those_that_runs_have_measured(command, sketched, trained, har
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     costs = {row["name"]: row["mean_s"] for row in document["costs"]}
-    assert costs == pytest.approx({"step": 0.1, "save": 0.3, "write": 1.5, "detect": 0.6, "restart": 7.0}, rel=0.1)
+    assert costs == pytest.approx({"step": 0.1, "save": 0.3, "write": 1.5, "detect": 0.6, "restart": 7.35}, rel=0.1)
     (row,) = document["policies"]
     assert row["policy"] == document["policy"] == "restart"
     assert 0.95 < row["useful_low"] < row["useful_share"] < row["useful_high"] < 1
@@ -84,6 +88,18 @@ def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, 
     assert any(line.startswith("spare wins over restart") for line in document["findings"])
     restart = next(row for row in document["costs"] if row["name"] == "restart")
     assert restart["source"] == "imported" and restart["mean_s"] == 30
+
+
+def test_recoveries_of_a_training_run_are_costs_of_policies(sketched, trained):
+    document = json.loads((trained / "config.json").read_text())
+    result = load_result(trained)
+    faults = [("spare", 1.1), ("spare", 3.1), ("shrink", 2.1), ("restart", 9.1), ("restart", None), ("stop", None)]
+    result.run.config["faults"] = [{"policy": policy, "recovered_s": seconds} for policy, seconds in faults]
+    found = predict_goodput(result, mtbf="3h")
+    costs = {record.name: record.seconds for record in found.records}
+    assert costs["spare"] == pytest.approx((1.0, 3.0), abs=0.05) and len(costs["restart"]) == 1
+    assert {row.policy.name for row in found.rows} == {"restart", "spare", "shrink"}
+    assert found.faults.ranks == document["settings"]["ranks"]
 
 
 def test_a_person_reads_a_sentence_and_two_tables(command, sketched, tmp_path):

@@ -271,8 +271,8 @@ class CostRecord(Record):
     """How long something took that decides how much of a job's time counts, each time that it was measured.
 
     `name`: a `step`; the stall of a `save`, and how long the checkpoint is then written (`write`); how long until a
-    fault is known (`detect`), and then until steps are made again after a `restart`, with a `spare`, or on fewer ranks
-    (`shrink`). `source` is `imported` where it was typed, and `note` says where it is from.
+    fault is known (`detect`), and from there until steps are made again after a `restart`, with a `spare`, or on fewer
+    ranks (`shrink`). `source` is `imported` where it was typed, and `note` says where it is from.
     """
 
     kind: ClassVar[str] = "cost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import statistics
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -221,7 +222,8 @@ def predict_goodput(
     """Which share of a job's time counts, if faults come at random? For each policy, with its best save interval.
 
     Args:
-        runs: Where costs were measured: training runs (steps and saves) and runs of `faults` with `restart`.
+        runs: Where costs were measured: training runs (steps, saves, and faults from which they have recovered) and
+            runs of `faults` with `restart`.
         mtbf: The mean time between faults of the whole job: "3h", "120s", "2d".
         mtbf_per_rank: Instead: that of one rank.
         ranks: Of the job. By default those of the training run.
@@ -314,10 +316,19 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
         saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
         times |= {"save": [row["stall_s"] for row in saves], "write": [row["write_s"] for row in saves]}
+        step_s = statistics.median(times["step"] or [0.0])
+        for fault in result.config.get("faults") or ():  # from which it has recovered, up to the end of a step
+            if fault["policy"] in COSTS and fault["recovered_s"] is not None:
+                times.setdefault(fault["policy"], []).append(max(0.0, fault["recovered_s"] - step_s))
     else:
         faults = [one for one in result.only(FaultRecord) if one.system == "train" and one.steps_lost is not None]
-        times["detect"] = [one.ended_s for one in faults if one.ended_s is not None]
-        times["restart"] = [one.restart_s for one in faults if one.restart_s is not None]
+        named = [(one, one.detected_s) for one in faults if one.detected_s is not None]
+        times["detect"] = [detected_s for _, detected_s in named]
+        times["restart"] = [  # of the command, after the other one has ended
+            (one.ended_s or detected_s) - detected_s + one.restart_s
+            for one, detected_s in named
+            if one.restart_s is not None
+        ]
         what = f"{_name_source(source)} is a run of `paceline {result.run.verb}`"
         refuse((not faults, f"{what}: give one of `paceline train`, or of `paceline faults --restart`"))
     found = {name: tuple(one for one in seconds if 0 <= one < float("inf")) for name, seconds in times.items()}
