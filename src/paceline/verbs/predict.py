@@ -329,6 +329,10 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
             for one, detected_s in named
             if one.restart_s is not None
         ]
+        for one in faults:  # where the run itself has recovered
+            policy, recovered_s = getattr(one, "policy", "stop"), getattr(one, "recovered_s", None)
+            if policy in COSTS and recovered_s is not None:
+                times.setdefault(policy, []).append(recovered_s)
         what = f"{_name_source(source)} is a run of `paceline {result.run.verb}`"
         refuse((not faults, f"{what}: give one of `paceline train`, or of `paceline faults --restart`"))
     found = {name: tuple(one for one in seconds if 0 <= one < float("inf")) for name, seconds in times.items()}
