@@ -90,6 +90,15 @@ def parse_counts(text: str, what: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(counts))
 
 
+def parse_duration(text: str, what: str) -> float:
+    """Seconds of a time such as `120s`, `90min`, `3h` or `2d`; `what` is the option, for errors. The unit is not
+    optional."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*(s|min|h|d)\s*", text)
+    if match is None:
+        raise ConfigError(f"{what} {text[:40]!r} is not a time with its unit: write it like 120s, 90min, 3h or 2d")
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def format_bytes(num_bytes: float) -> str:
     """A size for people: `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes print without decimals."""
     scale, unit = (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB") if num_bytes >= KIB else (1, "B")
@@ -114,11 +123,15 @@ def format_ms(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time with its unit, chosen by magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`."""
+    """A time with its unit, chosen by magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`, `3 h 5 min`, `2 d`."""
     for limit_s, scale, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (60, 1, "s")):
         if seconds < limit_s:  # what rounds up to 1000 of a unit is 1 of the next
             return f"{seconds * scale:.3g} {unit}"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds < 7200:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    large, small, units = (86400, 3600, "dh") if seconds >= 2 * 86400 else (3600, 60, ("h", "min"))
+    rest = int(seconds % large // small)
+    return f"{int(seconds // large)} {units[0]}" + (f" {rest} {units[1]}" if rest else "")
 
 
 def format_rate(bytes_per_s: float) -> str:

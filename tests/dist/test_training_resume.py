@@ -391,3 +391,25 @@ def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, 
     assert [load_checkpoint(path).step for path in kept][-1] == 3 and len(kept) <= 2
     train(tmp_path / "run", resume=True)
     assert_same_run(reference, tmp_path / "run")
+
+
+def train_with_early_saves(settings: TrainSettings, folder: Path) -> int:
+    from paceline.training import checkpoints, loop
+    from paceline.training import settings as known
+
+    first_s = known.FIRST_SAVE_S
+    known.FIRST_SAVE_S = checkpoints.FIRST_SAVE_S = 0.01
+    try:
+        return loop.train(settings, folder).step
+    finally:
+        known.FIRST_SAVE_S = checkpoints.FIRST_SAVE_S = first_s
+
+
+def test_saves_at_the_best_interval_are_those_of_rank_0_on_all_ranks(on_ranks, tmp_path):
+    settings = TrainSettings(**(SMALL | {"save_every": "auto", "mtbf": "0.05s", "epochs": 6}))
+    assert on_ranks(2, train_with_early_saves, settings, tmp_path) == [54, 54]
+    rows = load_metrics(tmp_path / "saves.jsonl")
+    assert len(rows) > 2 and rows[-1]["step"] == 54
+    assert all(row["stall_s"] > 0 and row["write_s"] > 0 and 0 < row["next_s"] < 5 for row in rows)
+    saved = [f"step-{row['step']:08}" for row in rows[-settings.keep :]]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved

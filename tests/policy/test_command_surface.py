@@ -25,8 +25,8 @@ FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
 PREPARED = {
-    "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_run": "run:run", "_train": "train:train",
-    "_tune": "tune:tune", "_watch": "watch:watch",
+    "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_predict_goodput": "predict:predict_goodput",
+    "_run": "run:run", "_train": "train:train", "_tune": "tune:tune", "_watch": "watch:watch",
 }  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 
 from paceline.errors import ConfigError, RecordError
+from paceline.predict.goodput import estimate_save_interval
 from paceline.training import checkpoint_files, checkpoints
 from paceline.training.checkpoint_files import CheckpointStore, check_fingerprint, fingerprint, load_checkpoint
 from paceline.training.settings import TrainSettings
@@ -529,3 +531,40 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
     second.open(1)
     second.close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def save_at(times, step, begin_s, stall_s, write_s):
+    """A save that began at this moment, and the interval that follows."""
+    times.begin(step, begin_s, begin_s + stall_s)
+    interval_s = times.choose_interval(3600.0)
+    times.end(begin_s + stall_s + write_s)
+    return interval_s
+
+
+def test_intervals_grow_until_the_best_one_and_follow_what_saves_take(tmp_path):
+    path = tmp_path / "saves.jsonl"
+    with contextlib.closing(checkpoints.SaveTimes(path, 0)) as times:
+        assert times.choose_interval(3600.0) == 5.0
+        found = [save_at(times, step, 100.0 * step, stall_s, 0.5) for step, stall_s in enumerate((9.0, 2.0, 2.0), 1)]
+    best_s = estimate_save_interval([2.0], 0.5, 3600.0)
+    assert found == pytest.approx([20.0, 80.0, best_s])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["stall_s"] for row in rows] == [9.0, 2.0, 2.0]
+    assert rows[-1] == {"step": 3, "stall_s": 2.0, "next_s": found[-1], "write_s": 0.5}
+    # A resumed run, here from step 2, does not begin anew.
+    with contextlib.closing(checkpoints.SaveTimes(path, 2)) as times:
+        assert times.choose_interval(3600.0) == best_s and len(path.read_text().splitlines()) == 2
+        # It takes longer to write than to be best by: the next save does not wait.
+        assert save_at(times, 3, 300.0, 1e-3, 200.0) < best_s
+        assert save_at(times, 4, 600.0, 1e-3, 200.0) >= 199.9
+
+
+def test_saves_at_a_given_time_are_recorded_and_choose_nothing(tmp_path):
+    world = SimpleNamespace(rank=0, share=lambda value: [value], hosts=("a", "b"))
+    with contextlib.closing(checkpoints.SaveTimes(tmp_path / "saves.jsonl", 0)) as times:
+        times.begin(1, 5.0, 6.0)
+        times.end(8.0)
+    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {"step": 1, "stall_s": 1.0, "write_s": 2.0}
+    for folder, every, wanted in ((tmp_path, "60s", 60.0), (tmp_path, "auto", 5.0), (None, "auto", math.inf)):
+        files = checkpoints.RunFiles(folder, TrainSettings(save_every=every), world)
+        assert files._every_s == wanted and files._mtbf_s == (43200.0 if every == "auto" else None)

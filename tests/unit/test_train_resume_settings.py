@@ -69,3 +69,10 @@ def test_what_leaves_a_run_the_same_may_be_typed_again():
     typed = dataclasses.replace(run, grow="batch-size")
     assert change_settings(run, {"epochs": 2, "batch_growth": ((0.5, 4),), "grow": "batch-size"}) == typed
     assert change_settings(TrainSettings(steps=9), {"steps": 12}).steps == 12
+
+
+def test_the_faults_that_auto_expects_go_with_it():
+    run = TrainSettings(save_every="auto", mtbf="3h")
+    assert change_settings(run, {"save_every": "60s"}).mtbf is None
+    assert change_settings(run, {"mtbf": "5h"}).mtbf == "5h"
+    assert change_settings(run, {"keep": 2}).mtbf == "3h"

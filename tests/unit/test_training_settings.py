@@ -61,6 +61,7 @@ def test_batches_that_do_not_add_up_are_refused(arguments, words):
         ("2min", (120, None)),
         ("100steps", (None, 100)),
         ("1 step", (None, 1)),
+        ("auto", (5, None)),
     ],
 )
 def test_when_to_save_is_read(text, wanted):
@@ -101,6 +102,9 @@ BAD = [
     ({"momentum": -0.5}, "--momentum -0.5"),
     ({"weight_decay": -0.5}, "--weight-decay -0.5"),
     ({"save_every": "soon"}, "--save-every 'soon'"),
+    ({"mtbf": "3h"}, "--mtbf 3h with --save-every 60s: it is for auto"),
+    ({"mtbf": "3", "save_every": "auto"}, "--mtbf '3' is not a time with its unit"),
+    ({"mtbf": "0h", "save_every": "auto"}, "--mtbf 0h: above 0"),
     ({"batch_size": 0}, "--batch-size 0"),
     ({"ranks": 2, "global_batch_size": 5}, "--global-batch-size 5"),
     ({"wrapper": "none", "ranks": 2}, "--wrapper none trains one process, and --ranks is 2"),

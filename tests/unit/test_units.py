@@ -116,6 +116,18 @@ def test_a_bad_count_is_refused_by_the_name_of_its_option(text):
         units.parse_counts(text, "--ranks")
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("120s", 120), ("1.5min", 90), (" 3 h ", 10800), ("2d", 172800)])
+def test_a_time_has_a_unit(text, seconds):
+    assert units.parse_duration(text, "--mtbf") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "3", "3m", "-3h", "3 hours", "1e3s", "nan", "inf", "9" * 5000 + "s", "3h2min"])
+def test_a_time_without_one_is_refused_by_the_name_of_its_option(text):
+    with pytest.raises(ConfigError, match="--mtbf") as caught:
+        units.parse_duration(text, "--mtbf")
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize(
     ("render", "value", "text"),
     [
@@ -136,6 +148,11 @@ def test_a_bad_count_is_refused_by_the_name_of_its_option(text):
         (units.format_duration, 4.56e-3, "4.56 ms"),
         (units.format_duration, 1.2, "1.2 s"),
         (units.format_duration, 200, "3 min 20 s"),
+        (units.format_duration, 7199, "119 min 59 s"),
+        (units.format_duration, 3 * 3600, "3 h"),
+        (units.format_duration, 3 * 3600 + 360, "3 h 6 min"),
+        (units.format_duration, 30 * 86400, "30 d"),
+        (units.format_duration, 2.5 * 86400, "2 d 12 h"),
         (units.format_rate, 123.44e9, "123.4"),
         (units.format_rate, 1.234e9, "1.23"),
         (units.format_rate, 0.01234e9, "0.0123"),

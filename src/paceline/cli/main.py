@@ -25,7 +25,8 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
 profile = typer.Typer(help="See where the time of training steps goes.", no_args_is_help=False)
 scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
-for group, name in ((bench, "bench"), (profile, "profile"), (scale, "scale")):
+predict = typer.Typer(no_args_is_help=False)
+for group, name in ((bench, "bench"), (profile, "profile"), (predict, "predict"), (scale, "scale")):
     app.add_typer(group, name=name)
 
 
@@ -102,8 +103,8 @@ add_command(
     app, "train", _train,
     f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
     "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
-    "test_samples strategy workers profile:train compare:train resume save_every keep on_fault max_faults spares "
-    "tensorboard watch",
+    "test_samples strategy workers profile:train compare:train resume save_every mtbf:train keep on_fault max_faults "
+    "spares tensorboard watch",
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
 )  # fmt: skip
@@ -187,12 +188,25 @@ def _predict(
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
+def _predict_goodput(*, progress: bool, **given: Any) -> Any:
+    from paceline.verbs.predict import predict_goodput
+
+    return predict_goodput(**given)
+
+
 add_command(
-    app, "predict", _predict,
+    predict, "", _predict,
     "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
     "accumulate gradients straggler strategy:several",
     "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
     "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
+)  # fmt: skip
+add_command(
+    predict, "goodput", _predict_goodput,
+    "runs:goodput mtbf mtbf_per_rank ranks:goodput step_seconds save_seconds detect_seconds restart_seconds "
+    "spare_seconds shrink_seconds save_every:goodput all_lost repair horizon",
+    "How much of a job's time counts under faults, how often should it save, and which policy is best?\n\n"
+    "From what was measured: steps and saves of a training run, and restarts of `paceline faults --restart`.",
 )  # fmt: skip
 _FOR_COMMAND = "steps caps budget out progress"
 

@@ -139,6 +139,22 @@ OPTIONS = {
     "patience": Option(MEASUREMENT, "Seconds to wait for a fault to be named.", 30.0),
     "restart": Option(MEASUREMENT, "Restart each job from its newest checkpoint, and time that.", False),
     "state": Option(JOB, "Model and optimizer of the job: 100MB. Default: a small one."),
+    "mtbf:train": Option(
+        OUTPUT, "With --save-every auto: mean time between faults of the job: 3h, 2d. Default: 1d for each host."),
+    "save_every:goodput": Option(JOB, "Ask for this interval between saves: 10s, 5min, 2h. Default: the best one."),
+    "mtbf": Option(JOB, "Mean time between faults of the whole job: 3h, 120s, 2d"),
+    "mtbf_per_rank": Option(JOB, "Instead: that of one rank."),
+    "ranks:goodput": Option(JOB, "Ranks of the job. Default: those of the training run.", read=read_one),
+    "runs:goodput": Option(JOB, "Folders of training runs, and of `faults --restart`.", list[Path], flags="argument"),
+    "step_seconds": Option(MEASUREMENT, "Seconds of a step, in place of those measured; so are the others.", float),
+    "save_seconds": Option(MEASUREMENT, "Steps wait so long for a save.", float),
+    "detect_seconds": Option(MEASUREMENT, "Until a fault is known.", float),
+    "restart_seconds": Option(MEASUREMENT, "From there, a restart until steps are made again.", float),
+    "spare_seconds": Option(MEASUREMENT, "Or until a spare has taken the place of the lost rank.", float),
+    "shrink_seconds": Option(MEASUREMENT, "Or until the others go on without it.", float),
+    "all_lost": Option(JOB, "Share of the faults that leaves no replica, and needs a checkpoint.", "5%"),
+    "repair": Option(JOB, "How long the place of a lost rank cannot be used.", "0s"),
+    "horizon": Option(JOB, "Length of the job, for the 90 % interval.", "30d"),
     "device": Option(JOB, "auto, cpu or cuda", "auto"),
     "threads": Option(JOB, "Torch's threads per rank, on the CPU.", int),
     "threads:wrappers": Option(JOB, "Torch's threads per rank, on the CPU.", 1),
@@ -271,7 +287,7 @@ OPTIONS = {
     "strict": Option(MEASUREMENT, "Exit with 1 where a result is too noisy, and say why.", False),
     "plot": Option(OUTPUT, "Draw one step of all ranks.", False),
     "resume": Option(OUTPUT, "Resume the interrupted run in this folder.", Path),
-    "save_every": Option(OUTPUT, "When a checkpoint is due: epoch, 10s, 5min or 100steps", "60s"),
+    "save_every": Option(OUTPUT, "When a checkpoint is due: epoch, 10s, 5min, 100steps or auto (see --mtbf)", "60s"),
     "on_fault": Option(JOB,
         "After a fault of a rank: stop, restart, spare (a warm one takes its place) or shrink.", "stop"),
     "max_faults": Option(JOB, "Faults after which a run recovers no more.", 10),
@@ -297,7 +313,8 @@ JOB_OPTIONS = (
 def add_command(
     app: typer.Typer, name: str, verb: str | Callable[..., Any], names: str, help: str, **always: Any
 ) -> None:
-    """Add a command with the options `names`, in this order in each panel; "-name" takes one away again.
+    """Add a command with the options `names`, in this order in each panel; "-name" takes one away again. Without a
+    name it is what a group of commands does by itself.
 
     `verb` ("module:function" of `paceline.verbs`, or a function) gets what was typed, and `always` unless it was typed;
     the other defaults are its own.
@@ -321,6 +338,10 @@ def add_command(
                 if option.flags != "argument" or name != "command":  # what is behind -- is the user's own
                     check_typed(values[name], find_flag(name))
                 given[name] = option.read(values[name], find_flag(name)) if option.read else values[name]
+        if (command := context_.invoked_subcommand) is not None:
+            flags = ", ".join(map(find_flag, given))
+            refuse((flags, f"{flags} before {command} has no effect: give the options of {command} behind it"))
+            return
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
         if "resume" in given and isinstance(verb, str) and verb.startswith("scale:"):
             why = "with --resume: a study is resumed as it was started; leave it out"
@@ -337,7 +358,7 @@ def add_command(
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, help=help)(run)
+    (app.command(name, help=help) if name else app.callback(invoke_without_command=True, help=help))(run)
 
 
 def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:

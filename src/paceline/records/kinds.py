@@ -266,6 +266,29 @@ class FaultRecord(Record):
     recovered_s: float | None = None
 
 
+COSTS = ("step", "save", "write", "detect", "restart", "spare", "shrink")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostRecord(Record):
+    """How long something took that decides how much of a job's time counts, each time that it was measured.
+
+    `name`: a `step`; the stall of a `save`, and how long the checkpoint is then written (`write`); how long until a
+    fault is known (`detect`), and from there until steps are made again after a `restart`, with a `spare`, or on fewer
+    ranks (`shrink`). `source` is `imported` where it was typed, and `note` says where it is from.
+    """
+
+    kind: ClassVar[str] = "cost"
+    name: str
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_known("cost", self.name, COSTS)
+        if not self.seconds or not all(0 <= one < math.inf for one in self.seconds):
+            raise RecordError(f"{self.name} took {self.seconds} s: finite times from 0 are needed, at least one")
+
+
 def record_to_json(record: Record) -> dict[str, Any]:
     """The record as plain JSON values, without derived numbers. `timing` is written as `samples` or `summary`."""
     written = {Samples: "samples", Summary: "summary"}.get(type(getattr(record, "timing", None)), "timing")

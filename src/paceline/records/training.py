@@ -19,7 +19,7 @@ from paceline.records.store import load_json, write_new
 from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
-CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
+CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
 KNEE = 0.9  # the knee is the smallest batch size with this share of the best throughput

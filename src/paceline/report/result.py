@@ -32,6 +32,7 @@ _CLASSES = {
     "faults": "faults.FaultsResult",
     "predict": "predictions.PredictResult",
     "predict csv": "predictions.CapsResult",
+    "predict goodput": "goodput.GoodputResult",
     "predict strategies": "strategy_steps.StrategyStepsResult",
     "predict trace": "traced.TracedResult",
     "profile": "profiles.ProfileResult",

@@ -25,7 +25,7 @@ from paceline.report.attached import PARTS, AttachedResult, plot_ranks
 from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
 from paceline.report.result import Result, describe_job, list_differences, load_result
 from paceline.report.table import Column, Table, raw_columns
-from paceline.units import format_ms, format_number_of, format_speed
+from paceline.units import format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,6 +93,13 @@ class TrainRunResult(Result):
         self.steps: int = rows[-1]["step"] if rows else 0
         self.world_size = int(self.outcome.get("world_size", self.config.get("ranks", 1)))
 
+    @cached_property
+    def saves(self) -> list[dict[str, Any]]:
+        """A row for each save that is on disk: its `step`, how long steps waited for it (`stall_s`), how long it was
+        then written (`write_s`), and after how many seconds the next one was due, by `--save-every auto` (`next_s`)."""
+        file = None if self.folder is None else self.folder / records.SAVES_FILE
+        return records.load_metrics(file) if file is not None and file.exists() else []
+
     @property
     def finished(self) -> bool:
         has_weights = self.folder is not None and (self.folder / "weights.safetensors").exists()
@@ -139,6 +146,18 @@ class TrainRunResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
+        return [*self._describe_phases(), *self._describe_saves()]
+
+    def _describe_saves(self) -> Sequence[str]:
+        saves = [row for row in self.saves if "next_s" in row]  # by --save-every auto
+        if not saves:
+            return ()
+        stall_s, write_s = (statistics.fmean(row[name] for row in saves) for name in ("stall_s", "write_s"))
+        many, next_s = format_number_of(len(saves), "save"), format_duration(saves[-1]["next_s"])
+        times = f"steps waited {format_ms(stall_s)} ms for each, and it was on disk {format_ms(write_s)} ms later"
+        return (f"{many}: {times}; the interval is {next_s} (--save-every auto).",)
+
+    def _describe_phases(self) -> Sequence[str]:
         phases = self.phases
         if not phases:
             return ()

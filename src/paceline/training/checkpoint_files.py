@@ -12,6 +12,7 @@ import shutil
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -340,6 +341,7 @@ class CheckpointStore:
         self._model_buffer, self._state_buffer = TensorBuffer(), TensorBuffer()
         self._writer: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._refused: set[int] = set()  # steps that were found damaged, or are not complete
+        self.written_s = 0.0  # by `time.monotonic`: when the last save was on disk
 
     def find(self) -> list[int]:
         """The steps of the checkpoints that are there, newest first."""
@@ -424,6 +426,7 @@ class CheckpointStore:
             copied.synchronize()
         with _explain(self.path(step), files):
             save_folder(self.path(step), files)
+            self.written_s = time.monotonic()
             self._refused.discard(step)
             there = self.find()
             stay = [step for step in there if step not in self._refused][: self.keep]

@@ -4,6 +4,7 @@ How a checkpoint lies on disk is in `checkpoint_files`.
 """
 
 import dataclasses
+import math
 import os
 import random
 import time
@@ -19,21 +20,25 @@ from torch import nn
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.strategies import find_hook_state
-from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
+from paceline.predict.goodput import estimate_save_interval
+from paceline.records.training import METRICS_FILE, SAVES_FILE, MetricsLog, load_metrics
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
 from paceline.training.own import OwnState
-from paceline.training.settings import TrainSettings, parse_save_every
+from paceline.training.settings import AUTO, FIRST_SAVE_S, HOST_MTBF_S, TrainSettings, parse_save_every
 from paceline.training.step import list_models
-from paceline.units import format_number_of
+from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
 # The ranks of a run that was killed live on for a moment, and hold its lock.
 _LOCK_TIMEOUT_S = 5.0
+# With --save-every auto: how much longer an interval may be than the one before, until the best is reached, and the
+# number of saves whose stalls count. The first, which makes its buffers, counts alone.
+_GROWTH, _NUM_STALLS = 4.0, 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,40 @@ class Position:
     step: int
 
 
+class SaveTimes:
+    """How long steps waited for each save of a run, and how long it was then written, as rows of a file."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Continue the file of a run that is at this step."""
+        self._log, self._begun = MetricsLog(path, step), dict[str, Any]()
+        self.close, self._ended_s, self._interval_s = self._log.close, 0.0, FIRST_SAVE_S
+        self._stalls_s, self._write_s = list[float](), 0.0
+        for row in load_metrics(path):
+            if all(isinstance(row.get(name), float) for name in ("stall_s", "write_s")):
+                self._stalls_s.append(row["stall_s"])
+                self._write_s, self._interval_s = row["write_s"], row.get("next_s", self._interval_s)
+
+    def begin(self, step: int, begin_s: float, end_s: float) -> None:
+        """No step was made between these moments of `time.monotonic`; from now on it is written."""
+        self._begun, self._ended_s = {"step": step, "stall_s": end_s - begin_s}, end_s
+        self._stalls_s.append(end_s - begin_s)
+
+    def end(self, written_s: float) -> None:
+        """It is on disk since then."""
+        if self._begun:
+            self._write_s = max(0.0, written_s - self._ended_s)
+            self._log.append(self._begun | {"write_s": self._write_s})
+            self._begun = {}
+
+    def choose_interval(self, mtbf_s: float) -> float:
+        """Seconds until the next save is due."""
+        if stalls_s := (self._stalls_s[1:] or self._stalls_s)[-_NUM_STALLS:]:
+            best_s = estimate_save_interval(stalls_s, self._write_s, mtbf_s)
+            self._interval_s = min(best_s, _GROWTH * self._interval_s)
+            self._begun |= {"next_s": self._interval_s} if self._begun else {}
+        return self._interval_s
+
+
 class RunFiles:
     """Rank 0 writes into `folder`, if there is one; the others only contribute their state."""
 
@@ -52,6 +91,13 @@ class RunFiles:
         self._world, self._tensorboard = world, settings.tensorboard
         self._every_s, self._every_steps = parse_save_every(settings.save_every)
         self._saved_s = time.monotonic()
+        self._mtbf_s: float | None = None
+        if settings.save_every == AUTO:
+            hosts_s = HOST_MTBF_S / len(set(world.hosts))
+            self._mtbf_s = hosts_s if settings.mtbf is None else parse_duration(settings.mtbf, "--mtbf")
+            self._every_s = self._every_s if folder is not None else math.inf  # nothing is saved
+        self._saves: SaveTimes | None = None
+        self._idle_s: float | None = None  # since when no step is made, before a save
         self.last: int | None = None  # the step of the last checkpoint
         self.written = 0  # the step of the last row that was there when the folder was opened
         self._folder = folder or Path()
@@ -148,6 +194,8 @@ class RunFiles:
                 path.unlink(missing_ok=True)
         self._logs.append(MetricsLog(self._folder / METRICS_FILE, step))
         self.written = max((row["step"] for row in load_metrics(self._folder / METRICS_FILE)), default=0)
+        self._saves = SaveTimes(self._folder / SAVES_FILE, step)
+        self._choose_interval()
         if self._tensorboard:
             self._logs.append(EventsLog(self._folder / EVENTS, after_step=step))
 
@@ -165,6 +213,7 @@ class RunFiles:
         """Save everything that the next step depends on, unless it is saved. Collective: call on every rank."""
         if position.step == self.last:
             return
+        begin_s = self._idle_s or time.monotonic()
         randoms = self._world.share(_get_random(job.world.device))
         strategies = self._world.gather([find_strategy(model)[0]() for model in list_models(job.learner.model)])
         learner, inner = job.learner, []
@@ -177,17 +226,35 @@ class RunFiles:
         self.last = position.step
         if self._store is None:
             return
+        self._finish_save()
         optimizer, scaler = optimizer or learner.optimizer.state_dict(), learner.scaler.state_dict()
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms, "strategy": strategies}
         state |= {"inner": inner} if inner else {}
         state |= {"workers": learner.workers.state()} if learner.workers is not None else {}
         self._store.save(position.step, learner.module.state_dict(), state, build_meta(job, position))
+        self._saved_s, self._idle_s = time.monotonic(), None
+        if self._saves is not None:
+            self._saves.begin(position.step, begin_s, self._saved_s)
+            self._choose_interval()
+
+    def _choose_interval(self) -> None:
+        """On rank 0, which decides when a save is due."""
+        if self._saves is not None and self._mtbf_s is not None:
+            self._every_s = self._saves.choose_interval(self._mtbf_s)
+
+    def _finish_save(self) -> None:
+        """Wait until the last save is on disk, and record what it took."""
+        if self._store is not None:
+            self._store.wait()
+            if self._saves is not None:
+                self._saves.end(self._store.written_s)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         for log in self._logs:
             log.append(*rows)
         if self._store is None and self._world.rank == 0:
             self._rows += rows
+        self._idle_s = time.monotonic()
 
     def read_rows(self) -> list[dict[str, Any]]:
         """All rows of the run, those before a resume included. Collective: call on every rank."""
@@ -205,11 +272,14 @@ class RunFiles:
     def close(self, has_failed: bool = False) -> None:
         """Wait until all is on disk, or raise why not, unless the run has failed itself; then unlock the folder."""
         try:
-            if self._store is not None and not has_failed:
-                self._store.wait()
+            if not has_failed:
+                self._finish_save()
         finally:
             while self._logs:
                 self._logs.pop().close()
+            if self._saves is not None:
+                self._saves.close()
+                self._saves = None
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None

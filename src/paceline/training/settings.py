@@ -20,7 +20,7 @@ from paceline.plan import Plan
 from paceline.records.kinds import decode
 from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
-from paceline.units import format_memory, format_number_of, refuse_endless, shorten
+from paceline.units import format_memory, format_number_of, parse_duration, refuse_endless, shorten
 from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
 from paceline.workloads.external import check_own
 from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
@@ -32,6 +32,8 @@ OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
 POLICIES = ("stop", "restart", "spare", "shrink")
 DEFAULT_BATCH_SIZE = 32
 _LARGEST_GPU_BYTES = 512 << 30
+AUTO, FIRST_SAVE_S = "auto", 5.0  # where saves are measured first
+HOST_MTBF_S = 86400.0  # where nothing is known
 
 # What each setting is: one of these names, at least this number, a finite number from 0 or above 0.
 _KNOWN = {
@@ -61,12 +63,15 @@ class Batches:
 
 
 def parse_save_every(text: str) -> tuple[float | None, int | None]:
-    """The seconds or the steps after which a checkpoint is due; neither: it is due at the end of each epoch."""
+    """The seconds or the steps after which a checkpoint is due, the first one where that changes (`AUTO`); neither: it
+    is due at the end of each epoch."""
     if text == "epoch":
         return None, None
+    if text == AUTO:
+        return FIRST_SAVE_S, None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|steps?)", text.replace(" ", ""))
     if match is None or float(match[1]) == 0 or (match[2].startswith("step") and "." in match[1]):
-        raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min or 100steps")
+        raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min, 100steps or auto")
     if match[2].startswith("step"):
         return None, int(match[1])
     return float(match[1]) * (60 if match[2] == "min" else 1), None
@@ -115,6 +120,7 @@ class TrainSettings:
     workers: int = 1
     profile: bool = False
     save_every: str = "60s"
+    mtbf: str | None = None
     keep: int = 3
     on_fault: str = "stop"
     max_faults: int = 10
@@ -217,6 +223,7 @@ class TrainSettings:
             if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
                 raise ConfigError(f"{flag}: a finite number {start} 0 is needed")
         parse_save_every(self.save_every)
+        faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
         _ = self.batches
         check_growths(self.batch_growth)
         strategy, sends = self.parsed_strategy, f"--strategy {self.strategy}"
@@ -224,6 +231,9 @@ class TrainSettings:
         steps, growth, smoothing = f"--steps {self.steps}", format_growths(self.batch_growth), self.label_smoothing
         trust = f"--trust-coefficient {self.trust_coefficient}"
         refuse(
+            (faults_s == 0, f"--mtbf {self.mtbf}: above 0 is needed"),
+            (faults_s is not None and self.save_every != AUTO,
+             f"--mtbf {self.mtbf} with --save-every {self.save_every}: it is for auto; leave it out, or use that"),
             (self.momentum >= 1, f"--momentum {self.momentum}: below 1 is needed, or steps grow without end"),
             (smoothing >= 1, f"--label-smoothing {smoothing}: below 1 is needed, or nothing is left to learn"),
             (self.steps is not None and self.epochs != 1,

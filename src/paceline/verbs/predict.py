@@ -1,10 +1,11 @@
-"""`paceline.predict`: what a step will cost on other networks, ranks and bucket sizes. Needs no torch and no ranks."""
+"""`paceline.predict`: what a step will cost elsewhere, and how much of a job's time will count. Needs no torch."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import statistics
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,9 +24,13 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
+from paceline.records.kinds import COSTS, CostRecord, FaultRecord
 from paceline.records.store import RUN_FILE, Run, create_folder, load_run, naming_damage, pause_collection
+from paceline.records.training import pick_like_last
+from paceline.units import parse_duration
 
 if TYPE_CHECKING:
+    from paceline.report.goodput import GoodputResult
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
     from paceline.report.strategy_steps import StrategyStepsResult
@@ -197,6 +202,144 @@ def predict_trace(
     return _save(TracedResult(Run("predict trace", config, here, records)), out)
 
 
+_MOST_STEPS = 1000  # of a run, whose times are kept
+_MOST_SECONDS = 1e9
+# The costs without which nothing can be said, and what measures each.
+_SOURCES = {
+    "step": "the folder of a training run", "save": "the folder of a training run that saved a checkpoint",
+    "restart": "the folder of a run of `paceline faults --restart`",
+}  # fmt: skip
+
+
+@naming_damage()
+def predict_goodput(
+    runs: Result | str | Path | Sequence[Result | str | Path] = (), *, mtbf: str | None = None,
+    mtbf_per_rank: str | None = None, ranks: int | None = None, step_seconds: float | None = None,
+    save_seconds: float | None = None, detect_seconds: float | None = None, restart_seconds: float | None = None,
+    spare_seconds: float | None = None, shrink_seconds: float | None = None, all_lost: str = "5%",
+    repair: str = "0s", horizon: str = "30d", save_every: str | None = None, out: Place = None,
+) -> GoodputResult:  # fmt: skip
+    """Which share of a job's time counts, if faults come at random? For each policy, with its best save interval.
+
+    Args:
+        runs: Where costs were measured: training runs (steps, saves, and faults from which they have recovered) and
+            runs of `faults` with `restart`.
+        mtbf: The mean time between faults of the whole job: "3h", "120s", "2d".
+        mtbf_per_rank: Instead: that of one rank.
+        ranks: Of the job. By default those of the training run.
+        step_seconds: A step, in place of what was measured; likewise the others.
+        save_seconds: How long steps wait for a save.
+        detect_seconds: Until a fault is known.
+        restart_seconds: A restart, until steps are made again.
+        spare_seconds: Until a spare has taken the place of a lost rank.
+        shrink_seconds: Until the other ranks go on without a lost one.
+        all_lost: The share of faults that leaves no replica, so that a checkpoint is needed with any policy.
+        repair: How long the place of a lost rank cannot be used.
+        horizon: The length of the job, for the interval.
+        save_every: Ask for this interval between saves ("5min") instead of the best one.
+        out: Save the run in a new folder there.
+    """
+    from paceline.predict.goodput import Faults
+    from paceline.report.goodput import GoodputResult
+
+    refuse(
+        (mtbf is not None and mtbf_per_rank is not None,
+         f"--mtbf {mtbf} and --mtbf-per-rank {mtbf_per_rank}: one of them says how often faults come; leave one out"),
+        (mtbf is None and mtbf_per_rank is None,
+         "how often do faults come? Give --mtbf 3h, of the whole job, or --mtbf-per-rank 90d"),
+    )  # fmt: skip
+    sources = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else list(runs)
+    loaded = [_load_measured(source) for source in sources]
+    trained = [getattr(result, "world_size", 1) for result, _ in loaded if result.run.verb == "train"]
+    count = ranks if ranks is not None else trained[-1] if trained else 0
+    refuse(
+        (ranks is None and not trained, "how many ranks has the job? Give --ranks, or a training run"),
+        (count < 1, f"--ranks {count}: at least 1 is needed"),
+    )
+    typed = {
+        "step": step_seconds, "save": save_seconds, "detect": detect_seconds, "restart": restart_seconds,
+        "spare": spare_seconds, "shrink": shrink_seconds,
+    }  # fmt: skip
+    for name, seconds in typed.items():
+        asked = f"--{name}-seconds {seconds}: a finite number {'above' if name == 'step' else 'from'} 0 is needed"
+        is_good = seconds is None or 0 < seconds <= _MOST_SECONDS or (seconds == 0 and name != "step")
+        refuse((not is_good, asked))
+    records, gave = [], "no run is given"
+    if sources:
+        gave = f"{', '.join(map(_name_source, sources))} does not say it"
+    for name in COSTS:
+        parts, seconds = [one for _, found in loaded for one in found if one.name == name], typed.get(name)
+        if seconds is not None:
+            records.append(CostRecord(name=name, seconds=(seconds,), source="imported", note="as given"))
+        elif parts:
+            note = ", ".join(dict.fromkeys(one.note for one in parts))
+            records.append(CostRecord(name=name, seconds=sum((one.seconds for one in parts), ()), note=note))
+        else:
+            text = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES.get(name)}"
+            refuse((name in _SOURCES, text))
+    faults = Faults(
+        parse_duration(mtbf, "--mtbf") if mtbf is not None else
+        parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
+        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"),
+    )  # fmt: skip
+    horizon_s = parse_duration(horizon, "--horizon")
+    interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
+    refuse(
+        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
+        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
+    )
+    measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
+    doubts, busy = list_doubts(measured)
+    config = {
+        "mtbf_s": faults.mtbf_s, "ranks": count, "all_lost": faults.all_lost, "repair_s": faults.repair_s,
+        "horizon_s": horizon_s, "interval_s": interval_s, "busy": busy,
+        "measured_ranks": trained[-1] if trained else None,
+    }  # fmt: skip
+    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    return _save(GoodputResult(Run("predict goodput", config, here, tuple(records), tuple(doubts))), out)
+
+
+def _name_source(source: Result | str | Path) -> str:
+    folder = source if isinstance(source, str | Path) else source.folder
+    return "the result" if folder is None else Path(folder).name or str(folder)
+
+
+def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
+    """A result, and the times of it that decide how much of a job's time counts."""
+    from paceline.report.result import load_result
+    from paceline.report.training import TrainRunResult
+
+    result = load_result(source) if isinstance(source, str | Path) else source
+    times: dict[str, list[float]] = {}
+    if isinstance(result, TrainRunResult):
+        rows = pick_like_last(result.rows)
+        times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
+        saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
+        times |= {"save": [row["stall_s"] for row in saves], "write": [row["write_s"] for row in saves]}
+        step_s = statistics.median(times["step"] or [0.0])
+        for fault in result.config.get("faults") or ():  # from which it has recovered, up to the end of a step
+            if fault["policy"] in COSTS and fault["recovered_s"] is not None:
+                times.setdefault(fault["policy"], []).append(max(0.0, fault["recovered_s"] - step_s))
+    else:
+        faults = [one for one in result.only(FaultRecord) if one.system == "train" and one.steps_lost is not None]
+        named = [(one, one.detected_s) for one in faults if one.detected_s is not None]
+        times["detect"] = [detected_s for _, detected_s in named]
+        times["restart"] = [  # of the command, after the other one has ended
+            (one.ended_s or detected_s) - detected_s + one.restart_s
+            for one, detected_s in named
+            if one.restart_s is not None
+        ]
+        for one in faults:  # where the run itself has recovered
+            policy, recovered_s = getattr(one, "policy", "stop"), getattr(one, "recovered_s", None)
+            if policy in COSTS and recovered_s is not None:
+                times.setdefault(policy, []).append(recovered_s)
+        what = f"{_name_source(source)} is a run of `paceline {result.run.verb}`"
+        refuse((not faults, f"{what}: give one of `paceline train`, or of `paceline faults --restart`"))
+    found = {name: tuple(one for one in seconds if 0 <= one < float("inf")) for name, seconds in times.items()}
+    note = _name_source(source)
+    return result, [CostRecord(name=name, seconds=s, note=note) for name, s in found.items() if s]
+
+
 def _list_traces(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
@@ -309,9 +452,13 @@ def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
 
     if straggler == "profile":
         return estimate_spread(record.timing.reduced_s)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", straggler)
+    return _read_share(straggler, "--straggler", " nor `profile`, its own spread")
+
+
+def _read_share(text: str, flag: str, more: str = "") -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if not match:
-        raise ConfigError(f"--straggler {straggler!r} is neither a share such as 3% nor `profile`, its own spread")
+        raise ConfigError(f"{flag} {text[:40]!r} is {'neither' if more else 'not'} a share such as 3%{more}")
     return float(match[1]) / 100
 
 

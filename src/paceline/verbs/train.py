@@ -24,7 +24,7 @@ from paceline.runtime.launch import check_rank_count
 from paceline.runtime.recovery import Fault, Recovery
 from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
-from paceline.training.settings import NAMES, TrainSettings, check_job, list_job_warnings
+from paceline.training.settings import AUTO, NAMES, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of, name_ranks
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts
 from paceline.verbs.watch import start_watching
@@ -33,7 +33,7 @@ from paceline.workloads.data import parse_data
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "steps", "grow", "on_fault", "max_faults", "spares",
+    "accumulate", "steps", "grow", "mtbf", "on_fault", "max_faults", "spares",
 )  # fmt: skip
 
 
@@ -318,6 +318,8 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
              "elsewhere; leave it out, or start a new one"),
             code="other-run",
         )  # fmt: skip
+    if given.get("save_every", AUTO) != AUTO:
+        given = {"mtbf": None} | given  # it was for auto
     settings = dataclasses.replace(saved, **given)
     if settings.ranks == saved.ranks:
         return settings

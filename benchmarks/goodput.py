@@ -1,0 +1,246 @@
+"""How much of the time of a job counts while ranks are killed at random, compared with what was predicted.
+
+python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 200] [--rounds 1] [--out FILE]
+
+Every round has a run without faults and one for each mean time between faults, the other way round in the next. Before
+the first, a few kills at fixed times measure a recovery; no other number of these runs goes into the prediction. Useful
+time is the steps that count, times the seconds of a step without faults and saves; it is divided by the time from the
+first step to the last. With `--on-fault resume` the command itself is started again, by `paceline train --resume`;
+with a policy that is done only where it has ended, for one fault came too soon after another.
+
+Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
+mean that was asked for, where independent draws would need hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PACELINE = (sys.executable, "-m", "paceline")
+_LOOK_S = 0.02
+_BLIND_S = 0.2  # after a kill, in which a step that was nearly done may still be written
+_MOST_S = 1800.0
+
+
+@dataclass
+class Outcome:
+    """`first_s`, `last_s`: when the first and the last step were done, by `time.monotonic`. `num_resumed`: how often
+    the command had ended, and was started again to resume."""
+
+    folder: Path = Path()
+    first_s: float = 0.0
+    last_s: float = 0.0
+    first_step: int = 0
+    last_step: int = 0
+    kills_s: list[float] = field(default_factory=list)
+    recoveries_s: list[float] = field(default_factory=list)
+    num_resumed: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        return self.last_s - self.first_s
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step
+
+
+def find_ranks(pid: int) -> list[psutil.Process]:
+    """The ranks below a process that are alive, in order."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+                if name.startswith("paceline-rank-") and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append((name, child))
+    return [child for _, child in sorted(found, key=lambda item: item[0])]
+
+
+def read_step(path: Path) -> int:
+    """The step of the last row; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 500_000))
+            *lines, _ = file.read().split(b"\n")
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def build_command(asked: argparse.Namespace, steps: int, save_every: str, out: Path) -> list[str]:
+    command = [*_PACELINE, "train", *asked.job.split(), "--ranks", str(asked.ranks), "--steps", str(steps)]
+    command += ["--save-every", save_every, "--out", str(out)]
+    if asked.on_fault != "resume":
+        command += ["--on-fault", asked.on_fault, *asked.more.split()]
+    return command
+
+
+def run_job(
+    asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path, calm: bool
+) -> Outcome:
+    """Train so many steps; after each gap of seconds, from the first step or the kill before, kill a rank. `calm`: from
+    the recovery before."""
+    outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
+    command = build_command(asked, steps, save_every, out)
+    due_s, recovering, seen = math.inf, False, (0, 0)
+    log = (out / "log").open("ab")
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        while True:
+            if time.monotonic() - begin_s > _MOST_S:
+                raise SystemExit(f"a run takes longer than {_MOST_S:.0f} s: {command}")
+            time.sleep(_LOOK_S)
+            now_s, files = time.monotonic(), list(out.glob("*/metrics.jsonl"))
+            has_ended = process.poll() is not None
+            if files:
+                found = files[0].stat()
+                # A new row; the file is replaced by a shorter one when a run resumes.
+                if (found.st_ino, found.st_size) != seen and found.st_size:
+                    grows, seen = found.st_size > seen[1] or found.st_ino == seen[0], (found.st_ino, found.st_size)
+                    step = read_step(files[0])
+                    if not outcome.first_s and step:
+                        outcome.folder, outcome.first_s, outcome.first_step = files[0].parent, now_s, step
+                        due_s = now_s + next(gaps_s, math.inf)
+                    if recovering and grows and now_s - outcome.kills_s[-1] > _BLIND_S:
+                        outcome.recoveries_s.append(now_s - outcome.kills_s[-1])
+                        recovering = False
+                        due_s = now_s + next(gaps_s, math.inf) if calm else due_s
+                    outcome.last_s, outcome.last_step = now_s, step
+            if has_ended and outcome.last_step >= steps:
+                return outcome
+            if has_ended and (not files or not outcome.kills_s):
+                raise SystemExit(f"the job did not train: {(out / 'log').read_text()[-2000:]}")
+            if has_ended:
+                outcome.num_resumed += 1
+                words = [*_PACELINE, "train", "--resume", str(files[0].parent)]
+                process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+            ranks = find_ranks(process.pid) if now_s >= due_s and outcome.last_step < steps else []
+            if ranks:
+                with contextlib.suppress(psutil.Error):
+                    source.choice(ranks).send_signal(signal.SIGKILL)
+                    outcome.kills_s.append(now_s)
+                    recovering, due_s = True, math.inf if calm else now_s + next(gaps_s, math.inf)
+    finally:
+        for pid in (*(one.pid for one in find_ranks(process.pid)), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        log.close()
+
+
+def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]:
+    """Exponential times of this mean, of which each `num` have it nearly exactly."""
+    while True:
+        shares = [(place + source.random()) / num for place in range(num)]
+        source.shuffle(shares)
+        yield from (-mean_s * math.log1p(-share) for share in shares)
+
+
+def predict(asked: argparse.Namespace, healthy: Path, mtbf_s: float, recovery_s: Sequence[float]) -> dict[str, Any]:
+    """What `paceline predict goodput` says of this job."""
+    flag = "--restart-seconds" if asked.on_fault in ("restart", "resume") else f"--{asked.on_fault}-seconds"
+    words = [*_PACELINE, "predict", "goodput", str(healthy), "--mtbf", f"{mtbf_s:.3f}s", "--json"]
+    words += ["--save-every", asked.save_every, "--horizon", f"{asked.seconds * asked.rounds:.0f}s"]
+    words += [flag, str(statistics.fmean(recovery_s)), "--out", str(healthy.parent / "predicted")]
+    words += [] if flag == "--restart-seconds" else ["--restart-seconds", asked.restart_seconds]
+    document = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    name = "restart" if asked.on_fault == "resume" else asked.on_fault
+    return next(row for row in document["policies"] if row["policy"] == name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on-fault", default="restart", help="restart, spare, shrink, or resume: a new command")
+    parser.add_argument("--mtbf", default="20,40,80", help="mean seconds between faults")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of steps that count, in each run")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=4, help="that measure a recovery")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--job", default="--model mlp --batch-size 64 --samples 6400", help="options of train")
+    parser.add_argument("--more", default="--max-faults 100000", help="further ones, of --on-fault")
+    parser.add_argument("--save-every", default="5s")
+    parser.add_argument("--restart-seconds", default="10", help="with spare and shrink")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="a JSON file with all numbers")
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the job
+    rates = [float(one) for one in asked.mtbf.split(",")]
+    source, measured = random.Random(asked.seed), {rate: list[Outcome]() for rate in rates}
+    with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as name:
+
+        def run(label: str, steps: int, save_every: str, gaps_s: Iterator[float], calm: bool = False) -> Outcome:
+            folder = Path(name) / f"{label}-{time.monotonic_ns()}"
+            folder.mkdir()
+            outcome = run_job(asked, steps, save_every, gaps_s, folder, calm)
+            took = f"{outcome.num_steps} steps in {outcome.wall_s:.1f} s, {len(outcome.kills_s)} faults"
+            took += f", resumed {outcome.num_resumed} times" if outcome.num_resumed else ""
+            print(f"{label}: {took}", file=sys.stderr, flush=True)
+            return outcome
+
+        short = run("how long a step takes", 500, "1000s", iter(()))
+        steps = max(500, round(asked.seconds * short.num_steps / short.wall_s))
+        saved = run("saves", min(steps, round(60 / asked.seconds * steps)), asked.save_every, iter(()))
+        gap_s = 0.8 * asked.seconds / (asked.kills + 1)
+        calibration = run("recovery", steps, asked.save_every, iter([gap_s] * asked.kills), calm=True)
+        alone: list[Outcome] = []
+        for number in range(asked.rounds):
+            order = [0.0, *rates]
+            for rate in order[:: 1 if number % 2 == 0 else -1]:
+                count = max(2, round(asked.seconds / rate)) if rate else 0
+                gaps_s = draw_gaps(rate, count, source) if rate else iter(())
+                found = run(f"a fault every {rate:g} s" if rate else "no faults", steps, "1000s" if not rate else
+                            asked.save_every, gaps_s)  # fmt: skip
+                measured[rate].append(found) if rate else alone.append(found)
+        step_s = sum(one.wall_s for one in alone) / sum(one.num_steps for one in alone)
+        lines = []
+        for rate, outcomes in measured.items():
+            wall_s = sum(one.wall_s for one in outcomes)
+            share = step_s * sum(one.num_steps for one in outcomes) / wall_s
+            num_faults = sum(len(one.kills_s) for one in outcomes)
+            row = predict(asked, saved.folder, rate, calibration.recoveries_s)
+            as_drawn = predict(asked, saved.folder, wall_s / (num_faults or 1e-6), calibration.recoveries_s)
+            lines.append({
+                "mtbf_s": rate, "num_faults": num_faults, "wall_s": wall_s, "measured": share,
+                "predicted": row["useful_share"], "low": row["useful_low"], "high": row["useful_high"],
+                "predicted_for_the_faults_that_came": as_drawn["useful_share"],
+            })  # fmt: skip
+        recovery_s = statistics.fmean(calibration.recoveries_s)
+        print(
+            f"{asked.on_fault}, {asked.ranks} ranks, {asked.job}: a step takes {step_s * 1e3:.2f} ms, a recovery "
+            f"{recovery_s:.2f} s ({', '.join(f'{one:.1f}' for one in calibration.recoveries_s)}), a save every "
+            f"{asked.save_every}\n| a fault every (s) | faults | useful, measured | predicted | 90 % | off (points) "
+            "| predicted for as many faults as came | off (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
+        )
+        for row in lines:
+            off, less = row["measured"] - row["predicted"], row["measured"] - row["predicted_for_the_faults_that_came"]
+            print(
+                f"| {row['mtbf_s']:g} | {row['num_faults']} | {row['measured']:.1%} | {row['predicted']:.1%} | "
+                f"{row['low']:.1%} to {row['high']:.1%} | {100 * off:+.1f} | "
+                f"{row['predicted_for_the_faults_that_came']:.1%} | {100 * less:+.1f} |"
+            )
+        if asked.out is not None:
+            about = {"on_fault": asked.on_fault, "job": asked.job, "ranks": asked.ranks, "step_s": step_s}
+            about |= {"recoveries_s": calibration.recoveries_s, "save_every": asked.save_every, "rows": lines}
+            asked.out.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Goodput: which share of a job's time counts, if faults come at random, checkpoints cost time and so does recovery.
+
+Faults come at the same rate at every moment, one in `mtbf_s` seconds on average, also while the job recovers. A period
+is `interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background, and counts when
+it is on disk. After a fault the job is as it was at the newest checkpoint (`restart`), or goes on from a living replica
+and repeats the step that was cut short (`spare`, `shrink`), unless the fault left no replica.
+
+The mean times are exact for such faults. The argument, in words, with r = 1 / mtbf_s:
+
+- A stretch of x seconds has no fault with the chance e^-rx, and lasts (1 - e^-rx) / r on average until its end or its
+  fault. Let it begin again after each fault and a recovery of mean time F. Its mean time E is then
+  (1 - e^-rx) / r + (1 - e^-rx) (F + E), which is E = (e^rx - 1) (1 / r + F).
+- A restart of R seconds is such a stretch, and follows the time D until the fault is known, again after each fault:
+  F = e^rR D + (e^rR - 1) / r.
+- So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. Young's interval,
+  sqrt(2 save mtbf), is what is left of its best one where faults are rare.
+- With a write of B seconds look at the moments at which a checkpoint reaches the disk. To the next one it is a period
+  without a fault; after a fault it is B longer, since the job is back where the checkpoint was taken. Both added up,
+  the factor is e^rB.
+- Where replicas live on, a step is the stretch that begins again, and a fault without a replica ends the period. Each
+  step has a chance to be done without one, and the same sums are taken over steps.
+
+`simulate_faults` draws the same process, for the spread over a limited time, and as a check of the sums.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from paceline.errors import refuse
+from paceline.predict.curves import hold_draws
+from paceline.records.kinds import CostRecord
+
+POLICIES = ("restart", "spare", "shrink")
+ALL_LOST = 0.05
+_DRAWS, _SEED = 100, 1
+_MOST_FAULTS = 100  # that are simulated in one draw
+_ONCE = 0.2  # the standard deviation, as a share, of what was measured once
+_FOUND = 0.99  # of the faults find a spare that is ready
+_FAST = 0.001  # an interval is as good as the best where it costs this share of the time at most
+_MOST_EXPONENT = 600.0  # beyond it no period is ever finished
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What saves and faults cost a job, in seconds. Of the faults, the share `lost` leaves no replica.
+
+    Such a fault is known after `detect_s`; the lost rank can be started after `wait_s`, in `restart_s`. After any other
+    fault the living ranks need `takeover_s`, which another fault begins again, and `slower_s` in all are lost
+    while a rank is missing. `num_idle`: ranks that only wait for a fault.
+    """
+
+    name: str
+    mtbf_s: float
+    save_s: float
+    write_s: float = 0.0
+    step_s: float = 1e-3
+    detect_s: float = 0.0
+    restart_s: float = 0.0
+    wait_s: float = 0.0
+    lost: float = 1.0
+    takeover_s: float = 0.0
+    slower_s: float = 0.0
+    num_idle: int = 0
+
+    def stall_s(self, interval_s: float) -> float:
+        """A save waits until the one before it is on disk."""
+        return self.save_s + max(0.0, self.write_s - interval_s)
+
+    def cross(self, length_s: float) -> tuple[float, float]:
+        """The mean seconds of a stretch that a fault begins again, until it is done or no replica is left; and the
+        logarithm of the chance that it is done."""
+        hit, again = -math.expm1(-length_s / self.mtbf_s), -math.expm1(-self.takeover_s / self.mtbf_s)
+        lives = 1.0 - self.lost
+        over = 1.0 - lives * again
+        takeover_s, fails = (self.detect_s + self.slower_s + self.mtbf_s * again) / over, self.lost * again / over
+        repeated = lives * hit * (1.0 - fails)
+        seconds = (self.mtbf_s * hit + lives * hit * takeover_s) / (1.0 - repeated)
+        return seconds, min(0.0, -length_s / self.mtbf_s - math.log1p(-repeated))
+
+    @cached_property
+    def recovery_s(self) -> float:
+        """The mean time from a fault that leaves no replica until steps are made again."""
+        growth = self.restart_s / self.mtbf_s
+        return math.exp(growth) * (self.detect_s + self.wait_s) + self.mtbf_s * math.expm1(growth)
+
+    @cached_property
+    def _step(self) -> tuple[float, float]:
+        return self.cross(self.step_s)
+
+    def _cross_steps(self, work_s: float) -> tuple[float, float]:
+        """The same of steps of so many seconds in all."""
+        (seconds, chance), count = self._step, work_s / self.step_s
+        ends = -math.expm1(chance)
+        return seconds * (-math.expm1(count * chance) / ends if ends > 1e-15 else count), count * chance
+
+    def estimate_share(self, interval_s: float) -> float:
+        """The share of the time that counts, with a save after each `interval_s` seconds of steps."""
+        if max(self.restart_s, self.takeover_s, self.step_s) > _MOST_EXPONENT * self.mtbf_s:
+            return 0.0
+        behind_s = min(self.write_s, interval_s)
+        work, rest, behind = map(self._cross_steps, (interval_s, interval_s - behind_s, behind_s))
+        save, wait = self.cross(self.save_s), self.cross(self.stall_s(interval_s) - self.save_s)
+        # From one checkpoint that counts to the next; and from there where the first was taken.
+        period_s, done = _chain(rest, save, behind, wait)
+        again_s, again = _chain(work, wait, save, behind, wait)
+        if -again > _MOST_EXPONENT:
+            return 0.0
+        again_s = (again_s - math.expm1(again) * self.recovery_s) / math.exp(again)
+        return interval_s / (period_s - math.expm1(done) * (self.recovery_s + again_s))
+
+    def find_best_interval(self) -> float:
+        """By golden section on a logarithmic axis: the share has one maximum. A save does not wait for the one before,
+        and there is at least a step between two."""
+        low = math.log(max(self.write_s, self.step_s))
+        high = max(low + 0.1, math.log(max(self.mtbf_s, self.step_s) / self.lost))
+        ratio = (math.sqrt(5) - 1) / 2
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        at_left, at_right = (self.estimate_share(math.exp(x)) for x in (left, right))
+        while high - low > 1e-4:
+            # Where nothing counts on either side, shorter is better.
+            if at_left >= at_right:
+                high, right, at_right = right, left, at_left
+                left = high - ratio * (high - low)
+                at_left = self.estimate_share(math.exp(left))
+            else:
+                low, left, at_left = left, right, at_right
+                right = low + ratio * (high - low)
+                at_right = self.estimate_share(math.exp(right))
+        return math.exp((low + high) / 2)
+
+    def find_good_intervals(self, best_s: float) -> tuple[float, float]:
+        """From where to where an interval costs next to nothing compared with the best one."""
+        least, ends = self.estimate_share(best_s) - _FAST, []
+        for factor in (1 / 1.05, 1.05):
+            end_s = best_s
+            while self.step_s <= end_s * factor <= 1e3 * best_s and self.estimate_share(end_s * factor) >= least:
+                end_s *= factor
+            ends.append(end_s)
+        return ends[0], ends[1]
+
+    def estimate_lost_s(self, interval_s: float) -> float:
+        """The mean work that a fault loses: what was done since the newest checkpoint that counts, where no replica is
+        left, and half a step where one is."""
+        rate = -self._step[1] / self.step_s  # of faults without a replica
+        period_s = interval_s + self.stall_s(interval_s)
+
+        def collect(until_s: float) -> float:
+            """The integral of the work done until a fault, times the chance of its moment, up to this one."""
+            total = _integrate(rate, min(until_s, interval_s))
+            if until_s > interval_s:
+                total += interval_s * (math.exp(-rate * interval_s) - math.exp(-rate * until_s))
+            more_s = min(interval_s, max(0.0, until_s - period_s))
+            return total + math.exp(-rate * period_s) * _integrate(rate, more_s)
+
+        everything, behind = collect(period_s + self.write_s), collect(self.write_s)
+        between = (everything - behind) / max(math.expm1(rate * period_s), 1e-300)
+        return self.lost * (everything + between) + (1.0 - self.lost) * self.step_s / 2
+
+
+def _chain(*stretches: tuple[float, float]) -> tuple[float, float]:
+    """The mean seconds, and the logarithm of the chance to be done, of stretches one after the other."""
+    seconds = chance = 0.0
+    for more_s, done in stretches:
+        seconds, chance = seconds + math.exp(chance) * more_s, chance + done
+    return seconds, chance
+
+
+def _integrate(rate: float, until_s: float) -> float:
+    """The integral of x rate e^(-rate x) from 0."""
+    z = rate * until_s
+    near = z * z * (0.5 - z / 3 + z * z / 8)  # where the other form loses its digits
+    return (near if z < 1e-4 else 1.0 - math.exp(-z) * (1.0 + z)) / rate if rate else 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """`useful_s`: steps that count; `lost_s`: those that did not, because a checkpoint was loaded."""
+
+    seconds: float
+    useful_s: float
+    lost_s: float
+    num_faults: int
+
+    @property
+    def share(self) -> float:
+        return self.useful_s / self.seconds
+
+
+def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: random.Random) -> SimulatedRun:
+    """One run of this length, with faults at random moments."""
+    rate, period_s = 1 / policy.mtbf_s, interval_s + policy.stall_s(interval_s)
+    clock_s = kept_s = lost_s = running_s = 0.0  # running: without a pause, since the checkpoint that was loaded
+    num_faults = 0
+
+    def is_over() -> bool:
+        return clock_s >= seconds
+
+    def count_work(running_s: float) -> float:
+        periods, rest_s = divmod(running_s, period_s)
+        return periods * interval_s + min(rest_s, interval_s)
+
+    while not is_over():
+        until_s = source.expovariate(rate)
+        if clock_s + until_s >= seconds:
+            running_s += seconds - clock_s
+            clock_s = seconds
+            break
+        clock_s, running_s, num_faults = clock_s + until_s, running_s + until_s, num_faults + 1
+        has_replica = source.random() >= policy.lost
+        if has_replica:
+            periods, rest_s = divmod(running_s, period_s)  # the step, or the save, that was cut short is repeated
+            rest_s = rest_s // policy.step_s * policy.step_s if rest_s < interval_s else interval_s
+            running_s = periods * period_s + rest_s
+        while has_replica and not is_over():
+            clock_s += policy.detect_s + policy.slower_s
+            until_s = source.expovariate(rate)
+            if until_s >= policy.takeover_s:
+                clock_s += policy.takeover_s
+                break
+            clock_s, num_faults, has_replica = clock_s + until_s, num_faults + 1, source.random() >= policy.lost
+        if has_replica:
+            continue
+        counted_s = max(0.0, (running_s - policy.write_s) // period_s) * interval_s
+        kept_s, lost_s, running_s = kept_s + counted_s, lost_s + count_work(running_s) - counted_s, 0.0
+        while not is_over():
+            clock_s += policy.detect_s + policy.wait_s
+            until_s = source.expovariate(rate)
+            if until_s >= policy.restart_s:
+                clock_s += policy.restart_s
+                break
+            clock_s, num_faults = clock_s + until_s, num_faults + 1
+    return SimulatedRun(max(clock_s, seconds), kept_s + count_work(running_s), lost_s, num_faults)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often faults come to a job of `ranks`. `all_lost`: the share of them that leaves no replica. `repair_s`:
+    until the place of a lost rank can be used again."""
+
+    mtbf_s: float
+    ranks: int
+    all_lost: float = ALL_LOST
+    repair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        refuse(
+            (self.ranks < 1, f"--ranks {self.ranks}: at least 1 is needed"),
+            (not 0 < self.mtbf_s < math.inf, f"a mean time between faults of {self.mtbf_s:g} s: it must be above 0"),
+            (not 0 < self.all_lost <= 1, f"--all-lost {self.all_lost:.3%}: above 0 % and up to 100 % is needed"),
+        )
+
+
+def count_spares(faults: Faults, restart_s: float) -> int:
+    """The least number of spares of which 99 % of the faults find one: each is missing until it is repaired, and has
+    started."""
+    mean = (faults.repair_s + restart_s) / faults.mtbf_s
+    if mean > 500:
+        return math.ceil(mean + statistics.NormalDist().inv_cdf(_FOUND) * math.sqrt(mean))
+    count, chance = 1, math.exp(-mean)
+    total = chance
+    while total < _FOUND:
+        chance *= mean / count
+        total, count = total + chance, count + 1
+    return count
+
+
+def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
+    """The policies whose costs are known, by the names of `COSTS`. One rank has no replica to go on from."""
+    restart = Policy(
+        "restart", faults.mtbf_s, costs["save"], costs.get("write", 0.0), costs["step"], costs.get("detect", 0.0),
+        costs["restart"], wait_s=faults.repair_s,
+    )  # fmt: skip
+    found, missing_s = [restart], faults.repair_s + costs["restart"]
+    if "spare" in costs and faults.ranks > 1:
+        spares = count_spares(faults, costs["restart"])
+        found.append(replace(restart, name="spare", lost=faults.all_lost, takeover_s=costs["spare"], num_idle=spares))
+    if "shrink" in costs and faults.ranks > 1:
+        # The others make its part of each batch until it is back, which is a second pause.
+        slower_s = missing_s / faults.ranks + costs["shrink"]
+        found.append(
+            replace(restart, name="shrink", lost=faults.all_lost, takeover_s=costs["shrink"], slower_s=slower_s)
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What to expect of one policy at its best interval, or at the asked one. `low` and `high`: 90 % of runs of the
+    asked length, by what is known of the costs. `of_ranks`: the share of the time of all ranks, the idle ones too;
+    `draws` are of that."""
+
+    policy: Policy
+    interval_s: float
+    best_interval_s: float
+    share: float
+    low: float
+    high: float
+    of_ranks: float
+    draws: tuple[float, ...]
+
+    @property
+    def good_intervals_s(self) -> tuple[float, float]:
+        return self.policy.find_good_intervals(self.best_interval_s)
+
+    @property
+    def saving(self) -> float:
+        """The share of the time in which steps wait for saves."""
+        return self.share * self.policy.stall_s(self.interval_s) / self.interval_s
+
+    @property
+    def failing(self) -> float:
+        """The share of the time that faults cost: until they are known, recovery, and work that is done again."""
+        return max(0.0, 1.0 - self.share - self.saving)
+
+    @property
+    def fault_s(self) -> float:
+        """The mean seconds that a fault costs."""
+        return self.failing * self.policy.mtbf_s
+
+    @property
+    def steps_lost(self) -> float:
+        return self.policy.estimate_lost_s(self.interval_s) / self.policy.step_s
+
+
+def average_costs(records: Sequence[CostRecord], source: random.Random | None = None) -> dict[str, float]:
+    """Each cost on average, and of steps, of which the first are slow, the median. With a `source` of random numbers,
+    what another measurement might have given."""
+    found = {}
+    for record in records:
+        seconds: Sequence[float] = record.seconds
+        if source is not None and record.source == "measured":
+            if len(seconds) == 1:
+                seconds = [seconds[0] * math.exp(source.gauss(0.0, _ONCE))]
+            elif record.name != "step":  # of which there are many
+                seconds = source.choices(seconds, k=len(seconds))
+        found[record.name] = statistics.median(seconds) if record.name == "step" else statistics.fmean(seconds)
+    return found
+
+
+def estimate_goodput(
+    records: Sequence[CostRecord], faults: Faults, horizon_s: float, interval_s: float | None = None
+) -> list[Goodput]:
+    """Each policy at its best interval, or at a given one, the best first: by the time of all ranks, idle ones too."""
+    centers = build_policies(average_costs(records), faults)
+    intervals = [interval_s or policy.find_best_interval() for policy in centers]
+    shares, runs = ([list[float]() for _ in centers] for _ in range(2))
+    drawn_s = min(horizon_s, _MOST_FAULTS * faults.mtbf_s)
+    for number in range(_DRAWS):
+        costs = average_costs(records, random.Random(f"costs {_SEED} {number}"))
+        for policy, every_s, means, seen in zip(build_policies(costs, faults), intervals, shares, runs, strict=True):
+            share = policy.estimate_share(every_s)
+            run = simulate_faults(policy, every_s, drawn_s, random.Random(f"faults {_SEED} {number}"))
+            means.append(share)
+            seen.append(min(1.0, max(0.0, share + (run.share - share) * math.sqrt(drawn_s / horizon_s))))
+    found = []
+    for policy, every_s, means, seen in zip(centers, intervals, shares, runs, strict=True):
+        share, paid = policy.estimate_share(every_s), faults.ranks / (faults.ranks + policy.num_idle)
+        low, high = hold_draws(share, seen)
+        draws, best_s = tuple(one * paid for one in means), policy.find_best_interval()
+        found.append(Goodput(policy, every_s, best_s, share, low, high, share * paid, draws))
+    return sorted(found, key=lambda one: one.of_ranks, reverse=True)
+
+
+def is_ahead(first: Goodput, second: Goodput) -> bool:
+    """Whether what is known of the costs decides between two policies: in 95 % of the draws."""
+    better = sum(a > b for a, b in zip(first.draws, second.draws, strict=True))
+    return better >= 0.95 * len(first.draws)
+
+
+def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float) -> float:
+    """Seconds between the end of a save and the next one, by the stalls of the last saves, where a fault means a
+    restart. How long that takes does not matter for it."""
+    return Policy("restart", mtbf_s, statistics.fmean(stalls_s), write_s).find_best_interval()

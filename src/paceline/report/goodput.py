@@ -1,0 +1,187 @@
+"""`predict goodput` as a result: how much of a job's time counts with each policy, and how often to save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.predict.goodput import Faults, Goodput, average_costs, estimate_goodput, is_ahead
+from paceline.records.kinds import CostRecord
+from paceline.report.plots import COLORS, MARKERS, draw_line, new_figure, place_legend
+from paceline.report.result import Result
+from paceline.report.table import Column, Table, raw_columns
+from paceline.units import format_duration, format_number_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_POINTS = 60  # of a line
+_NAMES = {
+    "step": "a step", "save": "the stall of a save", "write": "the write after it", "detect": "until a fault is known",
+    "restart": "a restart", "spare": "a spare's take-over", "shrink": "to go on with fewer ranks",
+}  # fmt: skip
+
+
+def _say(share: float) -> str:
+    """With as many digits as tell it from 100 %."""
+    return f"{share:.1%}" if share < 0.99 else f"{share:.2%}"
+
+
+_COLUMNS = (
+    Column("policy", "policy.name", key="policy", is_key=True),
+    Column("useful", "share", _say, "useful_share", priority=9),
+    Column("90 %", lambda one: f"{_say(one.low)} to {_say(one.high)}", str, priority=8),
+    Column("save every", "interval_s", format_duration, "interval_s", priority=7),
+    Column("steps lost", "steps_lost", lambda steps: f"{steps:,.1f}", "steps_lost_per_fault", priority=6),
+    Column("a fault costs", "fault_s", format_duration, "fault_s", priority=5),
+    Column("by saves", "saving", "{:.2%}".format, "saves_share", priority=3),
+    Column("by faults", "failing", "{:.2%}".format, "faults_share", priority=4),
+    Column("idle ranks", "policy.num_idle", "number", "idle_ranks", priority=1),
+    Column("of all ranks", "of_ranks", _say, "useful_share_of_ranks", priority=2),
+    *raw_columns("best_interval_s", useful_low="low", useful_high="high"),
+    Column(None, lambda one: one.good_intervals_s[0], key="interval_low_s"),
+    Column(None, lambda one: one.good_intervals_s[1], key="interval_high_s"),
+    Column(None, lambda _: "simulated", key="source"),
+)
+_COSTS = (
+    Column("cost", lambda one: _NAMES[one.name], key="cost", is_key=True),
+    Column("mean", lambda one: average_costs([one])[one.name], format_duration, priority=2),
+    Column("times", lambda one: len(one.seconds), "number", "num_measured", priority=1),
+    Column("from", "note", "words", "note"),
+    *raw_columns("name", "source"),
+    Column(None, lambda one: average_costs([one])[one.name], key="mean_s"),
+)
+
+
+class GoodputResult(Result):
+    """`predict goodput`: a row for each policy whose costs are known, the best first. `share`, `interval` and
+    `save_interval_s` are those of the best."""
+
+    def _derive(self) -> None:
+        self.faults = Faults(*(self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s")))
+        asked_s = self.config.get("interval_s")
+        self.rows = estimate_goodput(self.only(CostRecord), self.faults, self.config["horizon_s"], asked_s)
+
+    @property
+    def best(self) -> Goodput:
+        return self.rows[0]
+
+    @property
+    def share(self) -> float:
+        return self.best.share
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """90 % of runs of the asked length."""
+        return self.best.low, self.best.high
+
+    @property
+    def save_interval_s(self) -> float:
+        return self.best.interval_s
+
+    @property
+    def answer(self) -> str:
+        best, others = self.best, self.rows[1:]
+        ranks, every = format_number_of(self.faults.ranks, "rank"), format_duration(self.faults.mtbf_s)
+        if best.share < 0.01:
+            long = format_duration(best.policy.restart_s)
+            return f"{ranks} with a fault every {every} do not get ahead: a restart takes {long}. Simulated."
+        text = f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time counts "
+        text += f"(90 %: {_say(best.low)} to {_say(best.high)}), with a save every {format_duration(best.interval_s)}"
+        text += "".join(f"; with {one.policy.name} {_say(one.share)}" for one in others)
+        return f"{text}. Simulated."
+
+    @property
+    def findings(self) -> Sequence[str]:
+        return [*self._compare(), *self._describe_interval(), *self._list_assumptions()]
+
+    def _compare(self) -> list[str]:
+        """Which policy wins, and why."""
+        lines, best = [], self.best
+        for other in self.rows[1:]:
+            name, then = best.policy.name, other.policy.name
+            costs = f"a fault costs {format_duration(best.fault_s)} and {best.steps_lost:,.1f} steps with {name}, and "
+            costs += f"{format_duration(other.fault_s)} and {other.steps_lost:,.1f} steps with {then}"
+            idle = [one for one in (best, other) if one.policy.num_idle]
+            costs += "".join(f"; {one.policy.name} keeps {self._count_idle(one)} idle" for one in idle)
+            said = "wins over" if is_ahead(best, other) else "is ahead of"
+            doubt = "" if is_ahead(best, other) else "; what is known of the costs does not decide it"
+            lines.append(f"{name} {said} {then}: {costs}{doubt}")
+        return lines
+
+    def _count_idle(self, one: Goodput) -> str:
+        return format_number_of(one.policy.num_idle, "rank")
+
+    def _describe_interval(self) -> list[str]:
+        one, (low_s, high_s) = self.best, self.best.good_intervals_s
+        best = ""
+        if one.interval_s != one.best_interval_s:
+            share = one.policy.estimate_share(one.best_interval_s)
+            best = f"the best interval is {format_duration(one.best_interval_s)}, with {_say(share)}; "
+        return [
+            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 points "
+            f"more than the best; the 90 % are of {format_duration(self.config['horizon_s'])} (--horizon)"
+        ]
+
+    def _list_assumptions(self) -> list[str]:
+        names, lines = {record.name for record in self.only(CostRecord)}, []
+        absent = [name for name in ("spare", "shrink") if name not in names]
+        if self.faults.ranks == 1:
+            lines.append("left out: spare and shrink, since one rank has no replica to go on from")
+        elif absent:
+            flags = " and ".join(f"--{name}-seconds" for name in absent)
+            lines.append(f"left out: {' and '.join(absent)}, which no run has measured; give {flags}")
+        if "detect" not in names:
+            lines.append("assumed: a fault is known at once; give --detect-seconds")
+        once = [_NAMES[r.name] for r in self.only(CostRecord) if r.source == "measured" and len(r.seconds) == 1]
+        if once:
+            lines.append(f"assumed: {', '.join(once)}, measured once, may be 20 % off (a standard deviation)")
+        measured, ranks = self.config.get("measured_ranks"), self.faults.ranks
+        if measured not in (None, ranks):
+            lines.append(f"assumed: steps, saves and recovery take on {ranks:,} ranks what they took on {measured:,}")
+        if len(self.rows) > 1:
+            share = f"{100 * self.faults.all_lost:.3g} %"
+            lines.append(f"assumed: {share} of the faults leave no replica, as where a host has all (--all-lost)")
+        if any(row.policy.name == "shrink" for row in self.rows):
+            missing = format_duration(self.faults.repair_s + average_costs(self.only(CostRecord))["restart"])
+            lines.append(f"assumed: with shrink a lost rank is back after {missing}, in a pause as long as the first")
+        return lines
+
+    def tables(self) -> list[Table]:
+        costs = Table("costs", "What it is made from", _COSTS, self.only(CostRecord))
+        at = "its best interval" if self.config.get("interval_s") is None else "the asked interval"
+        title = f"How much of the time counts, each policy at {at}"
+        return [Table("table", title, _COLUMNS, self.rows, key="policies"), costs]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        return {"goodput": lambda: plot_goodput(self)}
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        return (f"paceline train --save-every auto --mtbf {self.faults.mtbf_s:.0f}s",) if self.share >= 0.01 else ()
+
+    def to_json(self) -> dict[str, Any]:
+        low, high = self.interval
+        asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s", "horizon_s")}
+        best = {"policy": self.best.policy.name, "useful_share": self.share, "useful_low": low, "useful_high": high}
+        return super().to_json() | asked | best | {"interval_s": self.save_interval_s, "source": "simulated"}
+
+
+def plot_goodput(result: GoodputResult) -> Figure:
+    """The share that counts against the interval between saves: a line for each policy, that of the table marked."""
+    ranks, every = format_number_of(result.faults.ranks, "rank"), format_duration(result.faults.mtbf_s)
+    title = f"{ranks}, a fault every {every}: how much of the time counts"
+    figure, axes = new_figure(title, "marked: the interval of the table; simulated")
+    low_s = min(row.interval_s for row in result.rows) / 20
+    high_s = max(row.interval_s for row in result.rows) * 20
+    for number, row in enumerate(result.rows):
+        first_s = max(low_s, row.policy.step_s)
+        xs = [first_s * (high_s / first_s) ** (place / _POINTS) for place in range(_POINTS + 1)]
+        line = [(x, 100 * row.policy.estimate_share(x), None, None) for x in xs]
+        draw_line(axes, number, line, f"{row.policy.name} (simulated)", marker="")
+        marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
+        axes.plot([row.interval_s], [100 * row.share], marker, color=color, ms=7)
+    axes.set_xscale("log")
+    axes.set(ylim=(0, 102), xlabel="seconds of steps between two saves", ylabel="time that counts (%)")
+    place_legend(figure, axes)
+    return figure

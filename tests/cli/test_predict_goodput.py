@@ -1,0 +1,167 @@
+"""`paceline predict goodput`: from the folders of runs, from typed costs, and one line for what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline import load_result
+from paceline.records.environment import capture_environment
+from paceline.records.kinds import FaultRecord
+from paceline.records.store import Run, save_run
+from paceline.verbs.predict import predict_goodput
+from tests.unit.made_runs import make_folder, make_rows
+
+GOODPUT = ("predict", "goodput")
+TYPED = ("--step-seconds", "0.2", "--save-seconds", "0.5", "--restart-seconds", "30")
+STALLS_S = (0.9, 0.2, 0.3, 0.4)
+
+
+def make_fault(**changes):
+    fields = {
+        "fault": "kill", "system": "train", "backend": "gloo", "ranks": 2, "trial": 0, "rank": 1, "step": 40,
+        "detected_s": 0.5, "is_right": True, "ended_s": 1.0, "limit_s": 30.0, "steps_lost": 9, "restart_s": 6.0,
+        "left_over": (), "said": "",
+    }  # fmt: skip
+    return FaultRecord(**(fields | changes))
+
+
+@pytest.fixture
+def trained(tmp_path) -> Path:
+    """A run of two ranks with four saves, of which the first was slow."""
+    folder = make_folder(tmp_path / "trained", make_rows(steps=20))
+    rows = [{"step": 5 * n, "stall_s": stall_s, "write_s": 1.5} for n, stall_s in enumerate(STALLS_S, 1)]
+    (folder / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def harmed(tmp_path) -> Path:
+    faults = (
+        make_fault(),
+        make_fault(trial=1, detected_s=0.7, ended_s=0.9, restart_s=8.0),
+        make_fault(system="torch", restart_s=90.0),
+    )
+    folder = tmp_path / "harmed"
+    folder.mkdir()
+    save_run(Run("faults", {}, capture_environment(), faults), folder / "run.json")
+    return folder
+
+
+def test_costs_are_those_that_runs_have_measured(command, sketched, trained, harmed, tmp_path):
+    asked = ("--mtbf", "3h", "--ranks", "1024", "--json", "--out", str(tmp_path / "runs"))
+    answer = command(*GOODPUT, *asked, str(trained), str(harmed))
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    costs = {row["name"]: row["mean_s"] for row in document["costs"]}
+    assert costs == pytest.approx({"step": 0.1, "save": 0.3, "write": 1.5, "detect": 0.6, "restart": 7.35}, rel=0.1)
+    (row,) = document["policies"]
+    assert row["policy"] == document["policy"] == "restart"
+    assert 0.95 < row["useful_low"] < row["useful_share"] < row["useful_high"] < 1
+    assert row["interval_s"] == document["interval_s"] == pytest.approx((2 * 0.3 * 10800) ** 0.5, rel=0.02)
+    assert row["steps_lost_per_fault"] * costs["step"] == pytest.approx(row["interval_s"] / 2 + 1.5, rel=0.05)
+    assert (document["mtbf_s"], document["ranks"], document["source"]) == (10800, 1024, "simulated")
+    again = load_result(document["run"])
+    assert again.answer == document["answer"] and again.interval == (row["useful_low"], row["useful_high"])
+    assert {path.name for path in Path(document["run"]).iterdir()} >= {
+        "run.json",
+        "table.md",
+        "costs.csv",
+        "goodput.svg",
+    }
+    assert "<table>" in again._repr_html_()
+    page = command("report", document["run"])
+    assert page.code == 0 and "1,024 ranks" in (Path(document["run"]) / "report.html").read_text()
+
+
+def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, sketched, trained, tmp_path):
+    more = ("--restart-seconds", "30", "--spare-seconds", "2", "--shrink-seconds", "30", "--detect-seconds", "1")
+    asked = ("--mtbf-per-rank", "90d", "--ranks", "512", "--out", str(tmp_path))
+    answer = command(*GOODPUT, str(trained), *asked, *more, "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert document["mtbf_s"] == pytest.approx(90 * 86400 / 512)
+    assert [row["policy"] for row in document["policies"]] == ["spare", "shrink", "restart"]
+    assert document["policies"][0]["idle_ranks"] == 1
+    assert any(line.startswith("spare wins over restart") for line in document["findings"])
+    restart = next(row for row in document["costs"] if row["name"] == "restart")
+    assert restart["source"] == "imported" and restart["mean_s"] == 30
+
+
+def test_recoveries_of_a_training_run_are_costs_of_policies(sketched, trained):
+    document = json.loads((trained / "config.json").read_text())
+    result = load_result(trained)
+    faults = [("spare", 1.1), ("spare", 3.1), ("shrink", 2.1), ("restart", 9.1), ("restart", None), ("stop", None)]
+    result.run.config["faults"] = [{"policy": policy, "recovered_s": seconds} for policy, seconds in faults]
+    found = predict_goodput(result, mtbf="3h")
+    costs = {record.name: record.seconds for record in found.records}
+    assert costs["spare"] == pytest.approx((1.0, 3.0), abs=0.05) and len(costs["restart"]) == 1
+    assert {row.policy.name for row in found.rows} == {"restart", "spare", "shrink"}
+    assert found.faults.ranks == document["settings"]["ranks"]
+
+
+def test_a_person_reads_a_sentence_and_two_tables(command, sketched, tmp_path):
+    answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("8 ranks with a fault every 2 d: with restart, 99.")
+    assert "What it is made from" in answer.out and "--save-every auto --mtbf 172800s" in answer.out
+    assert "left out: spare and shrink" in answer.out
+
+
+def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
+    result = predict_goodput(mtbf="1s", ranks=8, step_seconds=0.2, save_seconds=0.5, restart_seconds=60)
+    assert result.share < 0.01 and "do not get ahead" in result.answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (TYPED, "how often do faults come"),
+        ((*TYPED, "--mtbf", "3h", "--mtbf-per-rank", "3h"), "leave one out"),
+        ((*TYPED, "--mtbf", "3h"), "how many ranks"),
+        ((*TYPED, "--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with its unit"),
+        ((*TYPED, "--mtbf", "3weeks", "--ranks", "2"), "--mtbf '3weeks' is not a time"),
+        ((*TYPED, "--mtbf", "-3h", "--ranks", "2"), "--mtbf '-3h' is not a time"),
+        ((*TYPED, "--mtbf", "0h", "--ranks", "2"), "must be above 0"),
+        ((*TYPED, "--mtbf", "9" * 400 + "h", "--ranks", "2"), "is not a time"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "0"), "--ranks '0' is not a whole number"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2,4"), "one number is needed"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--all-lost", "0%"), "--all-lost 0"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--all-lost", "few"), "not a share such as 3%"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--horizon", "0d"), "--horizon 0d: above 0"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--save-seconds", "-1"), "--save-seconds -1.0: a finite number"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--step-seconds", "0"), "--step-seconds 0.0: a finite number above"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--restart-seconds", "nan"), "--restart-seconds nan"),
+        ((*TYPED[2:], "--mtbf", "3h", "--ranks", "2"), "how long does a step take? no run is given: give --step-secon"),
+        ((*TYPED[:4], "--mtbf", "3h", "--ranks", "2"), "give --restart-seconds, or the folder of a run of `paceline"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_line(command, tmp_path, arguments, words):
+    answer = command(*GOODPUT, *arguments, "--out", str(tmp_path / "runs"))
+    assert answer.code == 2 and words in answer.err and not answer.out
+    assert len(answer.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_did_not_measure_it_says_which_option_to_give(command, trained, harmed, tmp_path):
+    (trained / "saves.jsonl").unlink()
+    asked = ("--mtbf", "3h", "--out", str(tmp_path / "runs"))
+    answer = command(*GOODPUT, str(trained), *asked)
+    assert answer.code == 2
+    assert "how long does a save take? trained does not say it: give --save-seconds" in answer.err
+    answer = command(*GOODPUT, str(trained), "--save-seconds", "1", *asked)
+    assert answer.code == 2 and "give --restart-seconds" in answer.err
+    document = json.loads((harmed / "run.json").read_text())
+    (harmed / "run.json").write_text(json.dumps(document | {"records": [], "verb": "bench allreduce"}))
+    answer = command(*GOODPUT, str(harmed), *asked)
+    assert answer.code == 2 and "harmed is a run of `paceline bench allreduce`" in answer.err
+    (trained / "saves.jsonl").write_text('{"step": 3}\n')
+    answer = command(*GOODPUT, str(trained), *asked)
+    assert answer.code == 2 and len(answer.err.strip().splitlines()) == 1
+
+
+def test_options_in_front_of_the_command_are_refused(command):
+    answer = command("predict", "--network", "10gbe", "goodput", "--mtbf", "3h")
+    assert answer.code == 2 and "--network before goodput has no effect" in answer.err
