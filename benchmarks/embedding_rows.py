@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from limited_link import linked_hosts, run_ranks
+from limited_link import run_again
 
 import paceline
 from paceline.parallel import DDP
@@ -133,18 +130,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    command = [str(Path(__file__).resolve()), *sys.argv[1:], "--is-rank"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go, whoever ends this
-    if asked.is_rank:
-        torch.set_num_threads(1)
-        run_rank(asked)
-    elif asked.rate == "none":
-        sys.exit(run_ranks(command, address="127.0.0.1"))
-    elif os.geteuid():
-        raise SystemExit("embedding_rows: root is needed: network namespaces are made here; or --rate none")
-    else:
-        with linked_hosts(asked.rate) as names:
-            sys.exit(run_ranks(command, names))
+    if not asked.is_rank:
+        run_again(asked.rate)
+    torch.set_num_threads(1)
+    run_rank(asked)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHo
 from torch.utils.checkpoint import _StopRecomputationError
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.backward import BucketedReducer, GradientSync, Joining, find_tensors
+from paceline.parallel.backward import BucketedReducer, GradientSync, Joining
 from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import (
