@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the mode below imports it, and it then sets a variable of the environment
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

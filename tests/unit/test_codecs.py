@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo  # the mode below imports it, and it then sets a variable of the environment
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel import codecs
