@@ -398,9 +398,11 @@ class CapsResult(Result):
         first, asked, (rows, *_) = self.splits[0], "(embeddings='rows')" * self.is_on_gpu, self.splits[0].free.tail
         text = "sends the head's part of it early, and the lookups' as the rows of each rank's batch"
         late, late_s = format_bytes(first.late_bytes), self.cost.estimate_s(first.late_bytes)
+        every = self.only(CollectiveRecord)[0].world_size * first.num_rows * first.job.tail[0][0].row_bytes
+        both, one = (format_ms(self.cost.estimate_s(size)) for size in (first.late_bytes + every, 1))
         left = f"{late} of other gradients are ready only at the end, too: {format_ms(late_s)} ms in one message, and "
-        left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows; one element alone takes "
-        left += f"{format_ms(self.cost.estimate_s(1))} ms by the table, and with a tenth of the latency "
+        left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows of each rank; together they are "
+        left += f"{both} ms; one element alone takes {one} ms by the table, and with a tenth of the latency "
         return [
             f"paceline.DDP{asked} {text}: then the best free plan exposes {exposed}, not {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
