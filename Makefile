@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gloo docs bench check sanitize wheels install clean
+.PHONY: help demo test test-all test-gloo docs bench bench-exposed check sanitize wheels install clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -95,6 +95,19 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/validate_tuning.py
 	$(BIN)/python benchmarks/validate_attach.py overhead
 	$(BIN)/python benchmarks/watch_cost.py
+
+# Ratios of steps in turns, with their intervals. Links are made of network namespaces, which needs root, `ip` and `tc`.
+# The model of transformers runs where that is installed; CSV=FOLDER has the tables of docs/bucket-size.md.
+ROWS := $(BIN)/python benchmarks/embedding_rows.py
+bench-exposed: $(STAMP) ## Measure what stays exposed: embeddings, the optimizer, small messages (quiet machine, root)
+	$(ROWS) --rate 1gbit
+	$(ROWS) --rate 100mbit --rounds 20
+	@if $(BIN)/python -c 'import transformers' 2>/dev/null; then $(ROWS) --rate 1gbit --model hf; \
+	  else echo "transformers is not installed: $(BIN)/pip install -e '.[hf]'"; fi
+	$(BIN)/python benchmarks/two_ways.py overlap
+	$(BIN)/python benchmarks/two_ways.py overlap --rate 1gbit
+	$(BIN)/paceline bench allreduce --backend gloo,shm --ranks 2 --sizes 4B,256B,4KiB,16KiB --iters 300 --warmup 20
+	@test -z "$(CSV)" || $(BIN)/paceline predict --csv "$(CSV)"
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from limited_link import linked_hosts, run_ranks
+from limited_link import run_again
 
 import paceline
 from paceline.parallel import DDP
@@ -95,12 +92,16 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         for label in labels[:-1]:
             plain = ("dense", None if label[1] is None else best["dense"])
             ratio = compare_times(times[label], times[plain])
-            exposed_s = statistics.median(times[label]) - alone_s
-            was_s = statistics.median(times[plain]) - alone_s
+            exposed, was = (
+                [with_s - without_s for with_s, without_s in zip(times[one], times["alone"], strict=True)]
+                for one in (label, plain)
+            )
+            share = compare_times(exposed, was)
             rows.append({
                 "embeddings": label[0], "cap_mb": label[1], "step_s": statistics.median(times[label]),
-                "exposed_s": exposed_s, "of_dense_step": ratio.value, "half_width": ratio.noise,
-                "of_dense_exposed": exposed_s / was_s, "report": str(models[label].report()),
+                "exposed_s": statistics.median(exposed), "of_dense_step": ratio.value, "half_width": ratio.noise,
+                "of_dense_exposed": share.value, "exposed_half_width": share.noise,
+                "report": str(models[label].report()),
             })  # fmt: skip
         return {"alone_s": alone_s, "rows": rows, "rank": world.rank, "settings": vars(asked) | {"json": None}}
 
@@ -113,9 +114,10 @@ def run_rank(asked: argparse.Namespace) -> None:
     for row in found["rows"]:
         cap = "default plan" if row["cap_mb"] is None else f"cap {row['cap_mb']} MiB"
         ratio = f"{row['of_dense_step']:.3f} ± {row['half_width']:.3f}"
+        share = f"{row['of_dense_exposed']:.2f} ± {row['exposed_half_width']:.2f}"
         print(
             f"{row['embeddings']:6} {cap:14} step {row['step_s'] * 1e3:7.1f} ms ({ratio} of dense), exposed "
-            f"{row['exposed_s'] * 1e3:7.1f} ms ({row['of_dense_exposed']:.2f} of dense)"
+            f"{row['exposed_s'] * 1e3:7.1f} ms ({share} of dense)"
         )
     print(found["rows"][-1]["report"])
     if asked.json is not None:
@@ -133,18 +135,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    command = [str(Path(__file__).resolve()), *sys.argv[1:], "--is-rank"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go, whoever ends this
-    if asked.is_rank:
-        torch.set_num_threads(1)
-        run_rank(asked)
-    elif asked.rate == "none":
-        sys.exit(run_ranks(command, address="127.0.0.1"))
-    elif os.geteuid():
-        raise SystemExit("embedding_rows: root is needed: network namespaces are made here; or --rate none")
-    else:
-        with linked_hosts(asked.rate) as names:
-            sys.exit(run_ranks(command, names))
+    if not asked.is_rank:
+        run_again(asked.rate)
+    torch.set_num_threads(1)
+    run_rank(asked)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
 SECRET = secrets.token_hex(16)  # they share cores and no socket: so they meet as hosts do
@@ -82,14 +84,29 @@ def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: 
                 rank.wait()
 
 
+def run_again(rate: str) -> NoReturn:
+    """Run this program once more, with `--is-rank`, on both hosts; `none` is on this one, and needs no root."""
+    command = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--is-rank"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go, whoever ends this
+    if rate == "none":
+        sys.exit(run_ranks(command, address="127.0.0.1"))
+    check_rights()
+    with linked_hosts(rate) as names:
+        sys.exit(run_ranks(command, names))
+
+
+def check_rights() -> None:
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        raise SystemExit("root, `ip` and `tc` are needed: network namespaces are made here")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("arguments", nargs="*")
     asked = parser.parse_args()
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        raise SystemExit("limited_link: root, `ip` and `tc` are needed: network namespaces are made here")
+    check_rights()
     with linked_hosts(asked.rate) as names:
         arguments = asked.arguments or DEFAULT.split()
         sys.exit(run_ranks(["-m", "paceline", *arguments, "--out", str(asked.out)], names))

@@ -69,6 +69,26 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
     assert {path.name for path in run.iterdir()} >= {"run.json", "caps.csv", "caps.md", "caps.png", "sensitivity.md"}
 
 
+def test_a_tied_tensor_in_two_parts(tables):
+    """A GPT-2 of width 100 with two blocks: what stays exposed is what is ready at the end, and then the rows."""
+    sizes = {"Token embedding": 5_000_000, "Block 0": 121_300, "Block 1": 121_300, "LM head": 5_000_000}
+    rows = "".join(f"{number},{name},{size}\n" for number, (name, size) in enumerate(sizes.items()))
+    (tables / "layer-sizes-model.csv").write_text(f",Name,No. Params\n{rows}")
+    times = {"lm_head": 0.01, "block_1": 0.05, "block_0": 0.05}
+    rows = "".join(f"{name} grad,{s},{s},{s},0,{s}\n" for name, s in times.items())
+    (tables / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)
+    result = predict_csv(tables)
+    first = result.splits[0]
+    assert result.free_plan[1].exposed_s == pytest.approx(1e-4 + 20e6 / 1e9, rel=0.05)
+    # The last product of the first block makes 3 w^2 + 3 w numbers, and its norm has 2 w.
+    assert first.late_bytes == 4 * (30_000 + 500) and first.num_bytes == 256 * 404
+    # 8 ranks gather their rows: as much as an all-reduce of four times the bytes of one.
+    left_s = result.cost.estimate_s(first.late_bytes) + result.cost.estimate_s(4 * first.num_bytes)
+    assert first.free.exposed_s == pytest.approx(left_s, rel=0.01) > first.quick.exposed_s > 0
+    drawn = result.figure("split").axes[0]
+    assert {"rows of the lookups", "bucket with the tied tensor"} <= set(drawn.get_legend_handles_labels()[1])
+
+
 @pytest.mark.parametrize(("row_s", "expected_s"), [(0.01, 0.06), (1.6e-6, 0.05)])
 def test_the_row_backward_is_what_is_in_no_layer_or_only_the_call(tables, row_s, expected_s):
     rows = f"backward,{row_s},{row_s},{row_s},0,{row_s}\n"

@@ -182,18 +182,30 @@ def draw_many(rank: int, step: int) -> torch.Tensor:
     return draw_ids(rank, step, (ROWS // 4, 8))
 
 
-def compare_sizes() -> None:
+def compare_sizes(name: str) -> None:
     with paceline.init(backend="gloo", announce=None) as world:
-        for name in ("untied", "tied"):
-            compare(world, f"{name}, uneven", MODELS[name][0], draw_unevenly)
-        report = compare(world, "more tokens than rows", Words, draw_many).report()
+        build = MODELS[name][0]
+        compare(world, f"{name}, uneven", build, draw_unevenly)
+        report = compare(world, f"{name}, more tokens than rows", build, draw_many).report()
         assert "is sent whole: up to" in report.embeddings[0]
-        report = compare(world, "off", Words, embeddings="dense").report()
+        report = compare(world, f"{name}, off", build, embeddings="dense").report()
         assert report.embeddings[0].endswith("embeddings='dense'") and not report.plan.rows
 
 
-def test_ranks_without_tokens_and_with_many(job):
-    job(2, compare_sizes)
+@pytest.mark.parametrize("name", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
+def test_ranks_without_tokens_and_with_many(job, name):
+    job(2, compare_sizes, name)
+
+
+def share_memory() -> None:
+    with paceline.init(backend="shm", announce=None) as world:
+        for how, wanted in (("auto", "is sent whole: ranks share memory"), ("rows", "in the buckets")):
+            report = compare(world, how, MODELS["tied"][0], embeddings=how).report()
+            assert wanted in report.embeddings[0], report.embeddings
+
+
+def test_between_ranks_that_share_memory_rows_must_be_asked_for(job):
+    job(2, share_memory)
 
 
 def train_in_other_ways() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the mode below imports it, and it then sets a variable of the environment
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.parallel import DDP
@@ -388,3 +390,48 @@ def keep_buffers_for_a_second_backward() -> None:
 
 def test_buffers_stay_as_they_are_while_another_backward_needs_them(job):
     job(2, keep_buffers_for_a_second_backward)
+
+
+class Copies(TorchDispatchMode):
+    """Counts how often numbers are copied: into memory that was there, and into new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into: list[int] = []
+        self.new: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, out = func.overloadpacket.__name__, (kwargs or {}).get("out")
+        if name == "_foreach_copy_":
+            self.into += [to.nbytes for to, given in zip(args[0], args[1], strict=True) if to is not given]
+        elif name == "copy_" or (name == "mul" and out is not None):
+            self.into.append((args[0] if out is None else out).nbytes)
+        elif name in ("clone", "_to_copy", "contiguous"):
+            self.new.append(f"{name} of {tuple(args[0].shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+def count_copies(dtype: torch.dtype) -> None:
+    with paceline.init(announce=None) as world:
+        torch.manual_seed(0)
+        # Small ones, which are copied together, and large ones: 256 KiB and more.
+        layers = nn.Conv2d(3, 16, 3, bias=False), nn.Conv2d(16, 256, 3, bias=False), nn.Conv2d(256, 64, 3, bias=False)
+        net = nn.Sequential(*layers).to(dtype).to(memory_format=torch.channels_last)
+        model = DDP(net, bucket_cap_mb=0.1)
+        sizes = sorted(param.nbytes for param in net.parameters())
+        for step in range(4):
+            model.zero_grad()
+            x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + world.rank)).to(dtype)
+            total = model(x.to(memory_format=torch.channels_last)).square().mean()
+            with Copies() as copies:
+                total.backward()
+            for param in net.parameters():
+                assert param.grad.stride() == param.stride() != param.contiguous().stride()
+            if step:  # with a plan: each gradient once, from where autograd left it to where it is sent and stays
+                assert sorted(size for size in copies.into if size >= sizes[0]) == sizes, (step, copies.into)
+                assert not [text for text in copies.new if ", 3, 3)" in text], copies.new
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_copied_once_in_the_strides_of_its_parameter(job, dtype):
+    job(2, count_copies, dtype)

@@ -199,6 +199,48 @@ def test_checkpointing_with_a_layer_in_two_segments(job, reentrant):
     job(2, recompute, reentrant, False)
 
 
+class Repeated(nn.Module):
+    """One layer is used in as many segments of re-entrant checkpointing as asked: its gradient has as many parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses: int) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(uses):
+            x = checkpoint(lambda value: torch.tanh(self.shared(value)), x, use_reentrant=True)
+        return self.last(x)
+
+
+def arrive_in_parts(width: int) -> None:
+    def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        x = torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
+        # In step 3 both ranks have one part less than before, and in step 6 rank 0 has one more.
+        return model(x, {3: 1, 6: 3 - rank}.get(step, 2)).square().mean()
+
+    with paceline.init(announce=None) as world:
+        for keeps in (False, True):  # gradients that autograd adds to where they are
+            model = DDP(Repeated(width), reducer="overlap")
+            for step in range(8):
+                model.zero_grad(set_to_none=not keeps)
+                wanted = average_alone(model.module, functools.partial(loss_of, step=step), 2)
+                loss_of(model, world.rank, step).backward()
+                check(world, model, wanted, (keeps, step))
+                if step:
+                    report = model.report()
+                    names = [report.plan.gradients[index].name for index, *_ in report.plan.partition]
+                    sent_s = report.times.buckets[names.index("shared.weight")].launch_s
+                    # With fewer parts it waits for the end; once it had more, always.
+                    assert (sent_s < report.times.backward_s) == (step in (1, 2, 4, 5, 6)), (keeps, step)
+                    model._ready.reducer.timeline.sample_next = True
+
+
+@pytest.mark.parametrize("width", [4, pytest.param(256, id="large")])
+def test_a_gradient_in_parts_leaves_when_the_last_is_there(job, width):
+    job(2, arrive_in_parts, width)
+
+
 def hide_the_output() -> tuple[str, str]:
     with paceline.init(announce=None) as world:
         model = DDP(Checkpointed(True, True))

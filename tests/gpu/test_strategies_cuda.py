@@ -117,3 +117,21 @@ def test_workers_on_a_gpu_compute_what_they_do_on_the_cpu(text, monkeypatch):
     limit = 0.05 if text in ("int8", "int4") else 1e-4  # a number at the edge of two steps may round to either
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=limit, atol=limit * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bf16_takes_no_memory_besides_its_message(dtype):
+    flat = torch.randn(1 << 20, device="cuda").to(dtype)
+    grads, codec = [flat[: 1 << 19].view(1024, -1), flat[1 << 19 :]], build_codec(Strategy.parse("bf16"), 0, 2)
+    wanted = ((flat.float() / 2).bfloat16() * 2).to(dtype)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    exchange = codec.average(("a", "b"), grads, 0)
+    _, sent = exchange.send(None)
+    sent *= 2
+    with pytest.raises(StopIteration):
+        exchange.send(sent)
+    assert torch.equal(flat, wanted)
+    message = 2 * flat.numel() if dtype == torch.float32 else 0
+    assert torch.cuda.max_memory_allocated() - before <= message + 4096

@@ -174,3 +174,38 @@ def write_on_one_rank() -> None:
 
 def test_statistics_are_those_of_the_ranks_that_wrote(on_ranks):
     on_ranks(2, write_on_one_rank)
+
+
+class Words(nn.Module):
+    """A table that a head shares: its gradient has a dense part and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(4096, 64), nn.Linear(64, 64), nn.Linear(64, 4096, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(self.words(ids))))
+
+
+def send_rows(how: str) -> list[str]:
+    with paceline.init("gloo", "cuda", announce=None) as world:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        model = DDP(Words().to(world.device), embeddings=how, bucket_cap_mb=0.1)
+        alone = copy.deepcopy(model.module)
+        for step in range(STEPS):
+            model.zero_grad()
+            alone.zero_grad()
+            for rank in range(world.world_size):
+                ids = torch.randint(0, 4096, (4, 16), generator=torch.Generator().manual_seed(100 * step + rank))
+                (alone(ids.to(world.device)).square().mean() / world.world_size).backward()
+                if rank == world.rank:
+                    model(ids.to(world.device)).square().mean().backward()
+            for mine, other in zip(model.module.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-7)
+        return list(model.report().embeddings)
+
+
+def test_lookups_send_rows_where_they_are_asked_for(on_ranks):
+    assert "in the buckets" in on_ranks(2, send_rows, "rows", timeout_s=120)[0][0]
+    assert "is sent whole: on a GPU" in on_ranks(2, send_rows, "auto", timeout_s=120)[0][0]

@@ -98,6 +98,17 @@ def test_the_answer_names_the_fastest_backend_at_the_largest_size_first(build, b
     assert re.search(r"16 MiB on 2 ranks takes 20 ms on shm .*, 40 ms on gloo", answer) and "correct" in answer
 
 
+def test_backends_are_compared_repetition_by_repetition(build, build_collective, build_samples):
+    times = {"gloo": (1e-3, 2e-3, 4e-3), "shm": (1e-4, 1e-4, 8e-4)}
+    records = [
+        build_collective(backend=name, num_bytes=4, timing=build_samples(*found)) for name, found in times.items()
+    ]
+    (found,) = build(*records).ratios
+    assert (found.backend, found.other, found.world_size) == ("shm", "gloo", 2)
+    assert [(size, ratio.value) for size, ratio in found.by_size] == [(4, pytest.approx(0.1))]
+    assert build(*records).findings[0].startswith("shm / gloo, 2 ranks, in turns: 4 B 0.100 ± ")
+
+
 def test_wrong_data_is_in_the_answer_and_a_failure(build, record):
     result = build(record)
     assert "3 elements were WRONG" in result.answer and "WRONG DATA" in result.failure

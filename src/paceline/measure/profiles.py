@@ -25,8 +25,8 @@ from paceline.measure.codecs import measure_codecs, take_gradients
 from paceline.measure.disturbance import Disturbance, build_traffic
 from paceline.measure.engine import Pace, Report, build_samples, follow
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
-from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Channel
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.rows import Lookups
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.runtime.session import Progress

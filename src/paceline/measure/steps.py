@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map_only
 from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure.engine import Pace, Report, build_control, build_samples, run_rounds, synchronize
 from paceline.parallel import DDP, is_torchs
-from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
+from paceline.parallel.graph import find_tensors
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
 from paceline.records.steps import EXTRA_SAMPLES, PHASES

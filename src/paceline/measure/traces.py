@@ -22,7 +22,7 @@ from paceline.measure.engine import synchronize
 from paceline.measure.profiles import Given, open_job
 from paceline.measure.steps import Replica, read_buckets
 from paceline.parallel import DDP
-from paceline.parallel.backward import find_tensors
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.timeline import StepTimes
 from paceline.predict import traces
 from paceline.predict.advice import StepFacts

@@ -142,7 +142,8 @@ class _Variants:
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
         job, is_ours = build_job_from_profile(profile), settings.wrapper != "torch"
-        if is_ours and self._networks is None and not self._channel.shares_memory:
+        is_near = self._channel.shares_memory or self._channel.device.type == "cuda"  # there rows are not sent
+        if is_ours and self._networks is None and not is_near:
             job = job.split(self._world.world_size)
         order, rows = job.order(self.gradients), job.list_rows(self.gradients)
         plan = plan_like_torch(self.gradients, order)

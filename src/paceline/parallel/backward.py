@@ -11,8 +11,6 @@ import collections
 import functools
 import math
 import operator
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -20,15 +18,17 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
 from paceline.parallel.flat import FlatGradients, LiveBucket
+from paceline.parallel.graph import find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
+from paceline.parallel.parts import Parts
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.rows import RowParts
 from paceline.parallel.sharding import Placement
@@ -40,7 +40,6 @@ from paceline.runtime import pulse
 from paceline.transport.works import keep_from_compiler
 
 _engine = torch.autograd.Variable._execution_engine
-_RUN_BACKWARD = _engine_run_backward.__code__
 _get_grad = operator.attrgetter("grad")
 # On a GPU, reading the control words makes the host wait. In the first steps they are read at once, later in the next.
 _EAGER_STEPS = 10
@@ -103,7 +102,7 @@ class GradientSync:
         for handle in self._handles:
             handle.remove()
         begin = functools.partial(_begin_backward, weakref.ref(self), None)
-        self._handles = [_on_gradient(param, begin) for param in params]
+        self._handles = [on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
         """Synchronise nothing from now on, not even the backward of a forward that has already run."""
@@ -208,16 +207,16 @@ class GradientSync:
         if self._is_stopped or task == self._task:
             return
         is_later = self._task is not None and task > self._task
-        if is_later and _is_nested():
+        if is_later and is_nested():
             return  # re-entrant checkpointing: the outer one counts
         rows = self.reducer.rows
         rows.refuse_grad()
-        if not (is_certain or self._change or _will_accumulate(self.replica.params) or rows.will_arrive()):
+        if not (is_certain or self._change or will_accumulate(self.replica.params) or rows.will_arrive()):
             return
         if is_later and self._syncing:
             text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
             raise CollectiveError(text, code="unfinished-backward")
-        if is_certain and _is_nested():
+        if is_certain and is_nested():
             text = "re-entrant checkpointing, and an output that hides its tensors: use checkpoint(use_reentrant=False)"
             raise ConfigError(text, code="reentrant-checkpoint")
         syncing = self.do_sync and not self.options.manual
@@ -360,6 +359,8 @@ class GradientSync:
                         if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
                             raise failure.error
                         return
+                    if any(one.status & Status.PARTS for one in reports):
+                        self.reducer.exchange_parts(take_part)
                     if control.num_tables:
                         self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
@@ -382,6 +383,8 @@ class GradientSync:
             status |= Status.MISSING
         if self._change:
             status |= Status.CHANGED
+        if self.reducer.parts.has_more:
+            status |= Status.PARTS
         if self.schedule is not None and self._is_local and not self.schedule.has_finite_gradients():
             status |= Status.SKIPS
         # A backward is still to come that needs the buffers as they are. An output of evaluation may be kept for ever.
@@ -397,7 +400,7 @@ class GradientSync:
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
-        is_special = self.join or self._is_local or self.reducer.rows.is_used
+        is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
         return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or is_special)
 
     def _read_deferred(self) -> None:
@@ -493,56 +496,8 @@ def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _:
         me._on_backward(is_certain=forward is None)
 
 
-def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and objects with fields."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif item is None or isinstance(item, str | bytes | int | float | torch.nn.Module | type) or id(item) in seen:
-            continue
-        elif isinstance(item, dict):
-            waiting += reversed(list(item.values()))
-        elif isinstance(item, list | tuple | set | frozenset | collections.deque):
-            waiting += reversed(list(item))
-        else:
-            slots = [getattr(item, name, None) for name in getattr(item, "__slots__", ())]
-            waiting += reversed([*getattr(item, "__dict__", {}).values(), *slots])
-        seen.add(id(item))
-    return found
-
-
-def _will_accumulate(params: Sequence[torch.Tensor]) -> bool:
-    """Whether this backward leaves gradients: torch.autograd.grad goes through a model and leaves none."""
-    for param in (params[-1], params[0], *params):
-        try:
-            if param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node):
-                return True
-        except RuntimeError:  # torch.autograd.grad with respect to this very parameter
-            continue
-    return False
-
-
-def _is_nested() -> bool:
-    """Whether this hook runs in a backward inside a backward, as seen from Python."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None:
-        depth += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
-    return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
-
-
 def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
     arrived.append(index)
-
-
-def _on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """Call `hook(param)`, with the parameter and not its gradient, whenever its gradient has been accumulated."""
-    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class BucketedReducer:
@@ -561,6 +516,7 @@ class BucketedReducer:
     ) -> None:  # fmt: skip
         self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
         self.rows = rows  # of embeddings
+        self.parts = Parts(replica, channel)
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
         self.steps: BucketSteps | None = None  # an optimizer that steps each bucket when it is averaged
         self._kind, self._make_plan = kind, make_plan
@@ -602,6 +558,7 @@ class BucketedReducer:
         if self._hook_calls is not None or self._rounds:
             self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
         self._taken.clear()
+        self.parts.begin()
         self.rows.begin()
         if self._placement is not None and (error := self._placement.find_misuse()) is not None:
             self._fail(error)
@@ -655,6 +612,16 @@ class BucketedReducer:
             except Exception as error:
                 self._fail(error)
 
+    def _on_part(self, index: int, is_copied: bool, param: torch.Tensor) -> None:
+        """A part of a gradient that arrives in several."""
+        if self._active and self._failure is None and self.parts.note(index) and is_copied and self.steps is None:
+            self._on_large(index, param)
+            self._release([index])
+
+    def _release(self, indices: Sequence[int]) -> None:
+        for index in indices if self._failure is None else ():
+            self.parts.release(index, self._taken[index][0] if index in self._taken else self._flat.views[index])
+
     def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
         if not self._active or self._failure is not None:
@@ -663,15 +630,20 @@ class BucketedReducer:
         while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
             bucket = self._buckets[self._next]
             self._start(bucket, *self._fill(bucket))
+            self._release(bucket.counted)
 
     def _is_complete(self, bucket: LiveBucket) -> bool:
         if bucket.in_parts or not all(map(self._has_arrived, bucket.separate)):
+            return False
+        if bucket.counted and (self.steps is not None or not self.parts.are_complete(bucket.counted)):
             return False
         grads = bucket.read_grads()
         if any(map(operator.is_, grads, repeat(None))):
             return False
         # A gradient that was a view before backward is accumulated in place, and each such write counts one.
         in_place = sum(map(operator.is_, grads, bucket.views))
+        if bucket.counted:
+            in_place += self.parts.count_more(bucket.fused, bucket.views)
         return in_place == 0 or bucket.range._version - bucket.version == in_place
 
     def _has_arrived(self, index: int) -> bool:
@@ -787,6 +759,7 @@ class BucketedReducer:
         """Backward is over: send everything except the message with the control words, and return these, for the caller
         to fill (after `exchange` they hold the sums), the parameters without a gradient, and a failure. Collective.
         `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` stays."""
+        self.parts.restore()
         missing = self._find_missing()
         if not self._has_agreed:
             agree_on_hook(self._hook_calls is not None, self.channel)
@@ -855,6 +828,11 @@ class BucketedReducer:
         self._taken.clear()  # so that `zero_grad` can free them
         if not self.plan.rows:
             self.timeline.over()
+
+    def exchange_parts(self, take_part: bool) -> None:
+        """Add what arrived after its gradient was sent, after `exchange`. Collective."""
+        self.parts.exchange(self._factor, take_part)
+        self._set_triggers()
 
     def exchange_rows(self, counts: list[list[int]], take_part: bool) -> None:
         """Send the rows of embeddings, after `exchange`, and add those of all ranks to `.grad`. Collective."""
@@ -926,7 +904,14 @@ class BucketedReducer:
         rows = self.rows.choose(set(self._arrived), len(order))
         if self.channel.rank == 0:
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        self.adopt(Plan.from_json(self.channel.share(mine)[0]))
+        shared = self.channel.share((mine, bool(self._find_parts())))
+        is_plain = self._hook_calls is None and not self._rounds and self._placement is None
+        self.parts.is_on = is_plain and any(has_parts for _, has_parts in shared)
+        self.adopt(Plan.from_json(shared[0][0]))
+
+    def _find_parts(self) -> dict[int, int]:
+        """The gradients that arrived several times when the order was last recorded, and how often."""
+        return {index: count for index, count in collections.Counter(self._arrived).items() if count > 1}
 
     def adopt(self, plan: Plan) -> None:
         """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
@@ -965,14 +950,18 @@ class BucketedReducer:
         """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
         self.stop()
         params, places = self.replica.params, self._places
-        in_parts = {index for index, count in collections.Counter(self._arrived).items() if count > 1}
-        for index in sorted({index for bucket in self._buckets for index in bucket.copied} - in_parts):
-            self._handles.append(_on_gradient(params[index], functools.partial(self._on_large, index)))
+        found = self._find_parts()
+        held, copied = self.parts.use(found), {index for bucket in self._buckets for index in bucket.copied}
+        for index in sorted(copied - found.keys()):
+            self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
+        for index in self.parts.counts:
+            self._handles.append(on_gradient(params[index], functools.partial(self._on_part, index, index in copied)))
         for bucket in self._buckets[:-1]:
-            bucket.in_parts = not in_parts.isdisjoint(bucket.indices)
+            bucket.in_parts = not held.isdisjoint(bucket.indices)
+            bucket.counted = [index for index in bucket.indices if index in self.parts.counts]
             if arrived := [index for index in bucket.indices if index in places]:
                 # After the hook that copies it, if there is one.
-                self._handles.append(_on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
+                self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 
 keep_from_compiler(GradientSync, BucketedReducer, _begin_backward, _note_arrival)

@@ -39,6 +39,8 @@ class Codec:
     units of gradients; `common` is what all ranks hold alike. Both are kept only if all averages of a step are finite:
     else no rank applies them. Read and set them between steps."""
 
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # of vectors; gradients of others are converted to the first
+
     def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
         self.strategy, self.rank, self.world_size = strategy, rank, world_size
         self._errors: dict[str, torch.Tensor] = {}
@@ -110,7 +112,9 @@ class Codec:
             self._settle()
             self._step = step
         # Views where they can be: then the gradients themselves are the memory to compute in.
-        vectors = [grad.detach().reshape(-1).float() for grad in grads]
+        known = self.dtypes if len({grad.dtype for grad in grads}) == 1 else self.dtypes[:1]
+        flat = (grad.detach().reshape(-1) for grad in grads)
+        vectors = [vector if vector.dtype in known else vector.to(known[0]) for vector in flat]
         if any(vector.numel() for vector in vectors):
             yield from self._average(names, vectors, [grad.shape for grad in grads])
         moved = [(g, v.view(g.shape)) for g, v in zip(grads, vectors, strict=True) if v.data_ptr() != g.data_ptr()]
@@ -176,31 +180,44 @@ class Codec:
 
 
 class BFloat16(Codec):
-    """Halves the bytes. Divided before it is rounded, summed in float32 and rounded once more."""
+    """Halves the bytes. Divided before it is rounded, summed in float32 and rounded once more. The message is the only
+    memory besides the gradients; those that are bfloat16 themselves are the message, where they lie together."""
 
     sums_precisely = False  # whether the all-reduce itself adds in float32 and rounds once
+    dtypes = (torch.float32, torch.bfloat16)
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        n, core, sizes = self.world_size, _core(vectors), [vector.numel() for vector in vectors]
-        size = sum(sizes)
+        n, runs = self.world_size, [_join(run) for run in _list_runs(vectors)]
+        size = sum(run.numel() for run in runs)
         in_parts = n > 2 and not self.sums_precisely  # a ring would round at every hop
         room = size + (-size % n if in_parts else 0)
-        if core is None:
-            sent = functional.pad((_join(vectors) * (1 / n)).bfloat16(), (0, room - size))
+        if len(runs) == 1 and room == size and runs[0].dtype == torch.bfloat16:
+            sent = runs[0].mul_(1 / n)
         else:
-            sent = self._payload(names[0], room, vectors[0], torch.bfloat16)
-            for vector, part in zip(vectors, sent[:size].split(sizes), strict=True):
-                core.pln_to_bf16(vector.data_ptr(), 1 / n, vector.numel(), part.data_ptr())
+            sent = self._encode(names[0], runs, room)
         if in_parts:
             received = yield SWAP, sent.view(n, -1)
-            gathered = yield GATHER, received.float().sum(0).bfloat16()
+            gathered = yield GATHER, _sum_rows(received).bfloat16()
             total = gathered.view(-1)[:size]
         else:
             total = yield SUM, sent
-        if _is_on_cpu(vectors):
-            _spread(total, vectors)
+        if total.data_ptr() != runs[0].data_ptr():
+            _spread(total[:size], runs)
+
+    def _encode(self, name: str, runs: Vectors, room: int) -> torch.Tensor:
+        core = _core(runs) if runs[0].dtype == torch.float32 else None
+        if _is_on_cpu(runs):
+            sent = self._payload(name, room, runs[0], torch.bfloat16)
         else:
-            vectors[:] = total.float().split(sizes)
+            sent = runs[0].new_empty(room, dtype=torch.bfloat16)
+        *parts, rest = sent.split([*(run.numel() for run in runs), room - sum(run.numel() for run in runs)])
+        rest.zero_()
+        for run, part in zip(runs, parts, strict=True):
+            if core is None:
+                torch.mul(run, 1 / self.world_size, out=part)
+            else:
+                core.pln_to_bf16(run.data_ptr(), 1 / self.world_size, run.numel(), part.data_ptr())
+        return sent
 
 
 class Quantized(Codec):
@@ -612,6 +629,16 @@ def _are_finite(*tensors: torch.Tensor) -> Any:
     """Whether all numbers are; on a GPU as a tensor there."""
     marks = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
     return bool(marks) if marks.device.type == "cpu" else marks
+
+
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The sum in float32 of the rows of a matrix, in their order, without a copy of the matrix."""
+    if rows.device.type != "cpu":
+        return rows.sum(0, dtype=torch.float32)
+    total = rows[0].float()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _spread(flat: torch.Tensor, vectors: Vectors) -> None:

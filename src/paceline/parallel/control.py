@@ -6,6 +6,7 @@ dtype down to bfloat16 represents exactly. What is wrong, the ranks share as a `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from enum import IntFlag
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from paceline.errors import CollectiveError, ConfigError, PacelineError
 from paceline.parallel.replicas import Replica, list_some
 from paceline.units import name_ranks
 
-_SAMPLE_WORDS, _DIGEST_WORDS = 5, 6
-SLOT_WORDS = 1 + _SAMPLE_WORDS + _DIGEST_WORDS
+_STATUS_WORDS, _SAMPLE_WORDS, _DIGEST_WORDS = 2, 5, 6
+SLOT_WORDS = _STATUS_WORDS + _SAMPLE_WORDS + _DIGEST_WORDS
 _COUNT_WORDS = 4
 
 
@@ -33,6 +34,7 @@ class Status(IntFlag):
     BUFFERS = 32  # other buffers have changed
     HOLD = 64  # another backward still needs the buffers as they are: do not change them in this step
     SKIPS = 128  # gradients that no other rank has are not finite here: the optimizer may skip this step
+    PARTS = 256  # parts of gradients arrived here after their bucket was sent: they follow in messages of their own
 
 
 ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED
@@ -48,14 +50,14 @@ class RankReport(NamedTuple):
     def encode(self) -> list[float]:
         if not 0 <= self.samples < 256**_SAMPLE_WORDS:
             raise ConfigError(f"a step has {self.samples} samples: 0 to {256**_SAMPLE_WORDS - 1} are possible")
-        numbers = self.samples.to_bytes(_SAMPLE_WORDS, "little") + self.digest.to_bytes(_DIGEST_WORDS, "little")
-        return [float(self.status), *map(float, numbers)]
+        fields = (self.status, _STATUS_WORDS), (self.samples, _SAMPLE_WORDS), (self.digest, _DIGEST_WORDS)
+        return [float(byte) for value, size in fields for byte in int(value).to_bytes(size, "little")]
 
     @classmethod
     def decode(cls, words: Sequence[float]) -> RankReport:
-        status, *numbers = map(int, words)
-        samples, digest = bytes(numbers[:_SAMPLE_WORDS]), bytes(numbers[_SAMPLE_WORDS:])
-        return cls(Status(status), int.from_bytes(samples, "little"), int.from_bytes(digest, "little"))
+        numbers, ends = bytes(map(int, words)), (0, _STATUS_WORDS, _STATUS_WORDS + _SAMPLE_WORDS, SLOT_WORDS)
+        status, samples, digest = (int.from_bytes(numbers[a:b], "little") for a, b in itertools.pairwise(ends))
+        return cls(Status(status), samples, digest)
 
 
 class ControlWords:

@@ -27,11 +27,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHo
 from torch.utils.checkpoint import _StopRecomputationError
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.backward import BucketedReducer, GradientSync, Joining, find_tensors
+from paceline.parallel.backward import BucketedReducer, GradientSync, Joining
 from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import (
@@ -82,7 +83,8 @@ class DDP(DistributedDataParallel):
         check_replicas_every: Compare the parameters of the ranks every N synchronised steps (0: never).
         statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
         ignore: Full names of parameters and buffers that are not synchronised.
-        embeddings: `auto` sends the gradient of lookups as rows where that is worth it, `dense` never.
+        embeddings: `auto` sends the gradient of lookups as rows where that is worth it, `dense` never; `rows` also on
+            a GPU, where the host then waits for their number in each step, and between ranks that share memory.
         strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     """
 
@@ -207,7 +209,7 @@ class DDP(DistributedDataParallel):
         is_precise = all(param.dtype in _PRECISE for param in replica.params)
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
-        rows = RowParts(self.module, replica, channel, self._why_dense(channel))
+        rows = RowParts(self.module, replica, channel, self._why_dense(channel), options.embeddings == "rows")
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words, len(rows.tables))
         hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
@@ -256,7 +258,8 @@ class DDP(DistributedDataParallel):
             "a communication hook gets all gradients": self._comm_hook is not None,
             f"strategy {options.strategy.text!r}": options.strategy != DENSE,
             f"reducer {options.reducer!r}": options.reducer not in ("bucketed", "overlap"),
-            "on a GPU the host would wait for the counts of rows": channel.device.type != "cpu",
+            "on a GPU the host would wait for the counts of rows": channel.device.type != "cpu"
+            and options.embeddings == "auto",
         }
         return next((why for why, is_so in reasons.items() if is_so), "")
 

@@ -102,7 +102,8 @@ class LiveBucket:
         self.views = [flat.views[index] for index in self.fused]
         self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
         self.seen: list[Any] = []
-        self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
+        self.in_parts = False  # some gradient arrives nobody knows how often: only the end of backward is safe
+        self.counted: list[int] = []  # gradients that arrive several times, as often as in the steps before
         self.version = 0  # of the range when backward began, later when it was sent
         self.work: dist.Work | None = None  # with a communication hook, its Future
 

@@ -71,7 +71,7 @@ class Options:
 
     def __post_init__(self) -> None:
         known = {"reducer": REDUCERS, "init": ("broadcast", "verify", "none"), "average": ("ranks", "samples")}
-        known["embeddings"] = ("auto", "dense")
+        known["embeddings"] = ("auto", "dense", "rows")
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(values)}")

@@ -260,8 +260,10 @@ class Lookups:
 class RowParts(Lookups):
     """The tables of a wrapped model, and the exchange of their rows. All ranks have the same, in the same order."""
 
-    def __init__(self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str) -> None:
-        why_near = "ranks share memory" if channel.shares_memory else ""
+    def __init__(
+        self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str, is_asked: bool = False
+    ) -> None:
+        why_near = "ranks share memory" if channel.shares_memory and not is_asked else ""
         why_near = why_near if channel.world_size > 1 else "one rank"
         super().__init__(module, replica.params, why_dense, why_near)
         self.replica, self.channel, self.is_open = replica, channel, False

@@ -152,7 +152,7 @@ def fit_job(
     ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
     job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
-    if is_ours and not is_emulated and canonical_backend(plain.backend) != "shm":
+    if is_ours and not is_emulated and canonical_backend(plain.backend) != "shm" and plain.device != "cuda":
         scale = backward_s / profiled_s
         job = replace(job, lookups=tuple(_read_lookup(p, scale) for p in used if p.num_rows)).split(plain.world_size)
     costs = MachineCosts(curve, servers, rank.launch_s, rank.gather_s_per_byte, contention, pair_rate, finish_s)

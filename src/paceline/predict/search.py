@@ -121,11 +121,19 @@ def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
     return CapCurve(tuple(points))
 
 
+def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> MeasuredCurve:
+    """With the latency and the bandwidth multiplied. Those are of the line through the curve; its residuals stay."""
+    points = list(zip(curve.sizes, curve.seconds, strict=True))
+    line, seconds = fit_line(points), []
+    for size, measured_s in points:
+        share = line.alpha_s / line.estimate_s(size)
+        seconds.append(measured_s * share * alpha + measured_s * (1 - share) / beta)
+    return MeasuredCurve(curve.sizes, tuple(seconds))
+
+
 def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[CapCurve]:
     """How the best bucket size moves with the bytes of the model (`B`), the latency (`alpha`) and the bandwidth
     (`beta`), one at a time. Those are of the line through the measured curve; its residuals stay as they are."""
-    points = list(zip(curve.sizes, curve.seconds, strict=True))
-    line = fit_line(points)
     changes = []
     for what, factor in [("", 1.0), *itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0))]:
         other_job, other_costs = job, costs
@@ -133,12 +141,8 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
             found = (replace(g, num_bytes=max(1, round(g.num_bytes * factor))) for g in job.gradients)
             other_job = replace(job, gradients=tuple(found))
         else:
-            seconds = []
-            for size, measured_s in points:
-                share = line.alpha_s / line.estimate_s(size)
-                latency_s, transfer_s = measured_s * share, measured_s * (1 - share)
-                seconds.append(latency_s * factor + transfer_s if what == "alpha" else latency_s + transfer_s / factor)
-            other_costs = replace(costs, curve=MeasuredCurve(curve.sizes, tuple(seconds)))
+            alpha, beta = (factor, 1.0) if what == "alpha" else (1.0, factor)
+            other_costs = replace(costs, curve=scale_curve(curve, alpha, beta))
         caps = estimate_caps(other_job, other_costs)
         changes.append(replace(caps, what=what, factor=factor, most_bytes=curve.sizes[-1]))
     return changes

@@ -178,8 +178,9 @@ def _build_row(
     wait, job = estimate_wait(spread, world_size), _stretch(alone, fabric, world_size, rank)
     sending = send(world_size, job.backward_s / alone.backward_s, Resample())
     costs = _build_costs(alone, fabric, world_size, rank, sending)
-    # Our own wrapper sends the lookups of embeddings as rows, where that is worth it.
-    splits = rank.wrapper == "paceline" and not is_shared(fabric) and (sending is None or sending.is_plain)
+    # Our own wrapper sends the lookups of embeddings as rows, where that is worth it; on a GPU only if asked to.
+    is_ours = rank.wrapper == "paceline" and alone.device != "cuda"
+    splits = is_ours and not is_shared(fabric) and (sending is None or sending.is_plain)
     job = job.split(world_size) if splits else job
     caps = estimate_caps(job, costs, most_caps)
     # Where launches cost nothing, they do in truth: of plans that take the same time the one with the fewest buckets.

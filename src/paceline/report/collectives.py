@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
-from paceline.records.samples import group_by
+from paceline.records.samples import Ratio, Samples, compare_times, group_by
 from paceline.records.store import Run
 from paceline.report.plots import MARKERS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
+
+
+class Ratios(NamedTuple):
+    """The time of one backend over that of another, repetition by repetition, for each size in bytes."""
+
+    backend: str
+    other: str
+    world_size: int
+    by_size: tuple[tuple[int, Ratio], ...]
 
 
 class CollectiveResult(Result):
@@ -65,9 +74,21 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        fits = [_describe_fit(record, fit) for record, fit in self.fits]
+        fits = [*map(_describe_ratios, self.ratios), *(_describe_fit(record, fit) for record, fit in self.fits)]
         alone = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs"
         return [*fits, alone] if any(record.world_size == 1 for record in self.rows) else fits
+
+    @property
+    def ratios(self) -> list[Ratios]:
+        """Each backend and memory against the first backend, on each number of ranks, where they took turns."""
+        found = dict[tuple[Any, ...], list[tuple[int, Ratio]]]()
+        for (n, num_bytes), rows in group_by(self.rows, lambda r: (r.world_size, r.num_bytes)).items():
+            times = [(_name_backend(row), row.timing.reduced_s) for row in rows if isinstance(row.timing, Samples)]
+            for name, seconds in times[1:]:
+                (first, first_s), is_pair = times[0], len(seconds) == len(times[0][1])
+                if name != first and is_pair:
+                    found.setdefault((name, first, n), []).append((num_bytes, compare_times(seconds, first_s)))
+        return [Ratios(*where, tuple(ratios)) for where, ratios in found.items()]
 
     def tables(self) -> list[Table]:
         tables = [Table("table", self.rows[0].collective, self._columns, self.rows, key="rows")]
@@ -230,6 +251,15 @@ def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
         f"{format_duration(fit.alpha_s)} + size / {format_rate(fit.bytes_per_s)} GB/s, {check} from "
         f"{format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
     )
+
+
+def _describe_ratios(found: Ratios) -> str:
+    sizes = []
+    for num_bytes, ratio in found.by_size:
+        noise = "" if ratio.noise is None else f" ± {ratio.noise:.3f}"
+        sizes.append(f"{format_bytes(num_bytes)} {ratio.value:.3f}{noise}")
+    where = f"{found.backend} / {found.other}, {format_number_of(found.world_size, 'rank')}, in turns"
+    return f"{where}: {', '.join(sizes)}"
 
 
 def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:

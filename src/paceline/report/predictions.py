@@ -5,6 +5,7 @@ What is concluded is in `predict`; nothing here decides anything.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import random
@@ -36,6 +37,7 @@ from paceline.predict.search import (
     estimate_closed_form,
     estimate_sensitivity,
     find_best_cuts,
+    scale_curve,
 )
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
 from paceline.predict.strategies import describe_update
@@ -256,6 +258,8 @@ SPLITS = (
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
     Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
     Column("with the best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
+    Column("and a tenth of the latency", "quick.exposed_s", "ms", "quick_exposed_s", priority=1),
+    *raw_columns("late_bytes"),
     Column(None, lambda s: "simulated", key="source"),
 )
 
@@ -263,10 +267,26 @@ SPLITS = (
 class Split(NamedTuple):
     """A tied tensor in two parts: that of the head early, that of the lookups as this number of rows of each rank."""
 
-    num_rows: int
-    num_bytes: int
+    job: Job
     caps: CapCurve
+    cuts: tuple[int, ...]  # of the best free plan
     free: SimulatedStep
+    quick: SimulatedStep  # with a tenth of the latency
+
+    @property
+    def num_rows(self) -> int:
+        return self.job.tail[0][0].num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * (self.job.tail[0][0].row_bytes + INDEX_BYTES)
+
+    @property
+    def late_bytes(self) -> int:
+        """Of gradients in buckets that are ready only at the end of backward."""
+        job = self.job
+        ready = zip(job.sizes, job.ready_s, strict=True)
+        return sum(size for size, ready_s in ready if ready_s >= job.backward_s * (1 - 1e-9))
 
 
 class CapsResult(Result):
@@ -306,14 +326,14 @@ class CapsResult(Result):
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
         """By the tables alone; they do not say how many distinct tokens a rank has."""
-        found = []
+        found, quick = [], replace(costs, curve=scale_curve(self.cost, alpha=0.1))
         for num_rows in _ROWS if self.job.lookups else ():
             lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
             job = replace(self.job, lookups=lookups).split(world_size)
             if job.tail:
-                num_bytes = num_rows * (lookups[0].row_bytes + INDEX_BYTES)
                 caps = estimate_caps(job, costs)
-                found.append(Split(num_rows, num_bytes, caps, find_best_cuts(job, costs, [caps.best.cuts])[1]))
+                (cuts, free), (_, other) = (find_best_cuts(job, c, [caps.best.cuts]) for c in (costs, quick))
+                found.append(Split(job, caps, cuts, free, other))
         return found
 
     @property
@@ -375,9 +395,18 @@ class CapsResult(Result):
             return []
         exposed = ", ".join(f"{format_ms(s.free.exposed_s)} ms with {s.num_rows} rows" for s in self.splits)
         was = format_ms(self.free_plan[1].exposed_s)
-        text = "paceline.DDP sends the head's part of it early, and the lookups' as the rows of each rank's batch"
-        least = f"two messages of one element would be {format_ms(2 * self.cost.estimate_s(1))} ms by the table"
-        return [f"{text}: then the best free plan exposes {exposed}, not {was} ms; {least}"]
+        first, asked, (rows, *_) = self.splits[0], "(embeddings='rows')" * self.is_on_gpu, self.splits[0].free.tail
+        text = "sends the head's part of it early, and the lookups' as the rows of each rank's batch"
+        late, late_s = format_bytes(first.late_bytes), self.cost.estimate_s(first.late_bytes)
+        every = self.only(CollectiveRecord)[0].world_size * first.num_rows * first.job.tail[0][0].row_bytes
+        both, one = (format_ms(self.cost.estimate_s(size)) for size in (first.late_bytes + every, 1))
+        left = f"{late} of other gradients are ready only at the end, too: {format_ms(late_s)} ms in one message, and "
+        left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows of each rank; together they are "
+        left += f"{both} ms; one element alone takes {one} ms by the table, and with a tenth of the latency "
+        return [
+            f"paceline.DDP{asked} {text}: then the best free plan exposes {exposed}, not {was} ms",
+            f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
+        ]
 
     def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
         others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
@@ -429,7 +458,8 @@ class CapsResult(Result):
         return [predicted, Column("error", find_error, "{:+.1%}".format, error_key)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        return {"caps": lambda: plot_caps(self), "sensitivity": lambda: plot_sensitivity(self)}
+        found = {"caps": lambda: plot_caps(self), "sensitivity": lambda: plot_sensitivity(self)}
+        return found | ({"split": lambda: plot_split(self)} if self.splits else {})
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -508,6 +538,31 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     grid[0].plot([], [], color=COLORS[2], alpha=0.35, lw=4, label="other ranges within 1 %")
     grid[0].plot([], [], "--", color=COLORS[3], lw=1, label="closed form b*")
     place_legend(figure, grid[0])
+    return figure
+
+
+def plot_split(result: CapsResult) -> Figure:
+    """When a tied tensor is sent, as one and in its two parts: backward above, messages below."""
+    split, (cuts, whole) = result.splits[0], result.free_plan
+    name = split.job.tail[0][0].name
+    title = f"{name}, shared with the head: one tensor, and in two parts"
+    figure, axes = new_figure(title, f"{result.config['csv']}; simulated, each with its best free plan")
+    rows = f"{split.num_rows} rows of each rank"
+    ways = (("one tensor", result.job, cuts, whole), (f"head, and {rows}", split.job, split.cuts, split.free))
+    for number, (way, job, ends, step) in enumerate(ways):
+        top, place = -3 * number, [gradient.name for gradient in job.gradients].index(name)
+        tied = step.buckets[bisect.bisect_right(ends, place)]
+        others = [span for span in step.buckets if span is not tied]
+        kinds = (("other buckets", 5, others), ("bucket with the tied tensor", 1, [tied]))
+        axes.broken_barh([(0, step.backward_s * 1e3)], (top, 0.9), color=COLORS[0], label="backward")
+        for label, color, spans in (*kinds, ("rows of the lookups", 2, step.tail)):
+            bars = [(span.start_s * 1e3, (span.done_s - span.start_s) * 1e3) for span in spans]
+            axes.broken_barh(bars, (top - 1, 0.9), color=COLORS[color], ec="white", lw=0.3, label=label)
+        exposed = f"{way}: {format_ms(step.exposed_s)} ms exposed"
+        axes.text(0, top + 1.05, exposed, fontsize=9)
+    axes.axvline(result.job.backward_s * 1e3, color=COLORS[6], ls=":", lw=1, label="end of backward")
+    axes.set(yticks=[], xlabel="time since backward began (ms)", ylim=(-4.2, 1.8))
+    place_legend(figure, axes)
     return figure
 
 

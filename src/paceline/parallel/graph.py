@@ -1,0 +1,62 @@
+"""What hooks ask about the graph of autograd: the tensors in a value, what this backward will do, and where it is."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+
+_RUN_BACKWARD = _engine_run_backward.__code__
+
+
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and objects with fields."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif item is None or isinstance(item, str | bytes | int | float | torch.nn.Module | type) or id(item) in seen:
+            continue
+        elif isinstance(item, dict):
+            waiting += reversed(list(item.values()))
+        elif isinstance(item, list | tuple | set | frozenset | collections.deque):
+            waiting += reversed(list(item))
+        else:
+            slots = [getattr(item, name, None) for name in getattr(item, "__slots__", ())]
+            waiting += reversed([*getattr(item, "__dict__", {}).values(), *slots])
+        seen.add(id(item))
+    return found
+
+
+def will_accumulate(params: Sequence[torch.Tensor]) -> bool:
+    """Whether this backward leaves gradients: torch.autograd.grad goes through a model and leaves none."""
+    for param in (params[-1], params[0], *params):
+        try:
+            if param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node):
+                return True
+        except RuntimeError:  # torch.autograd.grad with respect to this very parameter
+            continue
+    return False
+
+
+def is_nested() -> bool:
+    """Whether this hook runs in a backward inside a backward, as seen from Python."""
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
+    return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
+
+
+def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """Call `hook(param)`, with the parameter and not its gradient, whenever its gradient has been accumulated."""
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
