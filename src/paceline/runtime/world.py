@@ -28,7 +28,7 @@ from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
-_KEEP_S = 0.5  # how long a group outlives its world, so that callbacks end before it
+_KEEP_S = 0.2  # how long a group outlives its world, so that callbacks end before it
 
 
 @dataclass(frozen=True)
