@@ -572,14 +572,6 @@ def _place(values: torch.Tensor, places: torch.Tensor, sizes: Sizes, counts: Siz
     return _add_up(values.new_zeros(sum(sizes)), values, places + _list_starts(sizes, counts, values.device))
 
 
-def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks, in their order, as the all-reduce adds."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
 def orthonormalize_all(matrices: Vectors) -> list[torch.Tensor]:
     """Orthonormal bases of the columns, for each of several batches of matrices. By Cholesky's factors of the products
     of columns, in float64 and twice, so that nearly dependent columns are apart, too. What depends on others exactly
@@ -635,7 +627,7 @@ def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
     """The sum in float32 of the rows of a matrix, in their order, without a copy of the matrix."""
     if rows.device.type != "cpu":
         return rows.sum(0, dtype=torch.float32)
-    total = rows[0].float()
+    total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:
         total += row
     return total
