@@ -19,6 +19,8 @@ from paceline.plan import Gradient
 BLOCK = 256
 # Bytes of a sent element of top-k: the value, and its place in its bucket.
 ENTRY_BYTES = 8
+# Vectors with more elements are no biases or norms, and top-k chooses from them, too.
+_LARGEST_WHOLE = 1 << 16
 # Of a cache: no two ranks write in one, and the pieces of a sharded bucket begin where vectors of the processor do.
 LINE_BYTES = 64
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
@@ -241,7 +243,7 @@ class Strategy:
             return flat.traffic(gradients, world_size)
         parts = []
         for gradient in gradients:
-            shape = self.cut(gradient.shape or (gradient.num_elements,), per_host)[0]
+            shape = self.cut(gradient.shape or (gradient.num_elements, 1), per_host)[0]
             parts.append(replace(gradient, num_bytes=math.prod(shape) * gradient.item_bytes, shape=shape))
         part_bytes = sum(part.num_bytes for part in parts)
         return (
@@ -256,7 +258,7 @@ class Strategy:
         rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
         if self.codec != "powersgd" or len(shape) < 2:
             flat = -(-rows * columns // num)
-            return (flat, 1) if len(shape) > 1 else (flat,), False
+            return (flat,) if is_sent_whole(shape) else (flat, 1), False
         is_turned = num > 1 and columns > rows > 0
         long, short = (columns, rows) if is_turned else (rows, columns)
         return (-(-long // num), short), is_turned
@@ -295,7 +297,7 @@ def count_kept(num_elements: int, density: float) -> int:
 def is_sent_whole(shape: Sequence[int]) -> bool:
     """Whether top-k sends all of a gradient of this shape: a bias or a norm, which is small and should not wait. What
     has no known shape is taken for a matrix."""
-    return len(shape) == 1
+    return len(shape) == 1 and shape[0] <= _LARGEST_WHOLE
 
 
 def as_matrix(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:

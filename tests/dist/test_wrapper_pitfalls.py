@@ -213,11 +213,13 @@ class Repeated(nn.Module):
         return self.last(x)
 
 
-def arrive_in_parts(width: int) -> None:
+def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: tuple[int, ...]) -> None:
+    """`uses`: of each rank in these steps, where it is not two; `early`: the steps in which the gradient leaves before
+    the end of backward."""
+
     def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         x = torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
-        # In step 3 both ranks have one part less than before, and in step 6 rank 0 has one more.
-        return model(x, {3: 1, 6: 3 - rank}.get(step, 2)).square().mean()
+        return model(x, uses.get(step, (2, 2))[rank]).square().mean()
 
     with paceline.init(announce=None) as world:
         for keeps in (False, True):  # gradients that autograd adds to where they are
@@ -231,14 +233,53 @@ def arrive_in_parts(width: int) -> None:
                     report = model.report()
                     names = [report.plan.gradients[index].name for index, *_ in report.plan.partition]
                     sent_s = report.times.buckets[names.index("shared.weight")].launch_s
-                    # With fewer parts it waits for the end; once it had more, always.
-                    assert (sent_s < report.times.backward_s) == (step in (1, 2, 4, 5, 6)), (keeps, step)
+                    assert (sent_s < report.times.backward_s) == (step in early), (keeps, step)
                     model._ready.reducer.timeline.sample_next = True
 
 
 @pytest.mark.parametrize("width", [4, pytest.param(256, id="large")])
-def test_a_gradient_in_parts_leaves_when_the_last_is_there(job, width):
-    job(2, arrive_in_parts, width)
+@pytest.mark.parametrize(
+    ("uses", "early"),
+    [
+        # With fewer parts it waits for the end; once it had more, always.
+        ({3: (1, 1), 6: (3, 2)}, (1, 2, 4, 5, 6)),
+        # The step that records the order again has one part: the others may still have two.
+        ({3: (1, 1), 4: (1, 1)}, (1, 2)),
+        ({0: (1, 2)}, ()),
+    ],
+    ids=["more", "one", "other"],
+)
+def test_a_gradient_in_parts_leaves_when_the_last_is_there(job, width, uses, early):
+    job(2, arrive_in_parts, width, uses, early)
+
+
+def fail_between_parts() -> None:
+    def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        return model(x, 2).square().mean()
+
+    def fail(*_: object) -> None:
+        raise ValueError("in the first layer")
+
+    with paceline.init(announce=None) as world:
+        model = DDP(Repeated(4), reducer="overlap")
+        for step in range(5):
+            model.zero_grad()
+            wanted = average_alone(model.module, functools.partial(loss_of, step=step), 2)
+            loss = loss_of(model, world.rank, step)
+            if step == 2:
+                handle = model.module.first.weight.register_hook(fail)
+                with pytest.raises(ValueError, match="in the first layer"):
+                    loss.backward()
+                handle.remove()
+            else:
+                loss.backward()
+                check(world, model, wanted, step)
+
+
+def test_what_a_failed_backward_has_taken_does_not_come_back(job):
+    """`zero_grad` cannot see a gradient that was complete, and taken until the end of backward."""
+    job(2, fail_between_parts)
 
 
 def hide_the_output() -> tuple[str, str]:

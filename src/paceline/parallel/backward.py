@@ -158,6 +158,7 @@ class GradientSync:
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
+                self.reducer.parts.begin()
                 self.fail(CollectiveError("the backward before this forward failed", code="unfinished-backward"))
         self._change = change
 
@@ -549,7 +550,7 @@ class BucketedReducer:
     def _places(self) -> dict[int, int]:
         return {index: place for place, index in enumerate(self._arrived)}
 
-    def begin(self, factor: float) -> None:
+    def begin(self, factor: float, records: bool = True) -> None:
         """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
         self._active, self._next, self._failure = True, 0, None
         self._factor = factor
@@ -565,7 +566,7 @@ class BucketedReducer:
         if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
         self._note_versions()
-        if self._is_recording:
+        if self._is_recording and records:
             self._record()
         for bucket in self._buckets:
             bucket.version, bucket.work, bucket.seen = bucket.range._version, None, []
@@ -764,12 +765,12 @@ class BucketedReducer:
         if not self._has_agreed:
             agree_on_hook(self._hook_calls is not None, self.channel)
             self._has_agreed = True
-        if not self._active:
-            self.begin(factor)
+        if not (was_active := self._active):
+            self.begin(factor, records=False)
         elif take_part and self._failure is None and (late := self._find_late()):
             self._failure = Failure(self.replica.build_late_error(late))
         self.timeline.backward_over()
-        self._was_late = self._next < len(self._buckets) - 1
+        self._was_late = was_active and self._next < len(self._buckets) - 1
         self._takes_part = take_part = take_part and self._failure is None
         self._collect_rows(take_part)
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
@@ -904,10 +905,9 @@ class BucketedReducer:
         rows = self.rows.choose(set(self._arrived), len(order))
         if self.channel.rank == 0:
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        shared = self.channel.share((mine, bool(self._find_parts())))
         is_plain = self._hook_calls is None and not self._rounds and self._placement is None
-        self.parts.is_on = is_plain and any(has_parts for _, has_parts in shared)
-        self.adopt(Plan.from_json(shared[0][0]))
+        self.parts.agree(self._find_parts(), is_plain and self.channel.world_size > 1)
+        self.adopt(Plan.from_json(self.channel.share(mine)[0]))
 
     def _find_parts(self) -> dict[int, int]:
         """The gradients that arrived several times when the order was last recorded, and how often."""
@@ -952,7 +952,7 @@ class BucketedReducer:
         params, places = self.replica.params, self._places
         found = self._find_parts()
         held, copied = self.parts.use(found), {index for bucket in self._buckets for index in bucket.copied}
-        for index in sorted(copied - found.keys()):
+        for index in sorted(copied - held - self.parts.counts.keys()):
             self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
         for index in self.parts.counts:
             self._handles.append(on_gradient(params[index], functools.partial(self._on_part, index, index in copied)))

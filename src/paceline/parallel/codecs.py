@@ -291,9 +291,9 @@ class TopK(Codec):
                 _add_up(_join(run).zero_(), some[:, start:end], place)
                 sizes, counts, start = sizes[num:], counts[num:], end
             if small:
-                _spread(_sum_rows(rest), small)
+                _spread(_add_rows(rest), small)
         else:
-            average, means = _once(gathered, lambda: (_place(some, where, sizes, counts), _sum_rows(rest)))
+            average, means = _once(gathered, lambda: (_place(some, where, sizes, counts), _add_rows(rest)))
             found = *average.split(sizes), *means.split([vector.numel() for vector in small])
             for number, mean in zip((*chosen, *others), found, strict=True):
                 vectors[number] = mean
@@ -301,10 +301,13 @@ class TopK(Codec):
 
     def _gain_speed(self, names: Sequence[str], vectors: Vectors) -> torch.Tensor:
         """What is sent whole, one after another: with `dgc` its momentum, which nothing delays."""
-        flat = _join(vectors)
+        flat, sizes = _join(vectors), [vector.numel() for vector in vectors]
         if self.strategy.dgc:
             flat = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
-            self._keep(names, flat.clone(), [vector.numel() for vector in vectors], MOMENTUM)
+            self._keep(names, flat.clone(), sizes, MOMENTUM)
+        if any(name in self._errors for name in names):  # of a checkpoint from before they were sent whole
+            flat = flat + _join(self._load(names, vectors))
+            self._keep(names, torch.zeros_like(flat), sizes)
         return flat
 
     def _choose_each(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -625,8 +628,11 @@ def _are_finite(*tensors: torch.Tensor) -> Any:
 
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
     """The sum in float32 of the rows of a matrix, in their order, without a copy of the matrix."""
-    if rows.device.type != "cpu":
-        return rows.sum(0, dtype=torch.float32)
+    return rows.sum(0, dtype=torch.float32) if rows.device.type != "cpu" else _add_rows(rows)
+
+
+def _add_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Where each rank adds for itself: then the order must be the same on all devices."""
     total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:
         total += row

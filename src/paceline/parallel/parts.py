@@ -25,15 +25,24 @@ class Parts:
         self._seen: collections.Counter[int] = collections.Counter()  # in this backward
         self._complete: dict[int, torch.Tensor] = {}  # gradients that were taken, while `.grad` is None
         self._later: dict[int, torch.Tensor] = {}  # what arrived after that
-        self._varied: set[int] = set()  # parameters that once arrived in more parts than expected
+        self._known: set[int] = set()  # parameters that once arrived in parts, on any rank
+        self._varied: set[int] = set()  # and those in more parts than expected
+
+    def agree(self, found: Collection[int], is_possible: bool) -> None:
+        """These arrived in parts here, when the order was recorded. Collective."""
+        self._known = {index for each in self._channel.share(sorted(found)) for index in each}
+        # On a GPU the host would wait for the control words of each step.
+        self.is_on = is_possible and bool(self._known) and self._channel.device.type == "cpu"
 
     def use(self, found: Mapping[int, int]) -> set[int]:
         """Expect these numbers. Returns the parameters whose number is not known: they wait for the end of backward."""
+        self._known |= found.keys()
         self.counts = {index: count for index, count in found.items() if self.is_on and index not in self._varied}
-        return found.keys() - self.counts.keys()
+        return self._known - self.counts.keys()
 
     def begin(self) -> None:
-        self.restore()
+        """Forget what a backward that failed has left."""
+        self._complete.clear()
         self._later.clear()
         self._seen.clear()
 

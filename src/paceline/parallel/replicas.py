@@ -82,6 +82,8 @@ class Options:
         given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
+        if self.embeddings == "rows" and self.plan is not None and not self.plan.rows:
+            raise ConfigError("embeddings='rows' contradicts a plan that sends no rows: leave one of them out")
         if given and self.reducer != "bucketed":
             raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, whose buckets are fixed")
         if self.bucket_cap_mb_list == ():
