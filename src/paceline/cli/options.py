@@ -151,7 +151,7 @@ OPTIONS = {
     "detect_seconds": Option(MEASUREMENT, "Until a fault is known.", float),
     "restart_seconds": Option(MEASUREMENT, "From there, a restart until steps are made again.", float),
     "spare_seconds": Option(MEASUREMENT, "Or until a spare has taken the place of the lost rank.", float),
-    "shrink_seconds": Option(MEASUREMENT, "Or until the others go on without it.", float),
+    "shrink_seconds": Option(MEASUREMENT, "Or until the others continue without it.", float),
     "all_lost": Option(JOB, "Share of the faults that leaves no replica, and needs a checkpoint.", "5%"),
     "repair": Option(JOB, "How long the place of a lost rank cannot be used.", "0s"),
     "horizon": Option(JOB, "Length of the job, for the 90 % interval.", "30d"),
@@ -314,7 +314,7 @@ def add_command(
     app: typer.Typer, name: str, verb: str | Callable[..., Any], names: str, help: str, **always: Any
 ) -> None:
     """Add a command with the options `names`, in this order in each panel; "-name" takes one away again. Without a
-    name it is what a group of commands does by itself.
+    name it is what a group of commands does where none of them is named.
 
     `verb` ("module:function" of `paceline.verbs`, or a function) gets what was typed, and `always` unless it was typed;
     the other defaults are its own.

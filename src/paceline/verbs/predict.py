@@ -232,7 +232,7 @@ def predict_goodput(
         detect_seconds: Until a fault is known.
         restart_seconds: A restart, until steps are made again.
         spare_seconds: Until a spare has taken the place of a lost rank.
-        shrink_seconds: Until the other ranks go on without a lost one.
+        shrink_seconds: Until the other ranks continue without a lost one.
         all_lost: The share of faults that leaves no replica, so that a checkpoint is needed with any policy.
         repair: How long the place of a lost rank cannot be used.
         horizon: The length of the job, for the interval.
