@@ -187,8 +187,8 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     (found,) = run(tmp_path / "run", policy, [(11, rank, fault, place)])
     stays = policy == "spare" and fault != "exception"
     assert (found.rank, found.policy) == (rank, policy if stays else "restart")
-    # Those since the last checkpoint that was on disk, or since the start.
-    assert found.steps_lost in ([0] if stays else [2, 6, 10])
+    # Those since the last checkpoint that was on disk, or since the start; the other rank may have completed its step.
+    assert found.steps_lost in ([0] if stays else [2, 3, 6, 7, 10, 11])
     assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
     check_equal(tmp_path / "run", undisturbed)
     check_samples(tmp_path / "run")
@@ -267,15 +267,17 @@ def test_a_spare_that_ends_while_it_stands_by_is_replaced(tmp_path):
     assert len(heard) == 1 and "SIGKILL" in heard[0]
 
 
+def get_ready(settings: TrainSettings) -> tuple[int, bool]:
+    carried = warm_up(settings)
+    return carried.step, carried.module is not None and carried.sets is not None
+
+
 @pytest.mark.parametrize(
     "changes", [{"samples": 100, "lr_warmup": 10}, {"batch_growth": ((0.5, 4),), "grow": "batch-size"}]
 )
-def test_a_spare_takes_the_settings_of_the_run(changes):
-    threads = torch.get_num_threads()
+def test_a_spare_takes_the_settings_of_the_run(on_ranks, changes):
     settings = TrainSettings(**SMALL | {"model": "cnn", "on_fault": "spare", "tail": "drop"} | changes)
-    carried = warm_up(settings)
-    torch.set_num_threads(threads)
-    assert carried.module is not None and carried.step == -1 and carried.sets is not None
+    assert on_ranks(1, get_ready, settings) == [(-1, True)]
 
 
 @pytest.mark.slow
@@ -332,5 +334,6 @@ def test_random_faults_with_shrink_and_grow_use_every_sample_once(tmp_path, seed
     ranks, faults = plan_faults(seed)
     backend = BACKEND if seed % 2 else "gloo"
     found = run(tmp_path / "run", "shrink", faults, ranks=ranks, backend=backend)
-    assert all(fault.steps_lost == 0 for fault in found if fault.policy == "shrink" and fault.recovered_s is not None)
+    # None: before the first step of a world.
+    assert all(fault.steps_lost in (0, None) for fault in found if fault.policy == "shrink")
     check_samples(tmp_path / "run")
