@@ -185,7 +185,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     stays = policy == "spare" and fault != "exception"
     assert (found.rank, found.policy) == (rank, policy if stays else "restart")
     # Those since the last checkpoint that was on disk, or since the start.
-    assert found.steps_lost in ([0] if stays else [2, 6, 10])
+    assert found.steps_lost in ([0] if stays else [found.step - 1 - saved for saved in (8, 4, 0)])
     assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
     check_equal(tmp_path / "run", undisturbed)
     check_samples(tmp_path / "run")
