@@ -67,6 +67,8 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
             mark = folder / f"fault-{number}"
             if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists():
                 mark.touch()
+                if fault == "stop" and os.environ["WORLD_SIZE"] == "1":
+                    fault = "kill"  # all ranks are stopped: the job is suspended, and that is no fault
                 await_spare() if fault == "wait" else harm(fault)
 
     def await_spare() -> None:
