@@ -263,4 +263,6 @@ def test_random_faults_with_shrink_and_grow_use_every_sample_once(tmp_path, seed
     backend = BACKEND if seed % 2 else "gloo"
     found = run(tmp_path / "run", "shrink", faults, ranks=ranks, backend=backend)
     assert all(fault.steps_lost == 0 for fault in found if fault.policy == "shrink" and fault.recovered_s is not None)
+    if len(found) == 1 and found[0].ranks_after:  # nobody else is lost: all others knew in time
+        assert found[0].ranks_after >= found[0].ranks - 1
     check_samples(tmp_path / "run")
