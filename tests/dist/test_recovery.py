@@ -67,6 +67,8 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
             mark = folder / f"fault-{number}"
             if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists():
                 mark.touch()
+                if fault == "stop" and os.environ["WORLD_SIZE"] == "1":
+                    fault = "kill"  # all ranks are stopped: the job is suspended, and that is no fault
                 await_spare() if fault == "wait" else harm(fault)
 
     def await_spare() -> None:
@@ -185,7 +187,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     stays = policy == "spare" and fault != "exception"
     assert (found.rank, found.policy) == (rank, policy if stays else "restart")
     # Those since the last checkpoint that was on disk, or since the start.
-    assert found.steps_lost in ([0] if stays else [2, 6, 10])
+    assert found.steps_lost in ([0] if stays else [found.step - 1 - saved for saved in (8, 4, 0)])
     assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
     check_equal(tmp_path / "run", undisturbed)
     check_samples(tmp_path / "run")
@@ -254,11 +256,13 @@ def plan_faults(seed: int) -> tuple[int, list[Done]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(os.environ.get("PACELINE_FAULT_SEQUENCES", "200"))))
+@pytest.mark.parametrize("seed", range(*map(int, os.environ.get("PACELINE_FAULT_SEQUENCES", "0:200").split(":"))))
 def test_random_faults_with_shrink_and_grow_use_every_sample_once(tmp_path, seed):
-    """PACELINE_FAULT_SEQUENCES=20 runs the first 20 of 200."""
+    """PACELINE_FAULT_SEQUENCES=20:40 runs a part of them."""
     ranks, faults = plan_faults(seed)
     backend = BACKEND if seed % 2 else "gloo"
     found = run(tmp_path / "run", "shrink", faults, ranks=ranks, backend=backend)
     assert all(fault.steps_lost == 0 for fault in found if fault.policy == "shrink" and fault.recovered_s is not None)
+    if len(found) == 1 and found[0].ranks_after:  # nobody else is lost: all others knew in time
+        assert found[0].ranks_after >= found[0].ranks - 1
     check_samples(tmp_path / "run")

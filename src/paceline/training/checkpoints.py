@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
@@ -268,6 +268,11 @@ class RunFiles:
             (self._folder / WEIGHTS).unlink(missing_ok=True)  # of a finished run that was resumed for more epochs
             module = job.learner.module
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
+
+    def leave_world(self) -> Self:
+        """Hold no group of a world that is over. After that nothing but `close` may be called."""
+        del self._world
+        return self
 
     def close(self, has_failed: bool = False) -> None:
         """Wait until all is on disk, or raise why not, unless the run has failed itself; then unlock the folder."""
