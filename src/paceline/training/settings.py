@@ -5,6 +5,7 @@ What follows from a setting (batches, cadence of saves, the request for data) is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -69,12 +70,12 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
         return None, None
     if text == AUTO:
         return FIRST_SAVE_S, None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|steps?)", text.replace(" ", ""))
-    if match is None or float(match[1]) == 0 or (match[2].startswith("step") and "." in match[1]):
-        raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min, 100steps or auto")
-    if match[2].startswith("step"):
-        return None, int(match[1])
-    return float(match[1]) * (60 if match[2] == "min" else 1), None
+    steps = re.fullmatch(r"\s*(\d{1,15})\s*steps?\s*", text)
+    every = 0.0
+    with contextlib.suppress(ConfigError):
+        every = int(steps[1]) if steps is not None else parse_duration(text, "--save-every")
+    refuse((not every, f"--save-every {text[:40]!r} is not understood: use epoch, 10s, 5min, 3h, 100steps or auto"))
+    return (None, int(every)) if steps is not None else (every, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,12 @@ class TrainSettings:
         return next(count for count in range(most, 0, -1) if size % count == 0)
 
     @property
+    def has_size(self) -> bool:
+        """Whether the batch size is known here, and not only to a loader of the user's own."""
+        is_given = self.batch_size is not None or self.global_batch_size is not None
+        return is_given or not (self.is_whole or is_own_data(self.data))
+
+    @property
     def stays_in_memory(self) -> bool:
         """Whether the other ranks stay after a fault."""
         return self.on_fault in ("spare", "shrink")
@@ -276,7 +283,6 @@ class TrainSettings:
         if not self.stays_in_memory:
             return
         strategy, asked = self.parsed_strategy, f"--on-fault {self.on_fault}"
-        has_own_size = self.batch_size is None and self.global_batch_size is None
         sends, instead = f"{asked} with --strategy {self.strategy}", "use --on-fault restart"
         refuse(
             (self.ranks == 1, f"{asked} with --ranks 1: no other rank has the state of one that is lost; {instead}"),
@@ -287,7 +293,7 @@ class TrainSettings:
              f"{sends}: what a rank has learned since the last sync is lost with it; {instead}"),
             (strategy.codec not in ("dense", "bf16") or strategy.between_hosts,
              f"{sends}: what a rank has not sent yet is lost with it, for no other rank has it; {instead}"),
-            (self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)),
+            (self.on_fault == "shrink" and not self.has_size,
              f"{asked} with data of your own: give --global-batch-size, which fewer ranks share, too"),
             code="on-fault",
         )  # fmt: skip

@@ -203,7 +203,7 @@ def predict_trace(
 
 
 _MOST_STEPS = 1000  # of a run, whose times are kept
-_MOST_SECONDS = 1e9
+_MOST_SECONDS, _MOST_RANKS = 1e9, 10**6
 # The costs without which nothing can be said, and what measures each.
 _SOURCES = {
     "step": "the folder of a training run", "save": "the folder of a training run that saved a checkpoint",
@@ -232,7 +232,7 @@ def predict_goodput(
         detect_seconds: Until a fault is known.
         restart_seconds: A restart, until steps are made again.
         spare_seconds: Until a spare has taken the place of a lost rank.
-        shrink_seconds: Until the other ranks go on without a lost one.
+        shrink_seconds: Until the other ranks continue without a lost one.
         all_lost: The share of faults that leaves no replica, so that a checkpoint is needed with any policy.
         repair: How long the place of a lost rank cannot be used.
         horizon: The length of the job, for the interval.
@@ -277,10 +277,11 @@ def predict_goodput(
         else:
             text = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES.get(name)}"
             refuse((name in _SOURCES, text))
+    usable = [_count_usable(result, count) for result, _ in loaded if result.run.verb == "train"]
     faults = Faults(
         parse_duration(mtbf, "--mtbf") if mtbf is not None else
         parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
-        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"),
+        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"), (usable or [None])[-1],
     )  # fmt: skip
     horizon_s = parse_duration(horizon, "--horizon")
     interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
@@ -293,7 +294,7 @@ def predict_goodput(
     config = {
         "mtbf_s": faults.mtbf_s, "ranks": count, "all_lost": faults.all_lost, "repair_s": faults.repair_s,
         "horizon_s": horizon_s, "interval_s": interval_s, "busy": busy,
-        "measured_ranks": trained[-1] if trained else None,
+        "measured_ranks": trained[-1] if trained else None, "usable_ranks": faults.usable,
     }  # fmt: skip
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     return _save(GoodputResult(Run("predict goodput", config, here, tuple(records), tuple(doubts))), out)
@@ -302,6 +303,19 @@ def predict_goodput(
 def _name_source(source: Result | str | Path) -> str:
     folder = source if isinstance(source, str | Path) else source.folder
     return "the result" if folder is None else Path(folder).name or str(folder)
+
+
+def _count_usable(result: Result, count: int) -> int | None:
+    """How many of `count` ranks can share the global batch while one is missing, with the batch per rank of this run;
+    None where that is not known."""
+    from paceline.training.settings import NAMES, TrainSettings
+
+    settings = TrainSettings.from_json({name: result.config[name] for name in NAMES if name in result.config})
+    if not settings.has_size or not 1 < count <= _MOST_RANKS:
+        return None
+    size = settings.batches.global_batch_size // settings.ranks
+    scaled = replace(settings, ranks=count, batch_size=size, global_batch_size=None, accumulate=None)
+    return scaled.usable_ranks(count - 1)
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
@@ -315,7 +329,8 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         rows = pick_like_last(result.rows)
         times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
         saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
-        times |= {"save": [row["stall_s"] for row in saves], "write": [row["write_s"] for row in saves]}
+        times["save"] = [row["stall_s"] - row.get("wait_s", 0.0) for row in saves]
+        times["write"] = [row["write_s"] for row in saves]
         step_s = statistics.median(times["step"] or [0.0])
         for fault in result.config.get("faults") or ():  # from which it has recovered, up to the end of a step
             if fault["policy"] in COSTS and fault["recovered_s"] is not None:
