@@ -124,8 +124,14 @@ def test_a_person_reads_a_sentence_and_two_tables(command, sketched, tmp_path):
 
 def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():
     found = predict_goodput(mtbf="3h", ranks=8, step_seconds=1, save_seconds=1, restart_seconds=9, shrink_seconds=1)
-    assert found.faults.ranks_after == 7
+    assert found.faults.ranks_after == 7 and "--save-every auto" in found.next_steps[0]
     assert any(line.startswith("assumed: with shrink all other ranks") for line in found.findings)
+
+
+def test_what_to_do_next_has_the_interval_where_auto_would_choose_another():
+    costs = {"step_seconds": 1, "save_seconds": 1, "restart_seconds": 9, "spare_seconds": 1}
+    found = predict_goodput(mtbf="3h", ranks=1024, all_lost="20%", repair="1d", **costs)
+    assert f" --save-every {found.save_interval_s:.0f}s --on-fault spare --spares 17" in found.next_steps[0]
 
 
 def test_the_wait_for_the_save_before_is_no_part_of_a_stall(sketched, trained):

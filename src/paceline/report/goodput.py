@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.predict.goodput import Faults, Goodput, average_costs, estimate_goodput, is_ahead
+from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
 from paceline.report.plots import COLORS, MARKERS, draw_line, new_figure, place_legend
 from paceline.report.result import Result
@@ -120,8 +120,8 @@ class GoodputResult(Result):
             share = one.policy.estimate_share(one.best_interval_s)
             best = f"the best interval is {format_duration(one.best_interval_s)}, with {_say(share)}; "
         return [
-            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 points "
-            "more than the best",
+            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
+            "the time more than the best",
             "the 90 % interval covers the spread of the measured costs, and how many faults come in "
             f"{format_duration(self.config['horizon_s'])} (--horizon), and when; it does not cover the error of the "
             "model itself, which has not been measured yet",
@@ -168,7 +168,10 @@ class GoodputResult(Result):
     @property
     def next_steps(self) -> Sequence[str]:
         policy = self.best.policy
-        train = f"paceline train --save-every auto --mtbf {max(1.0, policy.mtbf_s):.0f}s --on-fault {policy.name}"
+        every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
+        if policy.lost not in (1.0, ALL_LOST):  # which auto does not know
+            every = f"{max(1.0, self.best.best_interval_s):.0f}s"
+        train = f"paceline train --save-every {every} --on-fault {policy.name}"
         train += f" --spares {policy.num_idle}" if policy.num_idle > 1 else ""
         return (train,) if self.share >= 0.01 else ()
 

@@ -292,7 +292,7 @@ class RunFiles:
 
 
 def build_meta(job: Job, position: Position) -> dict[str, Any]:
-    """Where a run is, and what must be the same where it goes on."""
+    """Where a run is, and what must be the same where it continues."""
     model = job.learner.model
     plan = model.plan if isinstance(model, DataParallel) else None
     return dataclasses.asdict(position) | {
