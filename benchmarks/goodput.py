@@ -9,8 +9,9 @@ first step to the last. With `--on-fault resume` the command itself is started a
 with a policy that is done only where it has ended, for one fault came too soon after another.
 
 Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
-mean that was asked for, where independent draws would need hours. A fault is a kill of a rank of the current world:
-not of a spare, or of a process that is only being started. With `spare` and `shrink` it comes when there is a world.
+mean that was asked for, where independent draws would need hours. A fault is a kill of one rank. With `spare` and
+`shrink` it is a rank of the current world, not a spare or a process that is only being started; between two worlds the
+fault waits. It leaves a replica, so the prediction is for faults that nearly all do.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def predict(asked: argparse.Namespace, healthy: Path, mtbf_s: float, recovery_s:
     words = [*_PACELINE, "predict", "goodput", str(healthy), "--mtbf", f"{mtbf_s:.3f}s", "--json"]
     words += ["--save-every", asked.save_every, "--horizon", f"{asked.seconds * asked.rounds:.0f}s"]
     words += [flag, str(statistics.fmean(recovery_s)), "--out", str(healthy.parent / "predicted")]
-    words += [] if flag == "--restart-seconds" else ["--restart-seconds", asked.restart_seconds]
+    if flag != "--restart-seconds":
+        words += ["--restart-seconds", asked.restart_seconds, "--all-lost", "0.001%"]
     document = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True, text=True).stdout)
     name = "restart" if asked.on_fault == "resume" else asked.on_fault
     return next(row for row in document["policies"] if row["policy"] == name)

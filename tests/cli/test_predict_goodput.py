@@ -131,7 +131,7 @@ def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():
 def test_what_to_do_next_has_the_interval_where_auto_would_choose_another():
     costs = {"step_seconds": 1, "save_seconds": 1, "restart_seconds": 9, "spare_seconds": 1}
     found = predict_goodput(mtbf="3h", ranks=1024, all_lost="20%", repair="1d", **costs)
-    assert f" --save-every {found.save_interval_s:.0f}s --on-fault spare --spares 17" in found.next_steps[0]
+    assert f" --save-every {found.save_interval_s:.0f}s --on-fault spare --spares 16" in found.next_steps[0]
 
 
 def test_the_wait_for_the_save_before_is_no_part_of_a_stall(sketched, trained):
