@@ -171,7 +171,7 @@ class GoodputResult(Result):
         every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
         if policy.lost not in (1.0, ALL_LOST):  # which auto does not know
             every = f"{max(1.0, self.best.best_interval_s):.0f}s"
-        train = f"paceline train --save-every {every} --on-fault {policy.name}"
+        train = f"paceline train --ranks {self.faults.ranks} --save-every {every} --on-fault {policy.name}"
         train += f" --spares {policy.num_idle}" if policy.num_idle > 1 else ""
         return (train,) if self.share >= 0.01 else ()
 

@@ -264,6 +264,18 @@ def predict_goodput(
         asked = f"--{name}-seconds {seconds}: a finite number {'above' if name == 'step' else 'from'} 0 is needed"
         is_good = seconds is None or 0 < seconds <= _MOST_SECONDS or (seconds == 0 and name != "step")
         refuse((not is_good, asked))
+    usable = [_count_usable(result, count) for result, _ in loaded if result.run.verb == "train"]
+    faults = Faults(
+        parse_duration(mtbf, "--mtbf") if mtbf is not None else
+        parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
+        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"), (usable or [None])[-1],
+    )  # fmt: skip
+    horizon_s = parse_duration(horizon, "--horizon")
+    interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
+    refuse(
+        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
+        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
+    )
     records, gave = [], "no run is given"
     if sources:
         gave = f"{', '.join(map(_name_source, sources))} does not say it"
@@ -277,18 +289,6 @@ def predict_goodput(
         else:
             text = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES.get(name)}"
             refuse((name in _SOURCES, text))
-    usable = [_count_usable(result, count) for result, _ in loaded if result.run.verb == "train"]
-    faults = Faults(
-        parse_duration(mtbf, "--mtbf") if mtbf is not None else
-        parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
-        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"), (usable or [None])[-1],
-    )  # fmt: skip
-    horizon_s = parse_duration(horizon, "--horizon")
-    interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
-    refuse(
-        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
-        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
-    )
     measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
     doubts, busy = list_doubts(measured)
     config = {
