@@ -58,8 +58,8 @@ class GoodputResult(Result):
     `save_interval_s` are those of the best."""
 
     def _derive(self) -> None:
-        asked = (self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s"))
-        self.faults = Faults(*asked, self.config.get("usable_ranks"))
+        asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s")}
+        self.faults = Faults(**asked, usable=self.config.get("usable_ranks"))
         asked_s = self.config.get("interval_s")
         self.rows = estimate_goodput(self.only(CostRecord), self.faults, self.config["horizon_s"], asked_s)
 

@@ -19,6 +19,7 @@ from paceline import machine
 from paceline.errors import ConfigError, PacelineError, RecordError, refuse
 from paceline.plan import Plan
 from paceline.records.kinds import decode
+from paceline.records.training import count_usable_ranks
 from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_memory, format_number_of, parse_duration, refuse_endless, shorten
@@ -179,14 +180,7 @@ class TrainSettings:
 
     def usable_ranks(self, most: int) -> int:
         """The largest number of ranks, up to `most`, that can share the global batch equally."""
-        size = self.batches.global_batch_size
-        return next(count for count in range(most, 0, -1) if size % count == 0)
-
-    @property
-    def has_size(self) -> bool:
-        """Whether the batch size is known here, and not only to a loader of the user's own."""
-        is_given = self.batch_size is not None or self.global_batch_size is not None
-        return is_given or not (self.is_whole or is_own_data(self.data))
+        return count_usable_ranks(self.batches.global_batch_size, most)
 
     @property
     def stays_in_memory(self) -> bool:
@@ -283,6 +277,7 @@ class TrainSettings:
         if not self.stays_in_memory:
             return
         strategy, asked = self.parsed_strategy, f"--on-fault {self.on_fault}"
+        has_own_size = self.batch_size is None and self.global_batch_size is None
         sends, instead = f"{asked} with --strategy {self.strategy}", "use --on-fault restart"
         refuse(
             (self.ranks == 1, f"{asked} with --ranks 1: no other rank has the state of one that is lost; {instead}"),
@@ -293,7 +288,7 @@ class TrainSettings:
              f"{sends}: what a rank has learned since the last sync is lost with it; {instead}"),
             (strategy.codec not in ("dense", "bf16") or strategy.between_hosts,
              f"{sends}: what a rank has not sent yet is lost with it, for no other rank has it; {instead}"),
-            (self.on_fault == "shrink" and not self.has_size,
+            (self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)),
              f"{asked} with data of your own: give --global-batch-size, which fewer ranks share, too"),
             code="on-fault",
         )  # fmt: skip

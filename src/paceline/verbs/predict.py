@@ -26,7 +26,7 @@ from paceline.records.exchange import (
 )
 from paceline.records.kinds import COSTS, CostRecord, FaultRecord
 from paceline.records.store import RUN_FILE, Run, create_folder, load_run, naming_damage, pause_collection
-from paceline.records.training import pick_like_last
+from paceline.records.training import count_usable_ranks, pick_like_last
 from paceline.units import parse_duration
 
 if TYPE_CHECKING:
@@ -308,14 +308,11 @@ def _name_source(source: Result | str | Path) -> str:
 def _count_usable(result: Result, count: int) -> int | None:
     """How many of `count` ranks can share the global batch while one is missing, with the batch per rank of this run;
     None where that is not known."""
-    from paceline.training.settings import NAMES, TrainSettings
-
-    settings = TrainSettings.from_json({name: result.config[name] for name in NAMES if name in result.config})
-    if not settings.has_size or not 1 < count <= _MOST_RANKS:
+    rows = getattr(result, "rows", ())
+    if not rows or not 1 < count <= _MOST_RANKS:
         return None
-    size = settings.batches.global_batch_size // settings.ranks
-    scaled = replace(settings, ranks=count, batch_size=size, global_batch_size=None, accumulate=None)
-    return scaled.usable_ranks(count - 1)
+    size = statistics.mode(row["samples"] for row in rows)  # the last batch of an epoch may be smaller
+    return count_usable_ranks(size * count // getattr(result, "world_size", 1), count - 1)
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
