@@ -95,6 +95,14 @@ def test_the_laboratory_names_every_fault(fault, system):
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 
+@pytest.mark.slow
+def test_a_run_that_may_recover_still_stops_by_sigterm():
+    from paceline.measure.faults import measure_fault
+
+    record = measure_fault("term", "train", "gloo", limit_s=60.0, policy="spare")
+    assert record.is_right and record.policy == "stop" and record.ended_s is not None, record
+
+
 def test_every_harm_is_known():
     from paceline.measure.faults import FAULTS
 

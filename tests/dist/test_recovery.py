@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from paceline.errors import ConfigError
+import paceline
+from paceline.errors import ConfigError, LaunchError
 from paceline.measure.fault_job import harm
-from paceline.records.environment import capture_environment
 from paceline.records.training import load_metrics
 from paceline.runtime import monitor
-from paceline.runtime.environment import Place
 from paceline.runtime.launch import RankPool
 from paceline.runtime.recovery import Fault, Recovery
-from paceline.runtime.session import Session
+from paceline.runtime.worker import SPARE, report_step, stand_by
+from paceline.training.regroup import warm_up
 from paceline.training.settings import TrainSettings, check_job
-from paceline.verbs.train import JOB_MODULES, _build_recovery
+from paceline.verbs.train import JOB_MODULES
 from tests.conftest import BACKEND
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
@@ -64,9 +65,11 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
 
     def reach(place: str) -> None:
         for number, (step, rank, fault, where) in enumerate(faults):
-            mark = folder / f"fault-{number}"
-            if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists():
-                mark.touch()
+            mark, world = folder / f"fault-{number}", os.environ["PACELINE_JOB"]
+            before = [folder / f"fault-{n}" for n, one in enumerate(faults[:number]) if one[::3] == (step, where)]
+            is_next = all(other.exists() and other.read_text() != world for other in before)
+            if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists() and is_next:
+                mark.write_text(world)
                 if fault == "stop" and os.environ["WORLD_SIZE"] == "1":
                     fault = "kill"  # all ranks are stopped: the job is suspended, and that is no fault
                 await_spare() if fault == "wait" else harm(fault)
@@ -76,10 +79,10 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
         while not (folder / "ready").exists() and time.monotonic() < until_s:
             time.sleep(0.02)
 
-    def stand_by(step: int) -> None:
+    def stand_by(step: int, is_lost: bool = False) -> None:
         if step < 0:
             (folder / "ready").touch()
-        real_stand_by(step)
+        real_stand_by(step, is_lost)
 
     def begin(job: Any, step: int) -> None:
         now[0] = step + 1
@@ -212,6 +215,72 @@ def test_what_follows_a_step_is_done_again(undisturbed, tmp_path, step, place, r
 
 
 @pytest.mark.slow
+def test_what_is_done_again_may_fail_again(undisturbed, tmp_path):
+    faults: list[Done] = [(9, 0, "kill", "evaluate"), (9, 1, "kill", "evaluate")]
+    found = run(tmp_path / "run", "spare", faults)
+    assert [(fault.rank, fault.policy) for fault in found] == [(0, "spare"), (1, "spare")]
+    check_equal(tmp_path / "run", undisturbed)
+    check_samples(tmp_path / "run")
+
+
+def act(what: str, folder: Path) -> str:
+    """A job of ranks that have a fault of this kind, and in their next world none."""
+    if os.environ.pop(SPARE, ""):
+        (folder / f"spare-{os.getpid()}").touch()
+        stand_by(-1)
+    elif what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "lost":
+        stand_by(3, is_lost=True)
+    elif what == "spare":
+        report_step(0)
+        spares: list[Path] = []
+        while len(spares) < 2:  # the second one only after the first has ended
+            time.sleep(0.02)
+            if len(spares := list(folder.glob("spare-*"))) == 1 and not (folder / "ended").exists():
+                (folder / "ended").touch()
+                time.sleep(0.3)  # it stands by
+                os.kill(int(spares[0].name.rpartition("-")[2]), signal.SIGKILL)
+    return what
+
+
+@pytest.mark.parametrize(("what", "size"), [("killed", 2), ("lost", 1), ("lost", 2)])
+def test_where_no_rank_can_continue_all_start_again(tmp_path, what, size):
+    recovery = Recovery("shrink", 2, ("fine", tmp_path), lambda *_: None)
+    with RankPool(2, JOB_MODULES) as pool:
+        found = pool.run(act, (what, tmp_path), num_ranks=size, timeout_s=60.0, recovery=recovery)
+    assert found == ["fine", "fine"] and [fault.policy for fault in recovery.faults] == ["restart"]
+
+
+@pytest.mark.parametrize("policy", ["restart", "shrink"])
+def test_a_signal_while_all_ranks_start_again_ends_the_run(tmp_path, policy):
+    recovery = Recovery(policy, 2, ("fine", tmp_path), lambda *_: None)
+    recovery.is_over = lambda: recovery.faults  # it comes once the launcher has decided
+    with RankPool(2, JOB_MODULES) as pool, pytest.raises(LaunchError) as caught:
+        pool.run(act, ("killed", tmp_path), timeout_s=60.0, recovery=recovery)
+    assert caught.value.code == "interrupted"
+
+
+def test_a_spare_that_ends_while_it_stands_by_is_replaced(tmp_path):
+    heard: list[str] = []
+    recovery = Recovery("spare", 1, (), lambda faults, line: heard.append(line))
+    with RankPool(1, JOB_MODULES) as pool:
+        assert pool.run(act, ("spare", tmp_path), timeout_s=60.0, recovery=recovery) == ["spare"]
+    assert len(heard) == 1 and "SIGKILL" in heard[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"samples": 100, "lr_warmup": 10}, {"batch_growth": ((0.5, 4),), "grow": "batch-size"}]
+)
+def test_a_spare_takes_the_settings_of_the_run(changes):
+    threads = torch.get_num_threads()
+    settings = TrainSettings(**SMALL | {"model": "cnn", "on_fault": "spare", "tail": "drop"} | changes)
+    carried = warm_up(settings)
+    torch.set_num_threads(threads)
+    assert carried.module is not None and carried.step == -1 and carried.sets is not None
+
+
+@pytest.mark.slow
 def test_a_strategy_that_keeps_nothing_has_spares(tmp_path):
     run(tmp_path / "a", "restart", [], strategy="bf16")
     (found,) = run(tmp_path / "b", "spare", [(11, 1, "kill", "begin")], strategy="bf16")
@@ -233,12 +302,15 @@ def test_what_no_other_rank_has_is_refused_before_a_rank_starts(changes):
         check_job(TrainSettings(**SMALL | changes))
 
 
-def test_a_launched_world_leaves_recovery_to_its_launcher(tmp_path):
-    settings = TrainSettings(**SMALL | {"on_fault": "restart"})
-    for place, folder in ((Place(0, 2, 0, 1, "torchrun"), tmp_path), (None, None)):
-        with pytest.raises(ConfigError) as caught:
-            _build_recovery(Session("train", {}, 2, capture_environment(), place, folder), settings, False)
-        assert caught.value.code == "on-fault"
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_launched_world_leaves_recovery_to_its_launcher(tmp_path, monkeypatch, is_launched):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if is_launched else ():
+        monkeypatch.setenv(name, "0" if name.endswith("RANK") else "2")
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError) as caught:
+        paceline.train("cnn", on_fault="restart", ranks=2, out=out if is_launched else None)
+    assert caught.value.code == "on-fault" and not out.exists()
+    assert ("--on-fault stop" if is_launched else "--out") in str(caught.value)
 
 
 def plan_faults(seed: int) -> tuple[int, list[Done]]:

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -586,3 +587,16 @@ def test_saves_at_a_given_time_are_recorded_and_choose_nothing(tmp_path):
     for folder, every, wanted in ((tmp_path, "60s", 60.0), (tmp_path, "auto", 5.0), (None, "auto", math.inf)):
         files = checkpoints.RunFiles(folder, TrainSettings(save_every=every), world)
         assert files._every_s == wanted and files._mtbf_s == (43200.0 if every == "auto" else None)
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_save_is_due_by_the_newest_one_whichever_process_made_it(tmp_path, has_saved):
+    world = SimpleNamespace(rank=0, share=lambda value: [value])
+    for age_s, is_due in ((0.0, False), (50.0, False), (70.0, True)):
+        files = checkpoints.RunFiles(tmp_path, TrainSettings(save_every="60s"), world)
+        newest = tmp_path / "checkpoints" / ("step-00000004" if has_saved else "")
+        newest.mkdir(parents=True, exist_ok=True)
+        os.utime(newest, (time.time() - age_s,) * 2)
+        files.lock(resume=False)
+        assert files.is_due_by_time == is_due
+        files.close()

@@ -211,12 +211,17 @@ def test_marks_on_a_page():
     with Monitor([0], 1) as monitor:
         pulse.open_page(*monitor.find_pages(0))
         try:
+            assert monitor.find_step() is None
             pulse.begin_step(7)
+            assert monitor.find_step() == (7, 6) and monitor.is_busy(0)
+            pulse.complete_step()
+            assert monitor.find_step() == (7, 7)
             pulse.enter(WAIT, 3)
+            assert not monitor.is_busy(0)
             assert monitor.look() is None and monitor.pids() == {0: os.getpid()}
             assert "step 7" in monitor.describe(0) and "bucket 3" in monitor.describe(0)
             with pulse.slow("evaluate"):
-                assert "'evaluate'" in monitor.describe(0)
+                assert "'evaluate'" in monitor.describe(0) and monitor.is_busy(0)
             assert "bucket 3" in monitor.describe(0)
             pulse.begin_step(8)
             pulse.fail("failed: ValueError: no", is_secondary=False)

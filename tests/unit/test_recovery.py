@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from paceline.errors import CollectiveError, PacelineError, RecordError, TrainingError
-from paceline.runtime.recovery import Fault, Recovery
-from paceline.runtime.worker import Failure, make_error
+from paceline.errors import CollectiveError, LaunchError, PacelineError, RecordError, TrainingError
+from paceline.runtime.recovery import Recovery
+from paceline.runtime.worker import Failure, find_code, make_error
+from paceline.training.regroup import BufferGuard
 from paceline.training.settings import TrainSettings
 
 
-def decide(recovery: Recovery, step: int = 5, has_values: bool = False, **changes: Any) -> str:
+def decide(
+    recovery: Recovery, step: int | None = 5, has_values: bool = False, done: int | None = None, **changes: Any
+) -> str:
     failure = Failure(**{"rank": 1, "when_s": 0.0, "summary": "was killed", "code": "killed"} | changes)
-    error = make_error(failure, 2)
-    policy = recovery.decide(failure, error, 2, has_values, step)
+    error, at = make_error(failure, 2), None if step is None else (step, step - 1 if done is None else done)
+    policy = recovery.decide(failure, error, 2, has_values, at)
     return f"{policy}: {error.__notes__[-1]}" if getattr(error, "__notes__", None) and not failure.error else policy
 
 
@@ -48,6 +53,10 @@ def test_what_people_must_fix_ends_the_run(error: PacelineError):
 
 def test_a_run_that_was_asked_to_stop_does_not_recover():
     assert decide(make(is_over=lambda: 15)) == "stop"
+    with pytest.raises(LaunchError) as caught:
+        make(is_over=lambda: 15).check_over()
+    assert caught.value.code == "interrupted"
+    make().check_over()
 
 
 def test_faults_are_bounded_and_a_step_is_not_tried_for_ever():
@@ -57,16 +66,67 @@ def test_faults_are_bounded_and_a_step_is_not_tried_for_ever():
     assert decide(recovery, 7) == "stop: it is fault 4, and --max-faults is 3"
 
 
-def test_every_fault_before_a_step_has_recovered_with_it():
+def test_faults_before_the_first_step_of_a_world_are_in_no_step():
+    recovery = make()
+    assert [decide(recovery, step) for step in (None, None, 5, None)] == ["spare"] * 4
+    assert decide(recovery, 5).startswith("stop: ")
+
+
+def test_of_faults_before_one_step_the_last_has_the_time_until_it():
     heard: list[str] = []
     recovery = Recovery("shrink", 4, (), lambda faults, line: heard.append(line))
     decide(recovery, 9)
-    decide(recovery, 1)
-    recovery.note_step(8, 1e9, 2)
+    decide(recovery, None)
+    recovery.note_step(6, 1e9, 2)
     recovery.note_step(8, 2e9, 2)
-    assert [(fault.steps_lost, fault.ranks_after) for fault in recovery.faults] == [(0, 2), (0, 2)]
-    assert all(isinstance(fault, Fault) and fault.recovered_s is not None for fault in recovery.faults)
-    assert len(heard) == 3
+    assert [(fault.steps_lost, fault.ranks_after) for fault in recovery.faults] == [(2, 2), (None, 2)]
+    assert [fault.recovered_s is None for fault in recovery.faults] == [True, False]
+    assert len(heard) == 3 and heard[-1].endswith("2 ranks continue after step 6; 2 steps lost")
+
+
+def test_a_step_is_lost_where_the_fault_hit_in_what_follows_it():
+    recovery = make("restart")
+    decide(recovery, 12, done=12)
+    recovery.note_step(8, 0.0, 2)
+    assert recovery.faults[0].steps_lost == 4
+
+
+def test_where_nobody_is_left_the_fault_is_one_of_a_restart():
+    recovery = make("shrink")
+    decide(recovery, 3)
+    recovery.note_step(3, 0.0, 2)
+    decide(recovery, 8)
+    recovery.restart_instead()
+    assert [fault.policy for fault in recovery.faults] == ["shrink", "restart"]
+
+
+def test_after_three_that_fail_no_more_spares_are_started_until_a_world_has_taken_a_step():
+    heard: list[str] = []
+    recovery = Recovery("spare", 2, (), lambda faults, line: heard.append(line))
+    for _ in range(3):
+        assert recovery.num_wanted == 3
+        recovery.note_spare_failed(None)
+    assert recovery.num_wanted == 0 and [line.endswith("no more are started") for line in heard] == [False, False, True]
+    recovery.note_step(1, 0.0, 2)
+    assert recovery.num_wanted == 3
+
+
+def test_a_rank_that_cannot_be_reached_is_lost():
+    assert find_code(RuntimeError("gloo/transport/tcp/pair.cc:1: connect: Connection refused")) == "peer-lost"
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_a_step_that_failed_leaves_no_statistics(norm):
+    model = norm(3, affine=True, track_running_stats=True)
+    guard = BufferGuard(model)
+    for _ in range(2):
+        with guard():
+            model(torch.randn(2, 3, 4, 4))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(RuntimeError, match="lost"), guard():
+        model(torch.randn(2, 3, 4, 4))
+        raise RuntimeError("lost")
+    assert before and all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def test_fewer_ranks_share_the_same_global_batch():

@@ -54,9 +54,11 @@ def test_the_times_of_a_busy_machine_are_doubted_also_from_disk(tmp_path):
 
 
 def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
-    result = build_run(EPOCH_ROWS, outcome={"steps": 4, "world_size": 2, "backend": "gloo"})
+    faults = [{"rank": 1, "step": 3, "policy": "spare", "recovered_s": 0.5}]
+    result = build_run(EPOCH_ROWS, outcome={"steps": 4, "world_size": 2, "backend": "gloo"}, faults=faults)
     result.save(tmp_path / "run")
     again = load_result(tmp_path / "run")
+    assert again.to_json()["faults"] == faults
     assert isinstance(again, TrainRunResult) and list(again.rows) == list(EPOCH_ROWS) and again.finished
     assert again.answer == result.answer and again.to_json() == result.to_json()
     assert {"table.md", "table.csv", "training.png"} <= {path.name for path in (tmp_path / "run").iterdir()}

@@ -71,6 +71,18 @@ def test_what_leaves_a_run_the_same_may_be_typed_again():
     assert change_settings(TrainSettings(steps=9), {"steps": 12}).steps == 12
 
 
+def test_what_belongs_to_a_policy_goes_with_it():
+    run = TrainSettings(ranks=2, on_fault="spare", spares=2, max_faults=5)
+    for policy, spares, max_faults in (("restart", 1, 5), ("stop", 1, 10), ("spare", 2, 5)):
+        found = change_settings(run, {"on_fault": policy})
+        found.check()
+        assert (found.on_fault, found.spares, found.max_faults) == (policy, spares, max_faults)
+    with pytest.raises(ConfigError, match="--max-faults 5 with --on-fault stop"):
+        TrainSettings(max_faults=5).check()
+    with pytest.raises(ConfigError, match="--on-fault 'hope' is unknown"):
+        TrainSettings(on_fault="hope").check()
+
+
 def test_the_faults_that_auto_expects_go_with_it():
     run = TrainSettings(save_every="auto", mtbf="3h")
     assert change_settings(run, {"save_every": "60s"}).mtbf is None

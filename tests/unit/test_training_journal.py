@@ -270,3 +270,14 @@ def test_a_signal_soon_after_the_first_is_the_same_request(monkeypatch):
             assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_rows_of_the_world_before_are_kept_until_others_were_exchanged():
+    """A second fault may hit in the evaluation, before they are written."""
+    journal = Journal(SimpleNamespace(rank=0, world_size=1, share=lambda value: [value]), StopRequest())
+    row = {"step": 9, "step_s": 0.1}
+    journal.carried = [row]
+    assert journal.exchange(False).rows == (row,) and journal.list_unwritten()[0] == [row]
+    journal.add(**build_entry(10))
+    assert [found["step"] for found in journal.exchange(False).rows] == [10]
+    assert [found["step"] for found in journal.list_unwritten()[0]] == [10]

@@ -315,7 +315,7 @@ def add_command(
     app: typer.Typer, name: str, verb: str | Callable[..., Any], names: str, help: str, **always: Any
 ) -> None:
     """Add a command with the options `names`, in this order in each panel; "-name" takes one away again. Without a
-    name it is what a group of commands does by itself.
+    name it is what a group of commands does where none of them is named.
 
     `verb` ("module:function" of `paceline.verbs`, or a function) gets what was typed, and `always` unless it was typed;
     the other defaults are its own.

@@ -153,7 +153,8 @@ def measure_fault(
     `paceline train`, and `state_bytes` those of its model and momentum; 0: a small one."""
     place, cause = FAULTS[fault]
     is_pause, rank, step = not cause, (trial + 1) % ranks, 40 + trial % 7
-    goes_on = policy != "stop" and system == "train" and not is_pause
+    # SIGTERM asks all ranks to save and stop: nothing is to be recovered.
+    goes_on = policy != "stop" and system == "train" and not is_pause and fault != "term"
     asked = {
         "fault": fault.partition("-in-")[0], "place": place, "rank": rank, "step": step,
         "steps": step + 40 if is_pause else step + 4 if goes_on else _LONG_STEPS, "save_every": 10, "batch_size": 8,

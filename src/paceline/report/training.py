@@ -213,7 +213,8 @@ class TrainRunResult(Result):
         if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():
             raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
         settings = {name: value for name, value in self.config.items() if name not in ("outcome", "faults")}
-        write_new(folder / records.CONFIG_FILE, render_config(settings, self.run.environment, self.outcome))
+        text = render_config(settings, self.run.environment, self.outcome, self.faults)
+        write_new(folder / records.CONFIG_FILE, text)
         with contextlib.closing(records.MetricsLog(folder / records.METRICS_FILE)) as log:
             log.append(*self.rows)
 
@@ -378,11 +379,15 @@ class TrainComparisonResult(Result):
         super()._save_run(folder)
 
 
-def render_config(settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None) -> str:
+def render_config(
+    settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None,
+    faults: Sequence[dict[str, Any]] = (),
+) -> str:  # fmt: skip
     """The text of `config.json`."""
     document = dict(zip(("format", "version"), records.CONFIG_FORMAT, strict=True))
     document |= {"settings": settings, "environment": dataclasses.asdict(environment)}
-    return json.dumps(document | ({"outcome": outcome} if outcome else {}), indent=1) + "\n"
+    document |= {"outcome": outcome} if outcome else {}
+    return json.dumps(document | ({"faults": list(faults)} if faults else {}), indent=1) + "\n"
 
 
 def load_training(folder: str | Path) -> TrainRunResult:

@@ -195,6 +195,7 @@ class _Rank:
     stacks: Connection
     was_heard: bool = False
     step: int | None = None  # it waits for a place in a new world, and has completed this step
+    is_lost: bool = False  # since it has lost another rank
 
 
 def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
@@ -235,8 +236,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
         raised is raised here as itself. With `monitor`, so is a rank that is stopped or hangs (`runtime/monitor.py`).
-        With `recovery` ranks may go on after a fault, or start again (`runtime/recovery.py`): the values are those of
-        the last world.
+        With `recovery` ranks may continue after a fault, or start again (`runtime/recovery.py`): the values are those
+        of the last world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
@@ -261,6 +262,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     if self._ranks[0].step is None and recovery is not None:  # other processes, from the last file
                         job = _pickle_job(fn, recovery.arguments)
                         self._await_ranks(size, deadline)
+                        recovery.check_over()
             except BaseException:
                 self.close(at_once=True)
                 raise
@@ -273,36 +275,37 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         fault from which they recover, or where more ranks can be had, the size of the next world."""
         watched = Monitor(range(size), size) if monitor and not why_no_monitor() else None
         self._size = size
-        with watched or contextlib.nullcontext(), _serve_store() as store:
-            variables = _job_variables(size, store)
-            for rank in range(size):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if watched is not None:
-                    own[pulse.VARIABLE] = ":".join(watched.find_pages(rank))
-                self._place(rank, variables | own, job)
-            values, failures = self._collect(size, job, deadline, on_message, watched, recovery)
-            waits = any(rank.step is not None for rank in self._ranks[:size])
-            stuck = [rank for rank in range(size) if rank not in values and not failures and not waits]
-            policy = "stop"
-            if waits and not failures and recovery is not None and size == recovery.num_ranks:
-                failures = [Failure(None, time.monotonic(), "ranks have lost each other, and none is missing")]
-            if failures:
-                first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
-                error = make_error(first, size, sorted(values))
-                if recovery is not None:
-                    step = watched.find_step() if watched is not None else 0
-                    policy = recovery.decide(first, error, size, bool(values), step)
-            elif waits and recovery is not None:
-                policy = recovery.policy
-            # While there is a store: without it they would no longer be where they were stuck.
-            if policy == "restart" or (policy == "stop" and any(failure.code in _CERTAIN for failure in failures)):
-                self._kill()
-            places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
-        if policy == "restart":
-            self.close(at_once=True)
-        if policy != "stop":
-            assert recovery is not None
-            return {}, self._regroup(size, failures, job, on_message, recovery)
+        with watched or contextlib.nullcontext():
+            with _serve_store() as store:
+                variables = _job_variables(size, store)
+                for rank in range(size):
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    if watched is not None:
+                        own[pulse.VARIABLE] = ":".join(watched.find_pages(rank))
+                    self._place(rank, variables | own, job)
+                values, failures = self._collect(size, job, deadline, on_message, watched, recovery)
+                waiting = [rank for rank in self._ranks[:size] if rank.step is not None]
+                stuck = [rank for rank in range(size) if rank not in values and not failures and not waiting]
+                policy = "stop"
+                if waiting and not failures and all(rank.is_lost for rank in waiting):
+                    failures = [Failure(None, time.monotonic(), "ranks have lost each other, and none is missing")]
+                if failures:
+                    first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
+                    error = make_error(first, size, sorted(values))
+                    if recovery is not None:
+                        at = watched.find_step() if watched is not None else None
+                        policy = recovery.decide(first, error, size, bool(values), at)
+                elif waiting and recovery is not None:
+                    policy = recovery.policy
+                # While there is a store: without it they would no longer be where they were stuck.
+                if policy == "restart" or (policy == "stop" and any(failure.code in _CERTAIN for failure in failures)):
+                    self._kill()
+                places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
+            if policy == "restart":
+                self.close(at_once=True)
+            if policy != "stop":
+                assert recovery is not None
+                return {}, self._regroup(policy, size, failures, job, on_message, recovery, watched)
         if failures:
             raise error
         if stuck:
@@ -314,36 +317,42 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """A rank that stands by continues its job in the new world; another one begins it there."""
         end = self._ranks[rank]
         message = (sys.path, variables, job) if end.step is None else variables
-        end.step = None
+        end.step, end.is_lost = None, False
         with contextlib.suppress(OSError):  # a rank that died already is found by _collect
             end.link.send_bytes(pickle.dumps(message))
 
     def _regroup(
-        self, size: int, failures: Sequence[Failure], job: bytes, on_message: _Hear, recovery: Recovery
-    ) -> int:
+        self, policy: str, size: int, failures: Sequence[Failure], job: bytes, on_message: _Hear, recovery: Recovery,
+        monitor: Monitor | None,
+    ) -> int:  # fmt: skip
         """Put those who will be in the next world first, in the order of their new ranks; returns their number. Where
-        nobody is left, all ranks are started anew."""
+        nobody is left, all ranks are started anew. Those who stay and have got a signal stop in the next world."""
         late, deadline = set(range(min(size, len(self._ranks)))), time.monotonic() + _REGROUP_S
         for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
             self._ranks[lost].process.kill()
             late.discard(lost)
         stay = {rank for rank in late if self._ranks[rank].step is not None}
         late -= stay
-        while late and time.monotonic() < deadline:
-            for rank, kind, content in self._hear(late, _LOOK_S, None):
+        while late and (
+            time.monotonic() < deadline or (monitor is not None and any(monitor.is_busy(rank) for rank in late))
+        ):
+            for rank, kind, content in self._hear(late, _LOOK_S if monitor is None else LOOK_S, None):
                 if kind == "message" and on_message is not None:
                     on_message(rank, content)
                 elif kind in ("standby", "value", "failure"):
                     late.discard(rank)
                     if kind == "standby":
-                        self._ranks[rank].step = content
+                        self._ranks[rank].step = content[0]
                         stay.add(rank)
+            if monitor is not None and (verdict := monitor.look()) is not None and verdict.rank is not None:
+                late.discard(verdict.rank)  # it hangs, too
         active, others = self._ranks[:size], self._ranks[size:]
         spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
         ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
         if recovery.policy == "spare" and stay:
             deadline = time.monotonic() + _SPARE_S
             while len(spares) < ranks.count(None) and recovery.num_wanted and time.monotonic() < deadline:
+                recovery.check_over()
                 spares = self._await_spare(job, recovery, ranks.count(None))
             ranks = [spares.pop(0) if one is None and spares else one for one in ranks]
         kept = [one for one in ranks if one is not None]
@@ -352,9 +361,10 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self._end([one for one in self._ranks if one not in kept and one not in spares])
         self._ranks = kept + spares
         if not stay or (recovery.policy == "spare" and len(kept) < recovery.num_ranks):
-            if self._ranks or not recovery.faults:
+            if policy != "restart":
                 recovery.restart_instead()
             self.close(at_once=True)
+            recovery.check_over()
             self.start(recovery.num_ranks)
             return recovery.num_ranks
         return recovery.fit(min(len(kept), recovery.num_ranks))
@@ -366,7 +376,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         for rank, kind, content in self._hear(waiting, _LOOK_S, None):
             self._note_spare(rank, kind, content, recovery)
             break  # the others may have other numbers now
-        return [spare for spare in self._ranks[self._size :] if spare.step is not None]
+        there = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is None]
+        return [spare for spare in there if spare.step is not None]
 
     def _refill(self, job: bytes, recovery: Recovery, num_lost: int = 0) -> None:
         """Start what is missing of the processes that may become ranks; ranks that are lost are still listed."""
@@ -382,7 +393,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def _note_spare(self, rank: int, kind: str, content: Any, recovery: Recovery) -> None:
         if kind == "standby":
-            self._ranks[rank].step = content
+            self._ranks[rank].step = content[0]
         elif kind in ("value", "failure"):
             recovery.note_spare_failed(content)
             self._end([self._ranks.pop(rank)])
@@ -482,7 +493,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         failures: list[Failure] = []
         pending, is_wanted = set(range(num_ranks)), False
         while pending and (left_s := deadline - time.monotonic()) > 0:
-            spares = {rank for rank in range(num_ranks, len(self._ranks)) if self._ranks[rank].step is None}
+            spares = set(range(num_ranks, len(self._ranks)))
             for rank, kind, content in self._hear(
                 pending | spares, min(left_s, _LOOK_S if monitor is None else LOOK_S), monitor
             ):
@@ -490,14 +501,17 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     on_message(rank, content)
                 elif rank in spares and recovery is not None:
                     self._note_spare(rank, kind, content, recovery)
+                    if kind in ("value", "failure"):
+                        self._refill(job, recovery)
                     break  # they may have other numbers now
                 elif kind == "stepped" and recovery is not None:
                     first, when_s = content
                     recovery.note_step(first, when_s, num_ranks)
                     self._refill(job, recovery)  # now, for it takes time of the cores
+                    break  # they may have other numbers now
                 elif kind == "standby":
                     pending.discard(rank)
-                    self._ranks[rank].step = content
+                    self._ranks[rank].step, self._ranks[rank].is_lost = content
                     deadline = min(deadline, time.monotonic() + _STANDBY_S)
                 elif kind in ("value", "failure"):
                     pending.discard(rank)
@@ -514,7 +528,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             if failures:
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
             if recovery is not None and not is_wanted and num_ranks < recovery.num_ranks:
-                ready = sum(spare.step is not None for spare in self._ranks[num_ranks:])
+                there = [spare for spare in self._ranks[num_ranks:] if spare.process.exitcode is None]
+                ready = sum(spare.step is not None for spare in there)
                 if is_wanted := recovery.fit(min(num_ranks + ready, recovery.num_ranks)) > num_ranks:
                     self.send(0, "more ranks can be had")
         return values, failures

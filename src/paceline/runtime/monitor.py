@@ -424,9 +424,20 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
-    def find_step(self) -> int:
-        """The step that the first of the ranks is in, or was when it ended."""
-        return max(int(memoryview(one.page).cast("q")[pulse.STEP]) for one in self._processes.values())
+    def find_step(self) -> tuple[int, int] | None:
+        """The step that the first of the ranks is in, or was when it ended, and how many were complete; None before the
+        first step of this world."""
+        pages = [memoryview(one.page).cast("q") for one in self._processes.values()]
+        found = [(page[pulse.STEP], page[pulse.STEP] - (page[pulse.COUNTED] < pulse.COMPLETE)) for page in pages
+                 if page[pulse.COUNTED]]  # fmt: skip
+        return max(found, default=None)
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether a rank that does not wait for others may take longer still: it has marked a pause, or is within the
+        limit that was learned."""
+        words = memoryview(self._processes[rank].page).cast("q")
+        phase, since_s = words[pulse.PHASE], (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
+        return phase != WAIT and since_s <= (_SLOW_S if phase == SLOW else self._judge.limit_s)
 
     def describe(self, rank: int) -> str:
         """In which step and phase a rank is, or was when it ended; empty where it has not said."""

@@ -24,6 +24,7 @@ NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer
 # Places of words (int64) on the page.
 PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_SECONDARY, NUM_BUCKETS = range(11)
 LONGEST_NS = 16  # of each phase
+COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, 0 where nobody says where steps begin, and its values
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
 # Texts: their place and their size in bytes.
 LABEL, ERROR = (2048, 128), (2176, 1024)
@@ -63,6 +64,13 @@ def begin_step(number: int) -> None:
     if _words is not None and _rank is not None:
         _rank.counts_itself = True
         _end_step(number)
+        _words[COUNTED] = BEGUN
+
+
+def complete_step() -> None:
+    """The step that has begun is complete; what follows it may take time."""
+    if _words is not None:
+        _words[COUNTED] = COMPLETE
 
 
 def _end_step(number: int) -> None:

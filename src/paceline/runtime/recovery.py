@@ -22,13 +22,14 @@ _MOST_FAILED = 3
 
 @dataclass
 class Fault:
-    """One fault, and what followed. `time_s` is when it was named, as `time.time`. `policy`: "restart", "spare" or
-    "shrink", or "stop" where it ended the run. `recovered_s`: until the next step was taken by `ranks_after` ranks;
-    None where it was not. `steps_lost`: those that were taken again."""
+    """One fault, and what followed. `time_s` is when it was named, as `time.time`. `step` is None before the first of
+    a world. `policy`: "restart", "spare" or "shrink", or "stop" where it ended the run. `recovered_s`: until the next
+    step was taken by `ranks_after` ranks; None where it was not, or another fault came first. `steps_lost`: those that
+    were taken again, where that is known."""
 
     time_s: float
     rank: int | None
-    step: int
+    step: int | None
     cause: str
     policy: str
     ranks: int
@@ -54,6 +55,8 @@ class Recovery:
     is_over: Callable[[], object] = lambda: False
     faults: list[Fault] = field(default_factory=list)
     num_failed: int = 0
+    # Faults after which no step was taken yet, and how many were complete.
+    _open: list[tuple[Fault, int | None]] = field(default_factory=list)
 
     @property
     def stays_in_memory(self) -> bool:
@@ -66,9 +69,17 @@ class Recovery:
             return 0
         return self.num_ranks + (self.spares if self.policy == "spare" else 0)
 
-    def decide(self, failure: Failure, error: PacelineError, size: int, has_values: bool, step: int) -> str:
-        """What follows this failure in a world of `size` ranks: "stop", "restart", or the policy. `step` is the one
-        that the ranks were in, and `has_values` says that some have already returned."""
+    def check_over(self) -> None:
+        """Raise where the run was asked to stop: what is started now would not know."""
+        if self.is_over():
+            raise LaunchError("the run was asked to stop while it recovered from a fault", code="interrupted")
+
+    def decide(
+        self, failure: Failure, error: PacelineError, size: int, has_values: bool, at: tuple[int, int] | None
+    ) -> str:
+        """What follows this failure in a world of `size` ranks: "stop", "restart", or the policy. `at` is the step that
+        the ranks were in and how many were complete, if that is known; `has_values`: some have already returned."""
+        step, done = at or (None, None)
         cause = str(error).partition("\n")[0]
         policy, why = self.policy, ""
         # What a user must fix, and what all ranks raise together: there is no rank that could be replaced.
@@ -76,16 +87,17 @@ class Recovery:
             return "stop"
         if len(self.faults) >= self.max_faults:
             policy, why = "stop", f"it is fault {len(self.faults) + 1}, and --max-faults is {self.max_faults}"
-        elif self.faults and step == self.faults[-1].step:
+        elif step is not None and step in [fault.step for fault in self.faults if fault.step is not None][-1:]:
             policy, why = "stop", f"the fault before it was in step {step}, too: the run does not get past it"
         elif failure.code not in ("killed", "died", "hung") or failure.rank is None or has_values:
             policy = "restart"
         self.faults.append(Fault(time.time(), failure.rank, step, cause, policy, size))
+        self._open.append((self.faults[-1], done))
         if why:
             error.add_note(why)
         then = {
             "restart": "all ranks start again from the last checkpoint", "spare": "a spare takes its place",
-            "shrink": "the others go on", "stop": why,
+            "shrink": "the others continue", "stop": why,
         }[policy]  # fmt: skip
         self.report(self.faults, f"{cause}; {then}")
         return policy
@@ -93,21 +105,23 @@ class Recovery:
     def note_spare_failed(self, failure: Any) -> None:
         self.num_failed += 1
         why = failure.summary if isinstance(failure, Failure) else "it ended"
-        self.report(self.faults, f"a process that was to become a rank is not there: {why}")
+        then = "; no more are started" if self.num_failed >= _MOST_FAILED else ""
+        self.report(self.faults, f"a process that was to become a rank is not there: {why}{then}")
 
     def restart_instead(self) -> None:
-        """The ranks that are left cannot go on."""
-        for fault in self.faults[-1:]:
+        """The ranks that are left cannot continue."""
+        for fault, _ in self._open[-1:]:
             fault.policy = "restart"
-        self.report(self.faults, "no rank is left to go on: all ranks start again from the last checkpoint")
+        self.report(self.faults, "no rank is left to continue: all ranks start again from the last checkpoint")
 
     def note_step(self, first: int, when_s: float, size: int) -> None:
         """A world of `size` ranks has taken its first step, after step `first`."""
-        open_faults = [fault for fault in self.faults if fault.recovered_s is None]
-        for fault in open_faults:
+        open_faults, self._open, self.num_failed = self._open, [], 0
+        for fault, done in open_faults:
+            fault.ranks_after, fault.steps_lost = size, None if done is None else max(0, done - first)
+        for fault, _ in open_faults[-1:]:
             fault.recovered_s = time.time() - (time.monotonic() - when_s) - fault.time_s
-            fault.ranks_after, fault.steps_lost = size, max(0, fault.step - 1 - first)
-        for fault in open_faults[-1:]:
-            lost, ranks = format_number_of(fault.steps_lost or 0, "step"), format_number_of(size, "rank")
-            took = f"recovered after {fault.recovered_s:.1f} s"
-            self.report(self.faults, f"{took}: {ranks} continue after step {first}; {lost} lost")
+            most = max((fault.steps_lost for fault, _ in open_faults if fault.steps_lost is not None), default=None)
+            lost = "" if most is None else f"; {format_number_of(most, 'step')} lost"
+            took, ranks = f"recovered after {fault.recovered_s:.1f} s", format_number_of(size, "rank")
+            self.report(self.faults, f"{took}: {ranks} continue after step {first}{lost}")

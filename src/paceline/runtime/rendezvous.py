@@ -286,7 +286,7 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
             return dist.HashStore()
         if name := os.environ.get(STORE):  # our own launcher's
             # It is there before any rank: one that is not there any more belonged to a world that is over.
-            return PrivateStore(lambda: _call(name, place, 0.0, "the store of the launcher"))
+            return PrivateStore(lambda: _call(name, place, 0.0, "the store of the launcher", code="peer-lost"))
         host, port = place.master_addr, place.master_port
         if host is None or port is None:
             missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
@@ -401,8 +401,9 @@ def _end_server(process: "subprocess.Popen[bytes]") -> None:
         process.wait(_BIND_S / 3)
 
 
-def _call(name: str, place: Place, timeout_s: float, where: str) -> socket.socket:
-    """A connection to the store of this name, whose server is of this user."""
+def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "timeout") -> socket.socket:
+    """A connection to the store of this name, whose server is of this user; `code` is that of the error where there is
+    none."""
     deadline = time.monotonic() + timeout_s
     while True:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -414,7 +415,7 @@ def _call(name: str, place: Place, timeout_s: float, where: str) -> socket.socke
             if time.monotonic() > deadline:
                 text = f"rank {place.rank} could not reach {where} within {timeout_s:g} s"
                 hint = "is rank 0 running, and may this host reach it?"
-                raise LaunchError(f"{text} ({error.strerror}): {hint}", code="timeout") from None
+                raise LaunchError(f"{text} ({error.strerror}): {hint}", code=code) from None
         time.sleep(0.02)
     found = store_server.peer_user(link)
     if found is not None and found[0] != os.geteuid():

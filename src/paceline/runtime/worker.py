@@ -30,7 +30,7 @@ from paceline.runtime import pulse
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
 _PEER_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting",
-    "Application timeout caused pair closure",
+    "Application timeout caused pair closure", "Connection refused",
 )  # fmt: skip
 
 
@@ -114,9 +114,9 @@ def receive() -> Any:
 SPARE = "PACELINE_SPARE"
 
 
-def stand_by(step: int) -> None:
+def stand_by(step: int, is_lost: bool = False) -> None:
     """Wait for a place in a new world, and take it, after this rank has left the one before. `step` is the last that it
-    has completed; -1 where it has no state."""
+    has completed; -1 where it has no state. `is_lost`: it has lost another rank, and was not asked to leave."""
     import torch.distributed as dist
 
     from paceline.runtime import rendezvous
@@ -124,7 +124,7 @@ def stand_by(step: int) -> None:
     if dist.is_initialized():
         raise LaunchError("this rank could not leave the world of a lost one")
     rendezvous.close_stores()
-    _answer("standby", step)
+    _answer("standby", (step, is_lost))
     while not isinstance(variables := receive(), dict):
         pass  # a request that the world before did not read
     os.environ.update(variables)

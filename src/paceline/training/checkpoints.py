@@ -124,6 +124,9 @@ class RunFiles:
                 # The session that started this rank has locked the folder of the run.
                 self._lock = lock_folder(self._store.folder, _LOCK_TIMEOUT_S)
                 loaded = self._store.load_latest() if resume else None
+                # By the newest checkpoint or the begin of the run: of short worlds none would be due.
+                newest = next(map(self._store.path, self._store.find()), self._store.folder)
+                self._saved_s -= max(0.0, time.time() - newest.stat().st_mtime)
                 if resume and loaded is None and (self._folder / WEIGHTS).exists():
                     problem = f"{self._folder} is finished and holds no checkpoint to resume from: start a new run"
                     code = "finished"

@@ -147,8 +147,8 @@ class Journal:
             self._entries = entries  # for the world after this one
             raise
         by_step = zip(*(report.rows for report in reports), strict=True)
-        self._last = [_build_row(ranks) for ranks in by_step]
-        rows, self.carried = tuple(self.carried + self._last), []
+        self._last, self.carried = [*self.carried, *(_build_row(ranks) for ranks in by_step)], []
+        rows = tuple(self._last)
         if rows:
             slowest_s = sum(row["step_s"] for row in rows) / len(rows)
             self.every = max(1, min(_MAX_STEPS, int(_EXCHANGE_EVERY_S / max(slowest_s, 1e-6))))

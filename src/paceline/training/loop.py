@@ -73,6 +73,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 job.seed_step(position.step)
                 with undoing():
                     outcome = take_step(learner, window.batches, num_targets, rate, phases)
+                pulse.complete_step()
                 ends = window.is_last
                 place = (epoch + 1, 0) if ends else (epoch, window.number + 1)
                 position = Position(*place, position.step + 1)
@@ -175,6 +176,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
 
         gc.collect()
         gc.freeze()  # a rank that leaves its world looks for cycles, and only that world's count
+    is_lost = False
     with catch_stop() as request:
         if os.environ.pop(SPARE, ""):
             carried = warm_up(settings)
@@ -185,8 +187,9 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
             except (PacelineError, RuntimeError) as error:
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
+                is_lost = not isinstance(error, MoreRanksError)
             gc.collect()  # of groups that nothing uses any more: only then the others know that this rank has left
-            stand_by(carried.step)
+            stand_by(carried.step, is_lost)
 
 
 def _train(

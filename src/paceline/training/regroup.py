@@ -1,4 +1,4 @@
-"""A run that goes on in a new world: what a process brings along, and how the ranks of that world agree on it.
+"""A run that continues in a new world: what a process brings along, and how the ranks of that world agree on it.
 
 After a fault ranks may be one step apart. The most advanced one has what all of them would have had, and the others get
 its state, as from a checkpoint: in memory it has the same form, and `RunFiles.restore` takes both.
@@ -28,6 +28,7 @@ from paceline.training.journal import Journal, TakenStep, Unwritten
 from paceline.training.own import Sets
 from paceline.training.settings import Batches, TrainSettings
 from paceline.training.step import StepOutcome
+from paceline.workloads.data import is_own_data
 from paceline.workloads.data.own import OwnData
 
 
@@ -36,7 +37,7 @@ class MoreRanksError(PacelineError):
 
 
 def may_stay(error: BaseException) -> bool:
-    """Whether a rank that raised this may go on in another world: it has lost others, or more can be had."""
+    """Whether a rank that raised this may continue in another world: it has lost others, or more can be had."""
     return isinstance(error, MoreRanksError) or find_code(error) == "peer-lost"
 
 
@@ -151,8 +152,11 @@ class Carried:
 def warm_up(settings: TrainSettings) -> Carried:
     """Make this process ready to become a rank, in a world of its own: modules, data and model are there."""
     carried = Carried()
-    settings = dataclasses.replace(settings, threads=1, plan=None)
-    alone = dataclasses.replace(settings, ranks=1, global_batch_size=None, wrapper="none", strategy="dense")
+    if settings.batch_size or settings.global_batch_size or not (settings.is_whole or is_own_data(settings.data)):
+        settings = settings.on_ranks(1)  # as many steps as the run has
+    # It takes no step: nothing that depends on their number may be refused here.
+    takes_none: dict[str, Any] = {"lr_warmup": 0, "batch_growth": (), "grow": "accumulate", "plan": None, "threads": 1}
+    alone = dataclasses.replace(settings, ranks=1, wrapper="none", strategy="dense", **takes_none)
     with open_world(alone) as world:
         carried.keep(build_job(alone, world))
     carried.batches = None
@@ -170,7 +174,8 @@ class BufferGuard:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         for place, buffer in enumerate(self._buffers):
-            if buffer._version != self._versions[place]:  # most never change
+            # Most never change. Norms write their statistics, which are vectors, maybe without a new version.
+            if (buffer.dim() == 1 and buffer.is_floating_point()) or buffer._version != self._versions[place]:
                 self._kept[place], self._versions[place] = buffer.clone(), buffer._version
         try:
             yield

@@ -216,9 +216,10 @@ class TrainSettings:
     def check(self) -> None:
         """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
         for name, value in self.to_json().items():
-            flag, least, start = f"--{name.replace('_', '-')} {value}", _LEAST.get(name, 0), _REALS.get(name)
+            option, least, start = f"--{name.replace('_', '-')}", _LEAST.get(name, 0), _REALS.get(name)
+            flag = f"{option} {value}"
             if name in _KNOWN and value not in _KNOWN[name]:
-                raise ConfigError(f"--{name} {value!r} is unknown: known are {', '.join(_KNOWN[name])}")
+                raise ConfigError(f"{option} {value!r} is unknown: known are {', '.join(_KNOWN[name])}")
             if name in _LEAST and value is not None and value < least:
                 raise ConfigError(f"{flag}: at least {least} is needed")
             if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
@@ -269,6 +270,9 @@ class TrainSettings:
              "the other larger; leave one out"),
             (self.spares > 1 and self.on_fault != "spare",
              f"--spares {self.spares} with --on-fault {self.on_fault}: leave it out, or use --on-fault spare"),
+            (self.max_faults != TrainSettings.max_faults and self.on_fault == "stop",
+             f"--max-faults {self.max_faults} with --on-fault stop, by which the first one ends the run: leave it out, "
+             "or use --on-fault restart"),
         )  # fmt: skip
         check_drops(self.lr_drops, self.schedule)
 

@@ -37,7 +37,7 @@ def faults(
         (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
         (patience <= 0, f"--patience {patience:g}: above 0"),
         (on_fault not in POLICIES, f"--on-fault {on_fault!r} is unknown: known are {', '.join(POLICIES)}"),
-        (restart and on_fault != "stop", f"--restart with --on-fault {on_fault}: the run goes on; leave one out"),
+        (restart and on_fault != "stop", f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
     state_bytes = 0 if state is None else parse_size(state)
     cells = [

@@ -22,7 +22,7 @@ from paceline.report.training import TrainComparisonResult, TrainRunResult, rend
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import check_rank_count
 from paceline.runtime.recovery import Fault, Recovery
-from paceline.runtime.session import Session, open_session
+from paceline.runtime.session import Session, joins_world, open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import AUTO, NAMES, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of, name_ranks
@@ -159,6 +159,7 @@ def _train(
     """One run, in a new folder in `out`, or the resumed one, which has taken `num_before` steps. `whole` is the session
     of which it is a part, and learns of a signal that came too late to stop it."""
     config = wanted.to_json()
+    _check_recovery(wanted, out is not None or resume is not None)
     with open_session(
         "train", config, ranks=wanted.ranks, out=out, name=name, resume=resume, progress=progress, can_resume=True
     ) as session:
@@ -211,26 +212,32 @@ def _train(
         notes = [*list_job_warnings(wanted), *outcome.notes]
         if outcome.step == num_before:
             notes.append(f"the run was already finished, after {outcome.step} steps; to train on, give more --{ends}")
-        faults = [] if recovery is None else [dataclasses.asdict(fault) for fault in recovery.faults]
+        faults = [] if folder is None else load_config(folder).get("faults", [])  # those before a resume, too
         run = Run("train", config | {"outcome": ended, "faults": faults}, environment, (), tuple(notes))
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
         session.write(result)
         return result
 
 
-def _build_recovery(session: Session, wanted: TrainSettings, rows_wanted: bool) -> Recovery | None:
-    """What follows a fault, where that is not the end of the run."""
-    folder, asked = session.folder, f"--on-fault {wanted.on_fault}"
+def _check_recovery(wanted: TrainSettings, is_saved: bool) -> None:
+    """Refuse recovery where it cannot be, before anything is written."""
     if wanted.on_fault == "stop":
-        return None
+        return
+    launcher, asked = read_place().launcher if joins_world(wanted.ranks) else "", f"--on-fault {wanted.on_fault}"
     refuse(
-        (session.place is not None,
-         f"{asked} in a world that {session.place and session.place.launcher} has launched: its launcher restarts "
-         "ranks, as by torchrun --max-restarts; with PACELINE_RUN the job resumes from its last checkpoint"),
-        (folder is None, f"{asked} needs --out: without checkpoints there is nothing to restart from"),
+        (launcher,
+         f"{asked} in a world that {launcher} has launched: its launcher restarts ranks, as by torchrun "
+         "--max-restarts, and with PACELINE_RUN the job resumes from its last checkpoint; use --on-fault stop"),
+        (not is_saved, f"{asked} needs --out: without checkpoints there is nothing to restart from"),
         code="on-fault",
     )  # fmt: skip
-    assert folder is not None
+
+
+def _build_recovery(session: Session, wanted: TrainSettings, rows_wanted: bool) -> Recovery | None:
+    """What follows a fault, where that is not the end of the run."""
+    folder = session.folder
+    if wanted.on_fault == "stop" or folder is None:
+        return None
     before = load_config(folder).get("faults", [])
 
     def report(faults: Sequence[Fault], line: str) -> None:
@@ -320,6 +327,10 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
         )  # fmt: skip
     if given.get("save_every", AUTO) != AUTO:
         given = {"mtbf": None} | given  # it was for auto
+    if given.get("on_fault", "spare") != "spare":  # they were for the policy before
+        given = {"spares": TrainSettings.spares} | given
+    if given.get("on_fault") == "stop":
+        given = {"max_faults": TrainSettings.max_faults} | given
     settings = dataclasses.replace(saved, **given)
     if settings.ranks == saved.ranks:
         return settings
