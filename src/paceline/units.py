@@ -91,12 +91,14 @@ def parse_counts(text: str, what: str) -> tuple[int, ...]:
 
 
 def parse_duration(text: str, what: str) -> float:
-    """Seconds of a time such as `120s`, `90min`, `3h` or `2d`; `what` is the option, for errors. The unit is not
-    optional."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*(s|min|h|d)\s*", text)
-    if match is None:
+    """Seconds of a time such as `120s`, `90min`, `3h`, `2d` or `3 h 5 min`; `what` is the option, for errors. The unit
+    is not optional."""
+    scales = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+    parts = (rf"(?:(\d{{1,15}}(?:\.\d{{1,15}})?)\s*{unit}\s*)?" for unit in scales)
+    match = re.fullmatch(r"\s*" + "".join(parts), text)
+    if match is None or not any(match.groups()):
         raise ConfigError(f"{what} {text[:40]!r} is not a time with its unit: write it like 120s, 90min, 3h or 2d")
-    return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
+    return sum(float(number) * scale for number, scale in zip(match.groups(), scales.values(), strict=True) if number)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ from paceline import load_result
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import FaultRecord
 from paceline.records.store import Run, save_run
+from paceline.runtime.monitor import Monitor
 from paceline.verbs.predict import predict_goodput
 from tests.unit.made_runs import make_folder, make_rows
 
@@ -85,6 +91,10 @@ def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, 
     assert document["mtbf_s"] == pytest.approx(90 * 86400 / 512)
     assert [row["policy"] for row in document["policies"]] == ["spare", "shrink", "restart"]
     assert document["policies"][0]["idle_ranks"] == 1
+    # 8 samples per rank: a batch of 4,096, which 511 ranks cannot share.
+    assert any("256 of 512 ranks continue" in line for line in document["findings"])
+    (train,) = load_result(document["run"]).next_steps
+    assert train.endswith(" --mtbf 15188s --on-fault spare")
     assert any(line.startswith("spare wins over restart") for line in document["findings"])
     restart = next(row for row in document["costs"] if row["name"] == "restart")
     assert restart["source"] == "imported" and restart["mean_s"] == 30
@@ -106,8 +116,29 @@ def test_a_person_reads_a_sentence_and_two_tables(command, sketched, tmp_path):
     answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert answer.out.startswith("8 ranks with a fault every 2 d: with restart, 99.")
-    assert "What it is made from" in answer.out and "--save-every auto --mtbf 172800s" in answer.out
+    assert "What it is made from" in answer.out
+    assert "--save-every auto --mtbf 172800s --on-fault restart" in " ".join(answer.out.split())
     assert "left out: spare and shrink" in answer.out
+    assert "does not cover the error of the model itself" in " ".join(answer.out.split())
+
+
+def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():
+    found = predict_goodput(mtbf="3h", ranks=8, step_seconds=1, save_seconds=1, restart_seconds=9, shrink_seconds=1)
+    assert found.faults.ranks_after == 7 and "--save-every auto" in found.next_steps[0]
+    assert any(line.startswith("assumed: with shrink all other ranks") for line in found.findings)
+
+
+def test_what_to_do_next_has_the_interval_where_auto_would_choose_another():
+    costs = {"step_seconds": 1, "save_seconds": 1, "restart_seconds": 9, "spare_seconds": 1}
+    found = predict_goodput(mtbf="3h", ranks=1024, all_lost="20%", repair="1d", **costs)
+    assert f" --save-every {found.save_interval_s:.0f}s --on-fault spare --spares 16" in found.next_steps[0]
+
+
+def test_the_wait_for_the_save_before_is_no_part_of_a_stall(sketched, trained):
+    rows = [{"step": n, "stall_s": 3.0, "wait_s": 2.5, "write_s": 9.0} for n in range(5)]
+    (trained / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = predict_goodput(trained, mtbf="3h", restart_seconds=9)
+    assert next(one for one in found.records if one.name == "save").seconds == pytest.approx([0.5] * 4)
 
 
 def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
@@ -122,6 +153,7 @@ def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
         ((*TYPED, "--mtbf", "3h", "--mtbf-per-rank", "3h"), "leave one out"),
         ((*TYPED, "--mtbf", "3h"), "how many ranks"),
         ((*TYPED, "--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with its unit"),
+        (("--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with its unit"),  # before what is not known
         ((*TYPED, "--mtbf", "3weeks", "--ranks", "2"), "--mtbf '3weeks' is not a time"),
         ((*TYPED, "--mtbf", "-3h", "--ranks", "2"), "--mtbf '-3h' is not a time"),
         ((*TYPED, "--mtbf", "0h", "--ranks", "2"), "must be above 0"),
@@ -165,3 +197,41 @@ def test_a_run_that_did_not_measure_it_says_which_option_to_give(command, traine
 def test_options_in_front_of_the_command_are_refused(command):
     answer = command("predict", "--network", "10gbe", "goodput", "--mtbf", "3h")
     assert answer.code == 2 and "--network before goodput has no effect" in answer.err
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    spec = importlib.util.spec_from_file_location("goodput", Path(__file__).parents[2] / "benchmarks" / "goodput.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "goodput", module)  # where dataclasses look up their types
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_kills_ranks_of_the_world_and_no_spares(benchmark, tmp_path):
+    """A monitor's page has the rank in the world; both processes have the name of a rank."""
+    processes = []
+    try:
+        for rank in range(2):
+            program = tmp_path / f"paceline-rank-{rank}"
+            program.symlink_to(shutil.which("sleep"))
+            processes.append(subprocess.Popen([program, "60"]))
+        pids = [process.pid for process in processes]
+        with Monitor([0], 1) as monitor:
+            with open(monitor.find_pages(0)[0], "r+b") as page:
+                page.write(pids[1].to_bytes(8, sys.byteorder))
+            assert set(benchmark.find_ranks(os.getpid())) >= set(pids)
+            assert benchmark.find_ranks(os.getpid(), in_world=True) == pids[1:]
+        assert benchmark.find_ranks(os.getpid(), in_world=True) == []
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_the_benchmark_warns_where_kills_are_not_the_faults_of_the_run(benchmark, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"faults": [{"policy": "spare"}]}))
+    outcome = benchmark.Outcome(tmp_path, kills_s=[1.0, 2.0])
+    assert "2 kills, and the run recorded 1 faults" in benchmark.check_faults(outcome, "spare")
+    assert not benchmark.check_faults(outcome, "resume")
+    assert not benchmark.check_faults(benchmark.Outcome(tmp_path, kills_s=[1.0]), "spare")

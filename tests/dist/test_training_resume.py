@@ -410,6 +410,6 @@ def test_saves_at_the_best_interval_are_those_of_rank_0_on_all_ranks(on_ranks, t
     assert on_ranks(2, train_with_early_saves, settings, tmp_path) == [54, 54]
     rows = load_metrics(tmp_path / "saves.jsonl")
     assert len(rows) > 2 and rows[-1]["step"] == 54
-    assert all(row["stall_s"] > 0 and row["write_s"] > 0 and 0 < row["next_s"] < 5 for row in rows)
+    assert all(row["stall_s"] > row["wait_s"] >= 0 < row["write_s"] and 0 < row["next_s"] < 5 for row in rows)
     saved = [f"step-{row['step']:08}" for row in rows[-settings.keep :]]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved

@@ -213,9 +213,9 @@ class Repeated(nn.Module):
         return self.last(x)
 
 
-def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: tuple[int, ...]) -> None:
-    """`uses`: of each rank in these steps, where it is not two; `early`: the steps in which the gradient leaves before
-    the end of backward."""
+def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: dict[int, tuple[int, ...]]) -> None:
+    """`uses`: of each rank in these steps, where it is not two; `early`: the steps of each rank in which the gradient
+    leaves before the end of backward."""
 
     def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         x = torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -233,7 +233,7 @@ def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: tuple[i
                     report = model.report()
                     names = [report.plan.gradients[index].name for index, *_ in report.plan.partition]
                     sent_s = report.times.buckets[names.index("shared.weight")].launch_s
-                    assert (sent_s < report.times.backward_s) == (step in early), (keeps, step)
+                    assert (sent_s < report.times.backward_s) == (step in early[world.rank]), (keeps, step)
                     model._ready.reducer.timeline.sample_next = True
 
 
@@ -242,10 +242,10 @@ def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: tuple[i
     ("uses", "early"),
     [
         # With fewer parts it waits for the end; once it had more, always.
-        ({3: (1, 1), 6: (3, 2)}, (1, 2, 4, 5, 6)),
+        ({3: (1, 1), 6: (3, 2)}, dict.fromkeys((0, 1), (1, 2, 4, 5, 6))),
         # The step that records the order again has one part: the others may still have two.
-        ({3: (1, 1), 4: (1, 1)}, (1, 2)),
-        ({0: (1, 2)}, ()),
+        ({3: (1, 1), 4: (1, 1)}, dict.fromkeys((0, 1), (1, 2))),
+        ({0: (1, 2)}, {0: (), 1: tuple(range(1, 8))}),  # rank 0 has not seen how many there are
     ],
     ids=["more", "one", "other"],
 )

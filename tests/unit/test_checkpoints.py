@@ -551,7 +551,7 @@ def test_intervals_grow_until_the_best_one_and_follow_what_saves_take(tmp_path):
     assert found == pytest.approx([20.0, 80.0, best_s])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["stall_s"] for row in rows] == [9.0, 2.0, 2.0]
-    assert rows[-1] == {"step": 3, "stall_s": 2.0, "next_s": found[-1], "write_s": 0.5}
+    assert rows[-1] == {"step": 3, "stall_s": 2.0, "wait_s": 0.0, "next_s": found[-1], "write_s": 0.5}
     # A resumed run, here from step 2, does not begin anew.
     with contextlib.closing(checkpoints.SaveTimes(path, 2)) as times:
         assert times.choose_interval(3600.0) == best_s and len(path.read_text().splitlines()) == 2
@@ -560,12 +560,30 @@ def test_intervals_grow_until_the_best_one_and_follow_what_saves_take(tmp_path):
         assert save_at(times, 4, 600.0, 1e-3, 200.0) >= 199.9
 
 
+def test_the_interval_follows_stalls_without_waits_and_the_share_of_faults_that_need_a_checkpoint(tmp_path):
+    path = tmp_path / "saves.jsonl"
+    with contextlib.closing(checkpoints.SaveTimes(path, 0)) as times:
+        for step in (1, 2, 3):
+            times.begin(step, 100.0 * step, 100.0 * step + 3.0, wait_s=2.5)
+            times.end(100.0 * step + 4.0)
+    path.write_text(path.read_text() + '{"step": 4}\n')  # what is not whole does not count
+    for lost, times_longer in ((1.0, 1.0), (0.05, 20**0.5)):
+        with contextlib.closing(checkpoints.SaveTimes(path, 4)) as times:
+            times._interval_s = 1e9
+            wanted_s = times_longer * math.sqrt(2 * 0.5 * 1e7)
+            assert times.choose_interval(1e7, lost) == pytest.approx(wanted_s, rel=0.01)
+    world = SimpleNamespace(rank=0, share=lambda value: [value], hosts=("a",))
+    for policy, lost in (("stop", 1.0), ("restart", 1.0), ("spare", 0.05), ("shrink", 0.05)):
+        assert checkpoints.RunFiles(None, TrainSettings(on_fault=policy), world)._lost == lost
+
+
 def test_saves_at_a_given_time_are_recorded_and_choose_nothing(tmp_path):
     world = SimpleNamespace(rank=0, share=lambda value: [value], hosts=("a", "b"))
     with contextlib.closing(checkpoints.SaveTimes(tmp_path / "saves.jsonl", 0)) as times:
         times.begin(1, 5.0, 6.0)
         times.end(8.0)
-    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {"step": 1, "stall_s": 1.0, "write_s": 2.0}
+    row = {"step": 1, "stall_s": 1.0, "wait_s": 0.0, "write_s": 2.0}
+    assert json.loads((tmp_path / "saves.jsonl").read_text()) == row
     for folder, every, wanted in ((tmp_path, "60s", 60.0), (tmp_path, "auto", 5.0), (None, "auto", math.inf)):
         files = checkpoints.RunFiles(folder, TrainSettings(save_every=every), world)
         assert files._every_s == wanted and files._mtbf_s == (43200.0 if every == "auto" else None)

@@ -42,6 +42,8 @@ def make_costs(**changes):
         {},
         {"write_s": 4.0},
         {"write_s": 20.0},  # longer than the interval: the next save waits for it
+        {"write_s": 40.0, "mtbf_s": 60.0},  # after a restart the first save waits for none
+        {"write_s": 40.0, "mtbf_s": 60.0, "lost": 0.3, "takeover_s": 2.0},
         {"detect_s": 3.0, "wait_s": 30.0},
         {"mtbf_s": 30.0, "detect_s": 1.0},  # recovery is often hit
         {"lost": 0.1, "takeover_s": 2.0, "detect_s": 0.5, "write_s": 4.0},
@@ -60,7 +62,9 @@ def test_the_sums_are_what_a_simulation_gives(changes):
     assert error < 0.01
 
 
-@pytest.mark.parametrize("changes", [{}, {"write_s": 4.0}, {"mtbf_s": 20.0, "write_s": 4.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"write_s": 4.0}, {"mtbf_s": 20.0, "write_s": 4.0}, {"write_s": 40.0}], ids=str
+)
 def test_the_work_that_a_fault_loses_is_that_of_a_simulation(changes):
     policy, interval_s = replace(RESTART, restart_s=0.0, **changes), 15.0  # so that no fault hits a restart
     run = simulate_faults(policy, interval_s, 20_000 * policy.mtbf_s, random.Random(3))
@@ -115,6 +119,25 @@ def test_the_best_interval_depends_on_the_stall_and_the_faults_alone():
     assert 1 - x == pytest.approx(math.exp(-x - 0.5 / 300.0), rel=1e-4)  # where its derivative is 0
     rare = replace(RESTART, mtbf_s=1e9)
     assert rare.find_best_interval() == pytest.approx(math.sqrt(2 * 0.5 * 1e9), rel=1e-3)  # Young's
+
+
+def test_where_few_faults_need_a_checkpoint_saves_are_rarer():
+    often_s, rarely_s = (estimate_save_interval([0.5], 0.0, 1e7, lost) for lost in (1.0, 0.05))
+    assert rarely_s == pytest.approx(often_s * math.sqrt(20), rel=0.01)
+    policy = Policy("spare", 1e7, 0.5, lost=0.05, takeover_s=5.0, detect_s=1.0, restart_s=60.0)
+    assert policy.find_best_interval() == pytest.approx(rarely_s, rel=1e-3)
+
+
+def test_ranks_that_cannot_share_the_batch_wait_with_shrink():
+    all_others, half = (
+        next(
+            one
+            for one in build_policies(COSTS, Faults(7200.0, 1024, repair_s=90.0, usable=usable))
+            if one.name == "shrink"
+        )
+        for usable in (None, 512)
+    )
+    assert all_others.slower_s == pytest.approx(100.0 / 1024 + 1.0) and half.slower_s == pytest.approx(51.0)
 
 
 def test_a_save_does_not_wait_for_the_one_before():

@@ -104,6 +104,10 @@ def test_a_pause_is_no_hang(pause):
 def test_a_suspended_job_is_no_hang():
     stopped = dict(state="T", phase=FORWARD, beats=False)
     assert Scene().run(100.0, stopped, stopped) is None
+    # One that has left its world lives on, and is not stopped: so the job was not suspended.
+    left = Scene().run(100.0, dict(state="S", phase=LEFT), stopped)
+    assert left is not None and (left.kind, left.rank) == ("stopped", 1)
+    assert Scene().run(100.0, dict(state="T", phase=LEFT), stopped) is None
 
 
 def test_a_long_step_that_nobody_waits_for_has_more_time():

@@ -75,6 +75,13 @@ def test_what_is_not_defined_is_refused_in_one_line(text, words):
     assert caught.value.code == "strategy" and "\n" not in str(caught.value)
 
 
+def test_top_k_chooses_from_large_vectors_and_from_what_has_no_known_shape():
+    for gradient in (Gradient("long", 4 * 100_000, shape=(100_000,)), Gradient("unknown", 4 * 100_000)):
+        (message,) = Strategy.parse("topk:0.01").traffic([gradient], 2)
+        assert message.num_bytes == 8 * 1000
+        assert Strategy.parse("topk:0.01+hosts").traffic([gradient], 4, 2)[1].num_bytes == 8 * 500
+
+
 def test_a_list_keeps_options_with_the_strategy_before_them():
     found = parse_strategies("bf16,topk:0.01,dgc,warmup=5,diloco:10,lr=0.5+int8,bf16")
     assert [strategy.text for strategy in found] == ["bf16", "topk:0.01,dgc,warmup=5", "diloco:10,lr=0.5+int8"]

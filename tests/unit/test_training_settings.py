@@ -59,6 +59,8 @@ def test_batches_that_do_not_add_up_are_refused(arguments, words):
         ("10s", (10, None)),
         ("0.5 s", (0.5, None)),
         ("2min", (120, None)),
+        ("3 h 5 min", (11100, None)),
+        ("2d", (172800, None)),
         ("100steps", (None, 100)),
         ("1 step", (None, 1)),
         ("auto", (5, None)),
@@ -68,7 +70,7 @@ def test_when_to_save_is_read(text, wanted):
     assert parse_save_every(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "10", "0s", "0steps", "1.5steps", "-3s", "3h", "often", "1e3s", "steps"])
+@pytest.mark.parametrize("text", ["", "10", "0s", "0steps", "1.5steps", "-3s", "3hours", "often", "1e3s", "steps"])
 def test_when_to_save_is_not_guessed(text):
     with pytest.raises(ConfigError, match="--save-every"):
         parse_save_every(text)

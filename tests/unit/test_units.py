@@ -116,12 +116,15 @@ def test_a_bad_count_is_refused_by_the_name_of_its_option(text):
         units.parse_counts(text, "--ranks")
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("120s", 120), ("1.5min", 90), (" 3 h ", 10800), ("2d", 172800)])
+@pytest.mark.parametrize(("text", "seconds"), [("120s", 120), ("1.5min", 90), (" 3 h ", 10800), ("2d", 172800),
+                                               ("3 h 5 min", 11100), ("1d2s", 86402)])  # fmt: skip
 def test_a_time_has_a_unit(text, seconds):
     assert units.parse_duration(text, "--mtbf") == seconds
 
 
-@pytest.mark.parametrize("text", ["", "3", "3m", "-3h", "3 hours", "1e3s", "nan", "inf", "9" * 5000 + "s", "3h2min"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "3m", "-3h", "3 hours", "1e3s", "nan", "inf", "9" * 5000 + "s", "2min3h", "3h3h"]
+)
 def test_a_time_without_one_is_refused_by_the_name_of_its_option(text):
     with pytest.raises(ConfigError, match="--mtbf") as caught:
         units.parse_duration(text, "--mtbf")

@@ -2,8 +2,8 @@
 
 Faults come at the same rate at every moment, one in `mtbf_s` seconds on average, also while the job recovers. A period
 is `interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background, and counts when
-it is on disk. After a fault the job is as it was at the newest checkpoint (`restart`), or goes on from a living replica
-and repeats the step that was cut short (`spare`, `shrink`), unless the fault left no replica.
+it is on disk. After a fault the job is as it was at the newest checkpoint (`restart`), or continues from a living
+replica and repeats the step that was cut short (`spare`, `shrink`), unless the fault left no replica.
 
 The mean times are exact for such faults. The argument, in words, with r = 1 / mtbf_s:
 
@@ -69,7 +69,7 @@ class Policy:
     num_idle: int = 0
 
     def stall_s(self, interval_s: float) -> float:
-        """A save waits until the one before it is on disk."""
+        """A save waits until the one before it is on disk. The first one after a restart waits for none."""
         return self.save_s + max(0.0, self.write_s - interval_s)
 
     def cross(self, length_s: float) -> tuple[float, float]:
@@ -94,7 +94,7 @@ class Policy:
         return self.cross(self.step_s)
 
     def _cross_steps(self, work_s: float) -> tuple[float, float]:
-        """The same of steps of so many seconds in all."""
+        """The same of steps that take `work_s` in all."""
         (seconds, chance), count = self._step, work_s / self.step_s
         ends = -math.expm1(chance)
         return seconds * (-math.expm1(count * chance) / ends if ends > 1e-15 else count), count * chance
@@ -108,7 +108,7 @@ class Policy:
         save, wait = self.cross(self.save_s), self.cross(self.stall_s(interval_s) - self.save_s)
         # From one checkpoint that counts to the next; and from there where the first was taken.
         period_s, done = _chain(rest, save, behind, wait)
-        again_s, again = _chain(work, wait, save, behind, wait)
+        again_s, again = _chain(work, save, behind, wait)
         if -again > _MOST_EXPONENT:
             return 0.0
         again_s = (again_s - math.expm1(again) * self.recovery_s) / math.exp(again)
@@ -148,19 +148,20 @@ class Policy:
         """The mean work that a fault loses: what was done since the newest checkpoint that counts, where no replica is
         left, and half a step where one is."""
         rate = -self._step[1] / self.step_s  # of faults without a replica
-        period_s = interval_s + self.stall_s(interval_s)
+        first_s, period_s = interval_s + self.save_s, interval_s + self.stall_s(interval_s)
 
         def collect(until_s: float) -> float:
-            """The integral of the work done until a fault, times the chance of its moment, up to this one."""
+            """The integral of the work of one interval done until a fault, times the chance of its moment, up to this
+            one."""
             total = _integrate(rate, min(until_s, interval_s))
-            if until_s > interval_s:
-                total += interval_s * (math.exp(-rate * interval_s) - math.exp(-rate * until_s))
-            more_s = min(interval_s, max(0.0, until_s - period_s))
-            return total + math.exp(-rate * period_s) * _integrate(rate, more_s)
+            return total + interval_s * max(0.0, math.exp(-rate * interval_s) - math.exp(-rate * until_s))
 
-        everything, behind = collect(period_s + self.write_s), collect(self.write_s)
-        between = (everything - behind) / max(math.expm1(rate * period_s), 1e-300)
-        return self.lost * (everything + between) + (1.0 - self.lost) * self.step_s / 2
+        # Until the first checkpoint counts; then from each one that counts to the next.
+        first = collect(first_s + self.write_s) + math.exp(-rate * first_s) * collect(self.write_s)
+        later = collect(period_s + self.write_s) - collect(self.write_s)
+        later += math.exp(-rate * period_s) * collect(self.write_s)
+        between = math.exp(-rate * first_s) * later / max(-math.expm1(-rate * period_s), 1e-300)
+        return self.lost * (first + between) + (1.0 - self.lost) * self.step_s / 2
 
 
 def _chain(*stretches: tuple[float, float]) -> tuple[float, float]:
@@ -195,14 +196,19 @@ class SimulatedRun:
 def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: random.Random) -> SimulatedRun:
     """One run of this length, with faults at random moments."""
     rate, period_s = 1 / policy.mtbf_s, interval_s + policy.stall_s(interval_s)
+    waits_s = period_s - interval_s - policy.save_s
     clock_s = kept_s = lost_s = running_s = 0.0  # running: without a pause, since the checkpoint that was loaded
     num_faults = 0
 
     def is_over() -> bool:
         return clock_s >= seconds
 
-    def count_work(running_s: float) -> float:
-        periods, rest_s = divmod(running_s, period_s)
+    def place() -> float:
+        """Where it would be, had the first save waited, too."""
+        return running_s + (waits_s if running_s > interval_s else 0.0)
+
+    def count_work() -> float:
+        periods, rest_s = divmod(place(), period_s)
         return periods * interval_s + min(rest_s, interval_s)
 
     while not is_over():
@@ -214,9 +220,9 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
         clock_s, running_s, num_faults = clock_s + until_s, running_s + until_s, num_faults + 1
         has_replica = source.random() >= policy.lost
         if has_replica:
-            periods, rest_s = divmod(running_s, period_s)  # the step, or the save, that was cut short is repeated
+            periods, rest_s = divmod(place(), period_s)  # the step, or the save, that was cut short is repeated
             rest_s = rest_s // policy.step_s * policy.step_s if rest_s < interval_s else interval_s
-            running_s = periods * period_s + rest_s
+            running_s = periods * period_s + rest_s - (waits_s if periods else 0.0)
         while has_replica and not is_over():
             clock_s += policy.detect_s + policy.slower_s
             until_s = source.expovariate(rate)
@@ -226,8 +232,8 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
             clock_s, num_faults, has_replica = clock_s + until_s, num_faults + 1, source.random() >= policy.lost
         if has_replica:
             continue
-        counted_s = max(0.0, (running_s - policy.write_s) // period_s) * interval_s
-        kept_s, lost_s, running_s = kept_s + counted_s, lost_s + count_work(running_s) - counted_s, 0.0
+        counted_s = max(0.0, (place() - policy.write_s) // period_s) * interval_s
+        kept_s, lost_s, running_s = kept_s + counted_s, lost_s + count_work() - counted_s, 0.0
         while not is_over():
             clock_s += policy.detect_s + policy.wait_s
             until_s = source.expovariate(rate)
@@ -235,18 +241,24 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
                 clock_s += policy.restart_s
                 break
             clock_s, num_faults = clock_s + until_s, num_faults + 1
-    return SimulatedRun(max(clock_s, seconds), kept_s + count_work(running_s), lost_s, num_faults)
+    return SimulatedRun(max(clock_s, seconds), kept_s + count_work(), lost_s, num_faults)
 
 
 @dataclass(frozen=True)
 class Faults:
     """How often faults come to a job of `ranks`. `all_lost`: the share of them that leaves no replica. `repair_s`:
-    until the place of a lost rank can be used again."""
+    until the place of a lost rank can be used again. `usable`: the ranks that can share the global batch equally while
+    one is missing; None: all others."""
 
     mtbf_s: float
     ranks: int
     all_lost: float = ALL_LOST
     repair_s: float = 0.0
+    usable: int | None = None
+
+    @property
+    def ranks_after(self) -> int:
+        return self.ranks - 1 if self.usable is None else self.usable
 
     def __post_init__(self) -> None:
         refuse(
@@ -271,7 +283,7 @@ def count_spares(faults: Faults, restart_s: float) -> int:
 
 
 def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
-    """The policies whose costs are known, by the names of `COSTS`. One rank has no replica to go on from."""
+    """The policies whose costs are known, by the names of `COSTS`. One rank has no replica to continue from."""
     restart = Policy(
         "restart", faults.mtbf_s, costs["save"], costs.get("write", 0.0), costs["step"], costs.get("detect", 0.0),
         costs["restart"], wait_s=faults.repair_s,
@@ -281,8 +293,8 @@ def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
         spares = count_spares(faults, costs["restart"])
         found.append(replace(restart, name="spare", lost=faults.all_lost, takeover_s=costs["spare"], num_idle=spares))
     if "shrink" in costs and faults.ranks > 1:
-        # The others make its part of each batch until it is back, which is a second pause.
-        slower_s = missing_s / faults.ranks + costs["shrink"]
+        # Fewer ranks share each batch until it is back, which is a second pause.
+        slower_s = missing_s * (1 - faults.ranks_after / faults.ranks) + costs["shrink"]
         found.append(
             replace(restart, name="shrink", lost=faults.all_lost, takeover_s=costs["shrink"], slower_s=slower_s)
         )
@@ -373,7 +385,7 @@ def is_ahead(first: Goodput, second: Goodput) -> bool:
     return better >= 0.95 * len(first.draws)
 
 
-def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float) -> float:
-    """Seconds between the end of a save and the next one, by the stalls of the last saves, where a fault means a
-    restart. How long that takes does not matter for it."""
-    return Policy("restart", mtbf_s, statistics.fmean(stalls_s), write_s).find_best_interval()
+def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float, lost: float = 1.0) -> float:
+    """Seconds between the end of a save and the next one, by the stalls of the last saves, where a share `lost` of the
+    faults needs a checkpoint. How long recovery takes hardly matters for it."""
+    return Policy("", mtbf_s, statistics.fmean(stalls_s), write_s, lost=lost).find_best_interval()

@@ -413,6 +413,11 @@ def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
     return found
 
 
+def count_usable_ranks(global_batch_size: int, most: int) -> int:
+    """The largest number of ranks, up to `most`, that can share a global batch equally."""
+    return next(count for count in range(most, 0, -1) if global_batch_size % count == 0)
+
+
 def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of as many ranks as the last has: a run may be resumed on another number."""
     rows = list(rows)

@@ -81,7 +81,7 @@ class CollectiveResult(Result):
     @property
     def ratios(self) -> list[Ratios]:
         """Each backend and memory against the first backend, on each number of ranks, where they took turns."""
-        found = dict[tuple[Any, ...], list[tuple[int, Ratio]]]()
+        found = dict[tuple[str, str, int], list[tuple[int, Ratio]]]()
         for (n, num_bytes), rows in group_by(self.rows, lambda r: (r.world_size, r.num_bytes)).items():
             times = [(_name_backend(row), row.timing.reduced_s) for row in rows if isinstance(row.timing, Samples)]
             for name, seconds in times[1:]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.predict.goodput import Faults, Goodput, average_costs, estimate_goodput, is_ahead
+from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
 from paceline.report.plots import COLORS, MARKERS, draw_line, new_figure, place_legend
 from paceline.report.result import Result
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _POINTS = 60  # of a line
 _NAMES = {
     "step": "a step", "save": "the stall of a save", "write": "the write after it", "detect": "until a fault is known",
-    "restart": "a restart", "spare": "a spare's take-over", "shrink": "to go on with fewer ranks",
+    "restart": "a restart", "spare": "a spare's take-over", "shrink": "continuing on fewer ranks",
 }  # fmt: skip
 
 
@@ -58,7 +58,8 @@ class GoodputResult(Result):
     `save_interval_s` are those of the best."""
 
     def _derive(self) -> None:
-        self.faults = Faults(*(self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s")))
+        asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s")}
+        self.faults = Faults(**asked, usable=self.config.get("usable_ranks"))
         asked_s = self.config.get("interval_s")
         self.rows = estimate_goodput(self.only(CostRecord), self.faults, self.config["horizon_s"], asked_s)
 
@@ -72,7 +73,7 @@ class GoodputResult(Result):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """90 % of runs of the asked length."""
+        """90 % of runs of the asked length, without an error of the model itself."""
         return self.best.low, self.best.high
 
     @property
@@ -89,7 +90,7 @@ class GoodputResult(Result):
         text = f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time counts "
         text += f"(90 %: {_say(best.low)} to {_say(best.high)}), with a save every {format_duration(best.interval_s)}"
         text += "".join(f"; with {one.policy.name} {_say(one.share)}" for one in others)
-        return f"{text}. Simulated."
+        return f"{text}. Simulated; the interval leaves out the error of the model itself."
 
     @property
     def findings(self) -> Sequence[str]:
@@ -119,15 +120,18 @@ class GoodputResult(Result):
             share = one.policy.estimate_share(one.best_interval_s)
             best = f"the best interval is {format_duration(one.best_interval_s)}, with {_say(share)}; "
         return [
-            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 points "
-            f"more than the best; the 90 % are of {format_duration(self.config['horizon_s'])} (--horizon)"
+            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
+            "the time more than the best",
+            "the 90 % interval covers the spread of the measured costs, and how many faults come in "
+            f"{format_duration(self.config['horizon_s'])} (--horizon), and when; it does not cover the error of the "
+            "model itself, which has not been measured yet",
         ]
 
     def _list_assumptions(self) -> list[str]:
         names, lines = {record.name for record in self.only(CostRecord)}, []
         absent = [name for name in ("spare", "shrink") if name not in names]
         if self.faults.ranks == 1:
-            lines.append("left out: spare and shrink, since one rank has no replica to go on from")
+            lines.append("left out: spare and shrink, since one rank has no replica to continue from")
         elif absent:
             flags = " and ".join(f"--{name}-seconds" for name in absent)
             lines.append(f"left out: {' and '.join(absent)}, which no run has measured; give {flags}")
@@ -145,6 +149,11 @@ class GoodputResult(Result):
         if any(row.policy.name == "shrink" for row in self.rows):
             missing = format_duration(self.faults.repair_s + average_costs(self.only(CostRecord))["restart"])
             lines.append(f"assumed: with shrink a lost rank is back after {missing}, in a pause as long as the first")
+            if self.faults.usable is None:
+                lines.append("assumed: with shrink all other ranks can share the global batch; a training run tells")
+            else:
+                after = f"{self.faults.usable:,} of {ranks:,} ranks continue while one is missing"
+                lines.append(f"with shrink {after}: no more of them can share the global batch equally")
         return lines
 
     def tables(self) -> list[Table]:
@@ -158,7 +167,13 @@ class GoodputResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        return (f"paceline train --save-every auto --mtbf {self.faults.mtbf_s:.0f}s",) if self.share >= 0.01 else ()
+        policy = self.best.policy
+        every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
+        if policy.lost not in (1.0, ALL_LOST):  # which auto does not know
+            every = f"{max(1.0, self.best.best_interval_s):.0f}s"
+        train = f"paceline train --ranks {self.faults.ranks} --save-every {every} --on-fault {policy.name}"
+        train += f" --spares {policy.num_idle}" if policy.num_idle > 1 else ""
+        return (train,) if self.share >= 0.01 else ()
 
     def to_json(self) -> dict[str, Any]:
         low, high = self.interval

@@ -95,8 +95,9 @@ class TrainRunResult(Result):
 
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
-        """A row for each save that is on disk: its `step`, how long steps waited for it (`stall_s`), how long it was
-        then written (`write_s`), and after how many seconds the next one was due, by `--save-every auto` (`next_s`)."""
+        """A row for each save that is on disk: its `step`, how long steps waited for it (`stall_s`), of that, how long
+        for the write of the one before (`wait_s`), how long it was then written (`write_s`), and after how many seconds
+        the next one was due, by `--save-every auto` (`next_s`)."""
         file = None if self.folder is None else self.folder / records.SAVES_FILE
         return records.load_metrics(file) if file is not None and file.exists() else []
 

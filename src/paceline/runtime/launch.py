@@ -505,7 +505,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         self._refill(job, recovery)
                     break  # they may have other numbers now
                 elif kind == "stepped" and recovery is not None:
-                    recovery.note_step(*content, num_ranks)
+                    first, when_s = content
+                    recovery.note_step(first, when_s, num_ranks)
                     self._refill(job, recovery)  # now, for it takes time of the cores
                     break  # they may have other numbers now
                 elif kind == "standby":

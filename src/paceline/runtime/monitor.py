@@ -195,8 +195,9 @@ class Judge:
     def _find_stopped(self) -> Suspicion | None:
         there = self._there()
         stopped = {rank: one.stopped_s for rank, one in there.items() if one.stopped_s > _STOPPED_S}
-        # All of them: the job was suspended, by Ctrl-Z or by its manager.
-        if not stopped or (len(stopped) == len(there) and not (self.has_others and len(there) == 1)):
+        # All of them, also those that have left: the job was suspended, by Ctrl-Z or by its manager.
+        is_suspended = all(one.stopped_s > _STOPPED_S for one in self.seen.values() if one.sight.state)
+        if not stopped or (is_suspended and not (self.has_others and len(there) == 1)):
             return None
         rank = max(stopped, key=lambda rank: stopped[rank])
         return Suspicion("stopped", rank, stopped[rank])

@@ -117,9 +117,11 @@ SPARE = "PACELINE_SPARE"
 def stand_by(step: int, is_lost: bool = False) -> None:
     """Wait for a place in a new world, and take it, after this rank has left the one before. `step` is the last that it
     has completed; -1 where it has no state. `is_lost`: it has lost another rank, and was not asked to leave."""
+    import torch.distributed as dist
+
     from paceline.runtime import rendezvous
 
-    if rendezvous.dist.is_initialized():
+    if dist.is_initialized():
         raise LaunchError("this rank could not leave the world of a lost one")
     rendezvous.close_stores()
     _answer("standby", (step, is_lost))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.strategies import find_hook_state
-from paceline.predict.goodput import estimate_save_interval
+from paceline.predict.goodput import ALL_LOST, estimate_save_interval
 from paceline.records.training import METRICS_FILE, SAVES_FILE, MetricsLog, load_metrics
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
@@ -59,14 +59,16 @@ class SaveTimes:
         self.close, self._ended_s, self._interval_s = self._log.close, 0.0, FIRST_SAVE_S
         self._stalls_s, self._write_s = list[float](), 0.0
         for row in load_metrics(path):
-            if all(isinstance(row.get(name), float) for name in ("stall_s", "write_s")):
-                self._stalls_s.append(row["stall_s"])
+            row = {"wait_s": 0.0} | row
+            if all(isinstance(row.get(name), float) for name in ("stall_s", "wait_s", "write_s")):
+                self._stalls_s.append(row["stall_s"] - row["wait_s"])
                 self._write_s, self._interval_s = row["write_s"], row.get("next_s", self._interval_s)
 
-    def begin(self, step: int, begin_s: float, end_s: float) -> None:
-        """No step was made between these moments of `time.monotonic`; from now on it is written."""
-        self._begun, self._ended_s = {"step": step, "stall_s": end_s - begin_s}, end_s
-        self._stalls_s.append(end_s - begin_s)
+    def begin(self, step: int, begin_s: float, end_s: float, wait_s: float = 0.0) -> None:
+        """No step was made between these moments of `time.monotonic`, for `wait_s` of it because the save before was
+        not on disk; from now on it is written."""
+        self._begun, self._ended_s = {"step": step, "stall_s": end_s - begin_s, "wait_s": wait_s}, end_s
+        self._stalls_s.append(end_s - begin_s - wait_s)
 
     def end(self, written_s: float) -> None:
         """It is on disk since then."""
@@ -75,10 +77,10 @@ class SaveTimes:
             self._log.append(self._begun | {"write_s": self._write_s})
             self._begun = {}
 
-    def choose_interval(self, mtbf_s: float) -> float:
-        """Seconds until the next save is due."""
+    def choose_interval(self, mtbf_s: float, lost: float = 1.0) -> float:
+        """Seconds until the next save is due, where a share `lost` of the faults needs a checkpoint."""
         if stalls_s := (self._stalls_s[1:] or self._stalls_s)[-_NUM_STALLS:]:
-            best_s = estimate_save_interval(stalls_s, self._write_s, mtbf_s)
+            best_s = estimate_save_interval(stalls_s, self._write_s, mtbf_s, lost)
             self._interval_s = min(best_s, _GROWTH * self._interval_s)
             self._begun |= {"next_s": self._interval_s} if self._begun else {}
         return self._interval_s
@@ -92,6 +94,7 @@ class RunFiles:
         self._every_s, self._every_steps = parse_save_every(settings.save_every)
         self._saved_s = time.monotonic()
         self._mtbf_s: float | None = None
+        self._lost = ALL_LOST if settings.stays_in_memory else 1.0
         if settings.save_every == AUTO:
             hosts_s = HOST_MTBF_S / len(set(world.hosts))
             self._mtbf_s = hosts_s if settings.mtbf is None else parse_duration(settings.mtbf, "--mtbf")
@@ -229,7 +232,7 @@ class RunFiles:
         self.last = position.step
         if self._store is None:
             return
-        self._finish_save()
+        wait_s = self._finish_save()
         optimizer, scaler = optimizer or learner.optimizer.state_dict(), learner.scaler.state_dict()
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms, "strategy": strategies}
         state |= {"inner": inner} if inner else {}
@@ -237,20 +240,23 @@ class RunFiles:
         self._store.save(position.step, learner.module.state_dict(), state, build_meta(job, position))
         self._saved_s, self._idle_s = time.monotonic(), None
         if self._saves is not None:
-            self._saves.begin(position.step, begin_s, self._saved_s)
+            self._saves.begin(position.step, begin_s, self._saved_s, wait_s)
             self._choose_interval()
 
     def _choose_interval(self) -> None:
         """On rank 0, which decides when a save is due."""
         if self._saves is not None and self._mtbf_s is not None:
-            self._every_s = self._saves.choose_interval(self._mtbf_s)
+            self._every_s = self._saves.choose_interval(self._mtbf_s, self._lost)
 
-    def _finish_save(self) -> None:
-        """Wait until the last save is on disk, and record what it took."""
+    def _finish_save(self) -> float:
+        """Wait until the last save is on disk, and record what it took; returns the seconds of waiting."""
+        begin_s = end_s = time.monotonic()
         if self._store is not None:
             self._store.wait()
+            end_s = time.monotonic()
             if self._saves is not None:
                 self._saves.end(self._store.written_s)
+        return end_s - begin_s
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         for log in self._logs:
@@ -272,6 +278,11 @@ class RunFiles:
             module = job.learner.module
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
+    def leave_world(self) -> Self:
+        """Hold no group of a world that is over. After that nothing but `close` may be called."""
+        del self._world
+        return self
+
     def close(self, has_failed: bool = False) -> None:
         """Wait until all is on disk, or raise why not, unless the run has failed itself; then unlock the folder."""
         try:
@@ -289,7 +300,7 @@ class RunFiles:
 
 
 def build_meta(job: Job, position: Position) -> dict[str, Any]:
-    """Where a run is, and what must be the same where it goes on."""
+    """Where a run is, and what must be the same where it continues."""
     model = job.learner.model
     plan = model.plan if isinstance(model, DataParallel) else None
     return dataclasses.asdict(position) | {

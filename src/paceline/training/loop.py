@@ -233,7 +233,8 @@ def _train(
 def _close(files: RunFiles, world: World, error: BaseException | None, carried: Carried | None) -> None:
     """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
     if carried is not None and error is not None and may_stay(error):
-        carried.files = files  # later: a checkpoint may be on its way, and the others wait for this rank
+        # Closed later: a checkpoint may be on its way, and the others wait for this rank.
+        carried.files = files.leave_world()
         return
     with pulse.slow("save"):
         files.close(has_failed=error is not None)

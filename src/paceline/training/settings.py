@@ -5,6 +5,7 @@ What follows from a setting (batches, cadence of saves, the request for data) is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -18,6 +19,7 @@ from paceline import machine
 from paceline.errors import ConfigError, PacelineError, RecordError, refuse
 from paceline.plan import Plan
 from paceline.records.kinds import decode
+from paceline.records.training import count_usable_ranks
 from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_memory, format_number_of, parse_duration, refuse_endless, shorten
@@ -69,12 +71,12 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
         return None, None
     if text == AUTO:
         return FIRST_SAVE_S, None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|steps?)", text.replace(" ", ""))
-    if match is None or float(match[1]) == 0 or (match[2].startswith("step") and "." in match[1]):
-        raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min, 100steps or auto")
-    if match[2].startswith("step"):
-        return None, int(match[1])
-    return float(match[1]) * (60 if match[2] == "min" else 1), None
+    steps = re.fullmatch(r"\s*(\d{1,15})\s*steps?\s*", text)
+    every = 0.0
+    with contextlib.suppress(ConfigError):
+        every = int(steps[1]) if steps is not None else parse_duration(text, "--save-every")
+    refuse((not every, f"--save-every {text[:40]!r} is not understood: use epoch, 10s, 5min, 3h, 100steps or auto"))
+    return (None, int(every)) if steps is not None else (every, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +180,7 @@ class TrainSettings:
 
     def usable_ranks(self, most: int) -> int:
         """The largest number of ranks, up to `most`, that can share the global batch equally."""
-        size = self.batches.global_batch_size
-        return next(count for count in range(most, 0, -1) if size % count == 0)
+        return count_usable_ranks(self.batches.global_batch_size, most)
 
     @property
     def stays_in_memory(self) -> bool:

@@ -26,7 +26,7 @@ from paceline.records.exchange import (
 )
 from paceline.records.kinds import COSTS, CostRecord, FaultRecord
 from paceline.records.store import RUN_FILE, Run, create_folder, load_run, naming_damage, pause_collection
-from paceline.records.training import pick_like_last
+from paceline.records.training import count_usable_ranks, pick_like_last
 from paceline.units import parse_duration
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def predict_trace(
 
 
 _MOST_STEPS = 1000  # of a run, whose times are kept
-_MOST_SECONDS = 1e9
+_MOST_SECONDS, _MOST_RANKS = 1e9, 10**6
 # The costs without which nothing can be said, and what measures each.
 _SOURCES = {
     "step": "the folder of a training run", "save": "the folder of a training run that saved a checkpoint",
@@ -264,6 +264,18 @@ def predict_goodput(
         asked = f"--{name}-seconds {seconds}: a finite number {'above' if name == 'step' else 'from'} 0 is needed"
         is_good = seconds is None or 0 < seconds <= _MOST_SECONDS or (seconds == 0 and name != "step")
         refuse((not is_good, asked))
+    usable = [_count_usable(result, count) for result, _ in loaded if result.run.verb == "train"]
+    faults = Faults(
+        parse_duration(mtbf, "--mtbf") if mtbf is not None else
+        parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
+        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"), (usable or [None])[-1],
+    )  # fmt: skip
+    horizon_s = parse_duration(horizon, "--horizon")
+    interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
+    refuse(
+        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
+        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
+    )
     records, gave = [], "no run is given"
     if sources:
         gave = f"{', '.join(map(_name_source, sources))} does not say it"
@@ -277,23 +289,12 @@ def predict_goodput(
         else:
             text = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES.get(name)}"
             refuse((name in _SOURCES, text))
-    faults = Faults(
-        parse_duration(mtbf, "--mtbf") if mtbf is not None else
-        parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
-        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"),
-    )  # fmt: skip
-    horizon_s = parse_duration(horizon, "--horizon")
-    interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
-    refuse(
-        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
-        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
-    )
     measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
     doubts, busy = list_doubts(measured)
     config = {
         "mtbf_s": faults.mtbf_s, "ranks": count, "all_lost": faults.all_lost, "repair_s": faults.repair_s,
         "horizon_s": horizon_s, "interval_s": interval_s, "busy": busy,
-        "measured_ranks": trained[-1] if trained else None,
+        "measured_ranks": trained[-1] if trained else None, "usable_ranks": faults.usable,
     }  # fmt: skip
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     return _save(GoodputResult(Run("predict goodput", config, here, tuple(records), tuple(doubts))), out)
@@ -302,6 +303,16 @@ def predict_goodput(
 def _name_source(source: Result | str | Path) -> str:
     folder = source if isinstance(source, str | Path) else source.folder
     return "the result" if folder is None else Path(folder).name or str(folder)
+
+
+def _count_usable(result: Result, count: int) -> int | None:
+    """How many of `count` ranks can share the global batch while one is missing, with the batch per rank of this run;
+    None where that is not known."""
+    rows = getattr(result, "rows", ())
+    if not rows or not 1 < count <= _MOST_RANKS:
+        return None
+    size = statistics.mode(row["samples"] for row in rows)  # the last batch of an epoch may be smaller
+    return count_usable_ranks(size * count // getattr(result, "world_size", 1), count - 1)
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
@@ -315,7 +326,8 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         rows = pick_like_last(result.rows)
         times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
         saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
-        times |= {"save": [row["stall_s"] for row in saves], "write": [row["write_s"] for row in saves]}
+        times["save"] = [row["stall_s"] - row.get("wait_s", 0.0) for row in saves]
+        times["write"] = [row["write_s"] for row in saves]
         step_s = statistics.median(times["step"] or [0.0])
         for fault in result.config.get("faults") or ():  # from which it has recovered, up to the end of a step
             if fault["policy"] in COSTS and fault["recovered_s"] is not None:

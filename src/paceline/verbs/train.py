@@ -338,8 +338,8 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
     batch_size, accumulate = given.get("batch_size"), given.get("accumulate")
     if batch_size is None and accumulate is None:
         batch_size = moved.batch_size
-    size = moved.global_batch_size
-    return dataclasses.replace(settings, global_batch_size=size, batch_size=batch_size, accumulate=accumulate)
+    sizes: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate}
+    return dataclasses.replace(settings, global_batch_size=moved.global_batch_size, **sizes)
 
 
 def _show(value: Any) -> str:
