@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -197,11 +198,14 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not dist.is_initialized()
     left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not left, f"threads left behind: {left}"
-    allowed = children | (set(pool.pids()) if pool else set())
+    allowed = children | ({rank.process.pid for rank in pool._ranks} if pool else set())  # also those without a job
 
     def strangers() -> list[str]:
-        found = [child for child in descendants(os.getpid()) if child.pid not in allowed]
-        lines = [(child.ppid(), " ".join(child.cmdline())) for child in found]
+        lines = list[tuple[int, str]]()
+        for child in descendants(os.getpid()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # of which a zombie is one kind
+                if child.pid not in allowed:
+                    lines.append((child.ppid(), " ".join(child.cmdline())))
         # These serve this process as long as it lives; what the server of forks has forked looks like it.
         return [
             line

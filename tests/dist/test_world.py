@@ -425,7 +425,9 @@ def close_under_a_callback():
         if world.rank == 0:
             time.sleep(0.3)  # the callback of rank 1 must be there before the sum
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-        future.add_done_callback(lambda _, group=dist.group.WORLD: time.sleep(0.05))
+        group = dist.group.WORLD
+        future.add_done_callback(lambda _, held=(group, group._get_backend(torch.device("cpu"))): time.sleep(0.7))
+        del group
         future.wait()  # before the callback ends
     time.sleep(1.0)
     return not dist.is_initialized()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.errors import RecordError
 from paceline.records.kinds import (
     COLLECTIVES,
+    COSTS,
     ITEM_BYTES,
     KINDS,
     MEMORIES,
@@ -17,6 +18,7 @@ from paceline.records.kinds import (
     CheckRecord,
     ChunksRecord,
     CollectiveRecord,
+    CostRecord,
     FaultRecord,
     LinkRecord,
     MemoryRecord,
@@ -316,6 +318,10 @@ RECORDS = {
         limit_s=st.floats(0, 1e3), steps_lost=st.none() | COUNT, restart_s=st.none() | st.floats(0, 1e3),
         left_over=st.lists(TEXT, max_size=3).map(tuple), said=TEXT, policy=TEXT,
         recovered_s=st.none() | st.floats(0, 1e3), **SHARED,
+    ),
+    "cost": st.builds(
+        CostRecord, name=st.sampled_from(COSTS), seconds=st.lists(st.floats(0, 1e3), min_size=1, max_size=3).map(tuple),
+        **SHARED,
     ),
     "noise_scale": noise_records(),
     "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +30,7 @@ from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
-_KEEP_S = 0.2  # how long a group outlives its world, so that callbacks end before it
+_LOOK_S = (0.02, 1.0)  # how often it is looked whether anybody still has a group: at first, and later
 
 
 @dataclass(frozen=True)
@@ -244,12 +246,7 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
-    # A callback that still runs on a thread of gloo may hold its group. Were it the last to do so, the thread would
-    # wait for itself, and the process would abort.
-    groups = list(dist.distributed_c10d._world.pg_map)
-    keeper = threading.Timer(_KEEP_S, groups.clear)
-    keeper.daemon = True
-    keeper.start()
+    threading.Thread(target=_let_go, args=(_list_groups(),), daemon=True, name="paceline-groups").start()
     if not failed:
         dist.destroy_process_group()
         return
@@ -258,6 +255,31 @@ def _destroy_groups(failed: bool) -> None:
     thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
     thread.start()
     thread.join(_DESTROY_S)
+
+
+def _list_groups() -> list[Any]:
+    """All groups, and what they are made of."""
+    groups, found = list(dist.distributed_c10d._world.pg_map), list[Any]()
+    for group in groups:
+        for device in group._device_types:
+            with contextlib.suppress(RuntimeError):
+                found.append(group._get_backend(device))
+    return groups + found
+
+
+def _let_go(groups: list[Any]) -> None:
+    """Hold these groups until nobody else does. A callback that still runs on a thread of gloo may hold its group; were
+    it the last to do so, the thread would wait for itself, and the process would abort."""
+    (alone,) = _count_holders([object()])
+    for number in itertools.count():
+        time.sleep(_LOOK_S[number > 100])
+        groups[:] = [group for group, held in zip(groups, _count_holders(groups), strict=True) if held > alone]
+        if not groups:
+            return
+
+
+def _count_holders(items: list[Any]) -> list[int]:
+    return [sys.getrefcount(item) for item in items]
 
 
 def _settle_place(rank: int | None, world_size: int | None) -> Place:
