@@ -161,6 +161,7 @@ def test_a_range_of_sizes_as_nccl_tests_has_it(command, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_in_a_batch_shell_of_one_task_ranks_start_and_an_imported_table_is_compared(command, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "1")
@@ -182,6 +183,7 @@ def test_in_a_batch_shell_of_one_task_ranks_start_and_an_imported_table_is_compa
     assert "imported" in (next((tmp_path / "runs").iterdir()) / "comparison.md").read_text()
 
 
+@pytest.mark.slow
 def test_strict_fails_a_result_that_says_little(command, tmp_path):
     answer = command("bench", "allreduce", "--sizes", "4KiB", "--iters", "2", "--strict", "--out", str(tmp_path))
     assert answer.code == 1 and "paceline: failed (--strict): gloo, 2 ranks: fewer than 5 repetitions" in answer.err

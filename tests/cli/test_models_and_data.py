@@ -100,6 +100,7 @@ def test_text_from_a_file(tmp_path):
     assert document["epochs"][0]["samples"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "has_accuracy"),
     [

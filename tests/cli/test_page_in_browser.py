@@ -64,6 +64,7 @@ def test_names_that_are_markup_do_nothing(browser: Browser, pages: dict[str, Pat
     assert browser.evaluate("document.querySelector('figcaption').textContent").startswith(HOSTILE)
 
 
+@pytest.mark.slow
 def test_a_drawn_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict[str, Path], tmp_path: Path):
     rows = make_rows(steps=10_000)
     rows[7_777]["ranks"]["step_s"][0] = 3.0

@@ -98,6 +98,7 @@ def test_the_row_backward_is_what_is_in_no_layer_or_only_the_call(tables, row_s,
     assert any("shared in proportion" in note for note in result.job.notes) == (row_s == 0.01)
 
 
+@pytest.mark.slow
 def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
     header, *rows = ALLREDUCE.splitlines()
     other = [row.replace("nccl,8", f"gloo,{ranks}") for ranks in (16, 4) for row in rows]
@@ -262,6 +263,7 @@ def test_a_person_reads_the_answer(command, tables, tmp_path):
     assert isinstance(again, CapsResult) and f"{format_ms(again.caps.best.backward_s)} ms" in again.answer
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_few_ranges_of_bucket_sizes_from_small_to_large(tables):
     names = [f"Layer {n}" for n in range(60)]
     rows = "".join(f"{n},{name},{3000000 + 1000 * n}\n" for n, name in enumerate(names, 1))

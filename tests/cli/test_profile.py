@@ -174,6 +174,7 @@ def curve() -> str:
     return str(Path(__file__).parents[2] / "results" / "neoverse-n1-2-cores" / "allreduce-gloo")
 
 
+@pytest.mark.slow
 def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, curve, command):
     """The profile that comm-table saved, the same networks and ranks: the same step and the same exposed time."""
     networks = ("--network", "nvlink,10Gb/s,50us", "--json", "--out", out)
@@ -197,6 +198,7 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
         assert row["compute_s"] == other["local_step_s"]
 
 
+@pytest.mark.slow
 def test_profiles_of_several_models_are_one_table(layers, out, command, tmp_path):
     runs = [str(find_run(answer)) for answer in (layers, type_alone(*LAYERS, "--hidden", "64", "--out", out))]
     given = [word for run in runs for word in ("--model-profile", run)]

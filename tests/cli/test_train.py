@@ -178,6 +178,7 @@ def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, mon
     assert warning.startswith("--wrapper dp on one GPU")
 
 
+@pytest.mark.slow
 def test_what_torchs_wrapper_does_not_tell_is_not_shown(mnist, tmp_path):
     asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--out", str(tmp_path))
     answer = type_alone("train", *TINY, *asked)
@@ -209,6 +210,7 @@ def test_the_cnn_has_the_asked_for_layers(mnist, channels, hidden, num_parameter
     assert sum(param.numel() for param in module.parameters()) == num_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "rates"),
     [

@@ -201,6 +201,7 @@ def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whol
     assert_same_run(whole, folder)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole, broken):
     file = newest(broken) / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -244,6 +245,7 @@ def test_a_job_that_is_started_again_resumes_its_run(command, tmp_path, monkeypa
         assert the_run(tmp_path).name == "job-7" and read_steps(tmp_path) == 32 * int(epochs)
 
 
+@pytest.mark.slow
 def test_ranks_end_once_the_checkpoint_is_on_disk(warm_pool, tmp_path):
     """A launcher ends the others as soon as one rank has ended, and rank 0 may still be writing."""
     assert warm_pool.run(train_with_a_slow_disk, (tmp_path,), num_ranks=2) == [True, True]

@@ -136,6 +136,7 @@ def test_torchs_wrapper_has_the_layout_that_was_simulated(type_on_ranks, out):
     assert [record.num_buckets for record in grid] == [point["num_buckets"] for point in document["grid"]]
 
 
+@pytest.mark.slow
 def test_a_prediction_alone_never_runs_the_job_under_a_plan(type_on_ranks, out):
     # All gradients together are smaller than the smallest message of a sweep.
     smallest = ("--channels", "1", "1", "--hidden", "2")
@@ -151,6 +152,7 @@ def test_a_prediction_alone_never_runs_the_job_under_a_plan(type_on_ranks, out):
     assert {record.role for record in steps} == {"plain", "local"}
 
 
+@pytest.mark.slow
 def test_a_network_that_does_not_exist(emulated):
     assert_complete(emulated, "paceline", emulated["backend"], 16)
     assert {point["source"] for point in emulated["grid"]} == {"emulated"}

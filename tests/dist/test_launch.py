@@ -463,6 +463,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_does_not_import_torch(start, tmp_path):
     script = tmp_path / "light.py"
     script.write_text(WITHOUT_TORCH)
@@ -490,6 +491,7 @@ def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
     assert "must do so under `if __name__ == '__main__':`" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_function_that_was_typed_in_runs_with_the_globals_that_it_uses(start):
     source = "import os, paceline\nk = 3\ndef g(n): return n * k\ndef f(m): return g(int(os.environ['RANK'])) + m\n"
     job = start("-c", source + "print(paceline.run_ranks(f, 2, (1,), timeout_s=60))")

@@ -118,6 +118,7 @@ def compare(num_ranks: int) -> None:
                 model.stop()
 
 
+@pytest.mark.slow
 def test_with_one_rank_on_each_host_it_is_the_strategy_itself(job):
     job(3, compare, 1)
 
@@ -238,6 +239,7 @@ def meet_trouble() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_trouble_on_one_rank_is_that_of_all_and_torchs_wrapper_takes_the_hook(job):
     first, *others = job(4, meet_trouble)
     assert first[0] == "CollectiveError hook-failed" and "rank 1" in first[1] and "no more room" in first[1]

@@ -102,6 +102,7 @@ def probe_here(settings: TrainSettings, asked: dict[str, Any]) -> Any:
     return probe(settings, **asked)
 
 
+@pytest.mark.slow
 def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
     """The gradient of a squared error is 2 * error * (x, 1), sample by sample."""
     ((record, seen, (weight, bias)),) = on_ranks(1, probe_here, build("linear"), {**PROBED, "num_small": 3})

@@ -112,6 +112,7 @@ def tune_in_a_program() -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_module_and_its_step_are_tuned_in_a_launched_world(on_ranks):
     first, second = on_ranks(2, tune_in_a_program, timeout_s=200)
     assert first == second  # every rank has the same answer, records and plan, and the same replica afterwards
