@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -435,3 +436,17 @@ def close_under_a_callback():
 
 def test_a_callback_that_outlives_its_world_does_not_abort_the_rank(on_ranks):
     assert on_ranks(2, close_under_a_callback) == [True, True]
+
+
+def open_and_close() -> list[str]:
+    for _ in range(3):
+        with paceline.init("gloo", "cpu", announce=None):
+            dist.all_reduce(torch.ones(1))
+    deadline = time.monotonic() + 10
+    while (names := [one.name for one in threading.enumerate()]) != ["MainThread"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return names
+
+
+def test_the_groups_of_a_closed_world_go(on_ranks):
+    assert on_ranks(2, open_and_close) == [["MainThread"]] * 2

@@ -258,13 +258,14 @@ def _destroy_groups(failed: bool) -> None:
 
 
 def _list_groups() -> list[Any]:
-    """All groups, and what they are made of."""
-    groups, found = list(dist.distributed_c10d._world.pg_map), list[Any]()
-    for group in groups:
-        for device in group._device_types:
+    """All groups, and what they are made of, each once."""
+    found = {id(group): group for group in dist.distributed_c10d._world.pg_map}
+    for group in list(found.values()):
+        for device in group._device_types:  # several may have one
             with contextlib.suppress(RuntimeError):
-                found.append(group._get_backend(device))
-    return groups + found
+                backend = group._get_backend(device)
+                found[id(backend)] = backend
+    return list(found.values())
 
 
 def _let_go(groups: list[Any]) -> None:
