@@ -101,6 +101,7 @@ def measure(case: Case, out: Path, keep: bool, quick: bool) -> None:
     for name, steps in {} if quick else TRAINED.items():
         if not (keep and (out / case.name / name).exists()):
             train = ["train", *job, "--strategy", name, "--steps", str(steps + 10), "--save-every", "1000steps"]
+            train += ["--lr", "0.0001"]  # steps are timed, and a wide mlp diverges with the default
             run(case, train, out / case.name / name)
 
 
