@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -246,7 +245,9 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
-    threading.Thread(target=_let_go, args=(_list_groups(),), daemon=True, name="paceline-groups").start()
+    keeper = threading.Thread(target=_let_go, args=(_list_groups(),), daemon=True, name="paceline-groups")
+    _keepers.append(keeper)
+    keeper.start()
     if not failed:
         dist.destroy_process_group()
         return
@@ -273,10 +274,24 @@ def _let_go(groups: list[Any]) -> None:
     it the last to do so, the thread would wait for itself, and the process would abort."""
     (alone,) = _count_holders([object()])
     for number in itertools.count():
-        time.sleep(_LOOK_S[number > 100])
+        if _is_leaving.wait(_LOOK_S[number > 100]):
+            _left.append(groups)
+            return
         groups[:] = [group for group, held in zip(groups, _count_holders(groups), strict=True) if held > alone]
         if not groups:
+            _keepers.remove(threading.current_thread())
             return
+
+
+def _leave() -> None:
+    """At the exit of the process no thread may be in the middle of it: what is left goes with the process."""
+    _is_leaving.set()
+    for keeper in list(_keepers):
+        keeper.join(_DESTROY_S)
+
+
+_keepers, _left, _is_leaving = list[threading.Thread](), list[list[Any]](), threading.Event()
+atexit.register(_leave)
 
 
 def _count_holders(items: list[Any]) -> list[int]:
