@@ -245,9 +245,7 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
-    keeper = threading.Thread(target=_let_go, args=(_list_groups(),), daemon=True, name="paceline-groups")
-    _keepers.append(keeper)
-    keeper.start()
+    _keep(_list_groups())
     if not failed:
         dist.destroy_process_group()
         return
@@ -260,7 +258,7 @@ def _destroy_groups(failed: bool) -> None:
 
 def _list_groups() -> list[Any]:
     """All groups, and what they are made of, each once."""
-    found = {id(group): group for group in dist.distributed_c10d._world.pg_map}
+    found: dict[int, Any] = {id(group): group for group in dist.distributed_c10d._world.pg_map}
     for group in list(found.values()):
         for device in group._device_types:  # several may have one
             with contextlib.suppress(RuntimeError):
@@ -269,33 +267,47 @@ def _list_groups() -> list[Any]:
     return list(found.values())
 
 
-def _let_go(groups: list[Any]) -> None:
+def _keep(groups: list[Any]) -> None:
     """Hold these groups until nobody else does. A callback that still runs on a thread of gloo may hold its group; were
     it the last to do so, the thread would wait for itself, and the process would abort."""
-    (alone,) = _count_holders([object()])
+    keeper = threading.Thread(target=_let_go, args=(groups,), daemon=True, name="paceline-groups")
+    _kept[keeper] = groups
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at the exit of a process
+        keeper.start()
+
+
+def _let_go(groups: list[Any]) -> None:
     for number in itertools.count():
         if _is_leaving.wait(_LOOK_S[number > 100]):
-            _left.append(groups)
             return
-        groups[:] = [group for group, held in zip(groups, _count_holders(groups), strict=True) if held > alone]
+        _drop_alone(groups)
         if not groups:
-            _keepers.remove(threading.current_thread())
+            del _kept[threading.current_thread()]
             return
 
 
-def _leave() -> None:
-    """At the exit of the process no thread may be in the middle of it: what is left goes with the process."""
-    _is_leaving.set()
-    for keeper in list(_keepers):
-        keeper.join(_DESTROY_S)
-
-
-_keepers, _left, _is_leaving = list[threading.Thread](), list[list[Any]](), threading.Event()
-atexit.register(_leave)
+def _drop_alone(groups: list[Any]) -> None:
+    """Take those from the list that nobody else holds."""
+    (alone,) = _count_holders([object()])
+    groups[:] = [group for group, held in zip(groups, _count_holders(groups), strict=True) if held > alone]
 
 
 def _count_holders(items: list[Any]) -> list[int]:
     return [sys.getrefcount(item) for item in items]
+
+
+def _leave() -> None:
+    """At the exit of the process: it must not end a thread in the middle of a group's end."""
+    _is_leaving.set()
+    for keeper, groups in list(_kept.items()):
+        if keeper.is_alive():
+            keeper.join(_DESTROY_S)
+        if not keeper.is_alive():
+            _drop_alone(groups)
+
+
+_kept, _is_leaving = dict[threading.Thread, list[Any]](), threading.Event()
+atexit.register(_leave)  # the worlds that are open are closed before: `init` registers that later
 
 
 def _settle_place(rank: int | None, world_size: int | None) -> Place:

@@ -35,7 +35,7 @@ from paceline.report.training import TrainRunResult, load_training
 from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S, _BEAT_S, _LINGER_S = 0.4, 5.0, 60.0
-# So many of the last steps are the present; a run without a step for so long is asked whether it still runs.
+# How many of the last steps are the present, and after how long without a step a run is asked whether it still runs.
 _RECENT, _SILENT_S = 50, 2.0
 # A verdict takes at most this share of one core.
 _SHARE = 0.002
