@@ -176,8 +176,11 @@ def _predict(
         (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
         (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
         (not csv and "measured" in given, "--measured is compared with --csv, which is not given"),
+        (not profile and "strategy" in given,
+         f"--strategy with {''.join(sources)}: neither tables nor traces have the shapes of gradients and what codecs "
+         "cost; give --model-profile, a run of `paceline profile layers`"),
         (not profile and others, f"{', '.join(map(find_flag, others))} with {''.join(sources)}: give --model-profile"),
-    )
+    )  # fmt: skip
     if traces:
         return predict_trace(traces, out=out, **given)
     if profile is not None:
