@@ -16,7 +16,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import paceline
 from paceline.parallel import DDP, codecs
+from paceline.parallel.channel import Crossing
 from paceline.parallel.replicas import read_replica
+from paceline.parallel.strategies import start_message
 from paceline.strategy import Strategy
 from paceline.transport import why_not
 from tests.dist.wrapped import check_equal, error_of
@@ -128,6 +130,46 @@ def run_steps() -> None:
 
 def test_every_codec_keeps_replicas_equal_and_loses_nothing(job):
     job(2, run_steps)
+
+
+class Noted:
+    """A group that notes what is called."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.calls = group, []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self._group, name)
+
+
+def run_crossings() -> None:
+    """Two gloo ranks tell that they can receive before they send; several messages under way, in one group with others
+    of the program; small ones are gloo's own."""
+    with paceline.init("gloo", announce=None) as world:
+        me, peer, group = world.rank, 1 - world.rank, Noted(dist.group.WORLD)
+        for elements, is_crossing in ((16, False), (1 << 18, True)):
+            own = torch.full((elements,), float(me))
+            theirs = torch.empty_like(own)
+            received, sent = dist.irecv(theirs, peer), dist.isend(own + 10, peer)
+            group.calls.clear()
+            swapped = [start_message(codecs.SWAP, torch.stack([own + k, own + k + 0.5]), group, 2) for k in range(3)]
+            if is_crossing:
+                assert group.calls.index("recv") < group.calls.index("send")
+            work, gathered = start_message(codecs.GATHER, own + 7, group, 2)
+            assert isinstance(work, Crossing) == isinstance(swapped[0][0], Crossing) == is_crossing
+            work.wait()
+            assert torch.equal(gathered, torch.tensor([[7.0], [8.0]]).expand(2, elements))
+            for k, (work, rows) in enumerate(swapped):
+                work.get_future().wait()
+                assert torch.equal(rows, torch.tensor([[k + me / 2], [k + 1 + me / 2]]).expand(2, elements))
+            received.wait()
+            sent.wait()
+            assert torch.equal(theirs, own * 0 + peer + 10)
+
+
+def test_two_ranks_of_gloo_send_to_each_other_at_once(job):
+    job(2, run_crossings)
 
 
 @pytest.mark.slow

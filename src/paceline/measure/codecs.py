@@ -1,4 +1,4 @@
-"""What codecs compute: their parts between messages, timed over the gradients of a job, with ranks that are made up."""
+"""What codecs compute: their parts between messages, over the gradients of a job. The messages are made up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from paceline.measure.engine import synchronize
-from paceline.measure.steps import Replica
+from paceline.measure.engine import agree_on_max, synchronize
+from paceline.measure.steps import Replica, StepBench
 from paceline.parallel.codecs import GATHER, Codec, build_codec
 from paceline.predict.simulate import LARGE_BYTES
 from paceline.predict.strategies import MEASURED
@@ -21,9 +22,10 @@ from paceline.units import MIB
 
 # As many gradients as these bytes hold are enough.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
-_BUDGET_S, _LEAST, _MOST = 0.05, 2, 10
+_BUDGET_S, _LEAST, _MOST = 5.0, 4, 10
+_STEP_TOUCHES = 4
 # Of few ranks and many: what grows with their number is separated from what does not.
-_RANKS = (2, 8)
+RANKS = (2, 8)
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -50,45 +52,81 @@ def take_gradients(replica: Replica) -> Named:
     return list(found.items())
 
 
-def measure_codecs(grads: Named, device: torch.device, strategies: Sequence[str] = MEASURED) -> list[CodecRecord]:
+def measure_codecs(
+    grads: Named, device: torch.device, strategies: Sequence[str] = MEASURED, ranks: Sequence[int] = RANKS,
+    bench: StepBench | None = None,
+) -> list[CodecRecord]:  # fmt: skip
     """Each codec for all gradients in one bucket and in a bucket each; and in one on more ranks. Where one bucket is
-    large, also in several that are not."""
+    large, also in several that are not. All take turns. With the bench of a job, on all its ranks at the same time:
+    every rank must call this."""
+    grads = grads if bench is None else _choose_common(grads, bench)
     if not grads:
         return []
-    each = [[named] for named in grads]
+    each, num_bytes = [[named] for named in grads], sum(grad.nbytes for _, grad in grads)
     few = [grads]
-    if sum(grad.nbytes for _, grad in grads) > LARGE_BYTES:
+    if num_bytes > LARGE_BYTES:
         few = [[]]
         for named in grads:
             if few[-1] and sum(grad.nbytes for _, grad in (*few[-1], named)) > LARGE_BYTES:
                 few.append([])
             few[-1].append(named)
-    settings = [(_RANKS[0], few), (_RANKS[0], each), (_RANKS[1], few)]
-    settings += [(_RANKS[0], [grads])] if len(few) > 1 else []
+    first, *more = sorted(set(ranks))
+    settings = [(first, few), *([(first, each)] if len(grads) > 1 else []), *((count, few) for count in more)]
+    settings += [(first, [grads])] if len(few) > 1 else []
+    runs = [(Strategy.parse(text), *setting) for text in strategies for setting in settings]
+    # What a step touches besides: parameters, gradients, and the state of an optimizer.
+    others = torch.zeros(min(_STEP_TOUCHES * num_bytes, _MOST_BYTES[device.type]) // 4, device=device)
+    rows: list[list[list[float]]] = [[] for _ in runs]
+    spent_s, count = 0.0, 1
+    while len(rows[-1]) < count:
+        begin_s = time.perf_counter()
+        for (strategy, world_size, buckets), row in zip(runs, rows, strict=True):
+            row.append(_time(build_codec(strategy, 0, world_size), buckets, others, bench))
+        if count == 1:
+            spent_s = time.perf_counter() - begin_s
+            spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.meeting)
+            count = max(_LEAST, min(_MOST, int(_BUDGET_S / max(spent_s, 1e-9))))
+    by_rank = [rows] if bench is None else bench.world.share(rows)
     return [
-        _measure(Strategy.parse(text), world_size, buckets, device)
-        for text in strategies
-        for world_size, buckets in (settings if len(grads) > 1 else settings[::2])
-    ]
+        CodecRecord(
+            strategy=strategy.text, device=device.type, world_size=world_size, num_bytes=num_bytes,
+            num_buckets=len(buckets), parts=_build_parts([found[number] for found in by_rank]),
+        )
+        for number, (strategy, world_size, buckets) in enumerate(runs)
+    ]  # fmt: skip
 
 
-def _measure(strategy: Strategy, world_size: int, buckets: Sequence[Named], device: torch.device) -> CodecRecord:
-    codec, rows, spent_s = build_codec(strategy, 0, world_size), list[list[float]](), 0.0
-    while len(rows) <= _LEAST or (spent_s < _BUDGET_S and len(rows) <= _MOST):
-        parts: list[float] = []
+def _choose_common(grads: Named, bench: StepBench) -> Named:
+    """The gradients that all ranks have, in the order of rank 0."""
+    names = bench.world.share([name for name, _ in grads])
+    own, common = dict(grads), set(names[0]).intersection(*names)
+    return [(name, own[name]) for name in names[0] if name in common]
+
+
+def _build_parts(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[Samples, ...]:
+    """Of the seconds of each part, in each turn, on each rank."""
+    turns = list(zip(*by_rank, strict=True))
+    return tuple(
+        Samples(tuple(tuple(parts[number] for parts in turn) for turn in turns)) for number in range(len(turns[0][0]))
+    )
+
+
+def _time(codec: Codec, buckets: Sequence[Named], others: torch.Tensor, bench: StepBench | None) -> list[float]:
+    """The seconds of each part, for all buckets, in a step after the first: memory is there, and the caches are full of
+    other data."""
+    parts: list[float] = []
+    for step in range(2):
+        parts.clear()
+        others.fill_(step)
+        wait = partial(synchronize, others.device)
+        wait()
+        if bench is not None:
+            dist.barrier(group=bench.meeting)
         for bucket in buckets:
-            for number, part_s in enumerate(_run(codec, bucket, len(rows), partial(synchronize, device))):
+            for number, part_s in enumerate(_run(codec, bucket, step, wait)):
                 parts += [0.0] * (number == len(parts))
                 parts[number] += part_s
-        rows.append(parts)
-        spent_s += sum(parts)
-    warmup, *timed = ([(value,) for value in row] for row in rows)
-    samples = [Samples(tuple(row[number] for row in timed), (warmup[number],)) for number in range(len(warmup))]
-    num_bytes = sum(grad.nbytes for bucket in buckets for _, grad in bucket)
-    return CodecRecord(
-        strategy=strategy.text, device=device.type, world_size=world_size, num_bytes=num_bytes,
-        num_buckets=len(buckets), parts=tuple(samples),
-    )  # fmt: skip
+    return parts
 
 
 @torch.no_grad()

@@ -376,9 +376,9 @@ def measure_layers(
         if job is None:
             return [profile]
         # Last, for the steps of others.
-        codecs = measure_codecs(take_gradients(replica), replica.device) if _has_room(world, replica) else []
-        carried = [bench.build_record(variant) for variant in bench.variants]
-        return [profile, *carried, *world.share(codecs)[0]]
+        has_room = _has_room(world, replica)
+        codecs = measure_codecs(take_gradients(replica), replica.device, bench=bench) if has_room else []
+        return [profile, *(bench.build_record(variant) for variant in bench.variants), *codecs]
 
 
 def _has_room(world: World, replica: Replica) -> bool:

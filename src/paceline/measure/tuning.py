@@ -137,8 +137,8 @@ class _Variants:
         records: list[Record] = [one.record(timing=timing) for one, timing in zip(sweep, timings, strict=True)]
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
         if settings.strategies:
-            codecs = measure_codecs(take_gradients(plain.replica), plain.replica.device)
-            records += self._world.share(codecs)[0]
+            grads, ranks = take_gradients(plain.replica), (2, max(2, self._world.world_size))
+            records += measure_codecs(grads, plain.replica.device, ranks=ranks, bench=self._bench)
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
         job, is_ours = build_job_from_profile(profile), settings.wrapper != "torch"

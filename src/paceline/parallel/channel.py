@@ -21,6 +21,9 @@ from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
 _BROADCAST_BYTES = 64 << 20
+# Between two ranks, from this size on messages to each other are under way at once; the tag is one that programs do
+# not use.
+_CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
 
 
 class Sent(NamedTuple):
@@ -124,8 +127,8 @@ class Channel:
             return FinishedWork([output.copy_(tensor)])
         self._num_messages += 1
         self._num_bytes += tensor.nbytes
-        group: Any = self.group
-        return cast(dist.Work, group._allgather_base(output, tensor))
+        work = start_exchange(output.view(self.world_size, -1), tensor.view(-1), self.group)
+        return cast(dist.Work, work)
 
     @property
     def shares_memory(self) -> bool:
@@ -168,6 +171,48 @@ class Channel:
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
             if known:
                 dist._broadcast_coalesced(self.group, known, _BROADCAST_BYTES, source)
+
+
+class Crossing:
+    """Messages of two ranks to each other, under way at once. Works like those of torch."""
+
+    def __init__(self, parts: Sequence[dist.Work], end: dist.Work) -> None:
+        self._parts, self._end = parts, end
+
+    def wait(self, *limit: timedelta) -> None:
+        for work in (self._end, *self._parts):
+            work.wait(*limit)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        def finish(done: torch.futures.Future[Any]) -> None:
+            done.value()
+            for work in self._parts:  # they are over: the end came behind them
+                work.wait()
+
+        return self._end.get_future().then(finish)
+
+
+def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
+    """Start to gather a vector of every rank in the rows, or, of a matrix, the row that is for this rank. Returns the
+    work."""
+    one, is_gather = rows[0], given.dim() == 1
+    if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
+        # gloo sends before it tells the other rank that it can receive, and that word waits behind what it sends: the
+        # rank that is late sends first, and the other one only then. Here ranks tell it first. What follows the
+        # messages on the same connection arrives behind them, and has a Future, which they have not.
+        rank, peer = group.rank(), 1 - group.rank()
+        parts = [group.recv([rows[peer]], peer, _TAG), group.send([given if is_gather else given[peer]], peer, _TAG)]
+        end = group.alltoall_base(*torch.zeros(2, 2, dtype=torch.uint8), [], [])
+        rows[rank] = given if is_gather else given[rank]
+        return Crossing(parts, end)
+    into, flat = rows.view(-1), given.view(-1)
+    return group._allgather_base(into, flat) if is_gather else group.alltoall_base(into, flat, [], [])
+
+
+def _is_gloo_on_cpu(rows: torch.Tensor, group: Any) -> bool:
+    if rows.device.type != "cpu" or isinstance(group, PacelineGroup):
+        return False
+    return isinstance(group._get_backend(rows.device), dist.ProcessGroupGloo)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

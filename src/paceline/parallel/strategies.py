@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.channel import Channel, Sent, alias, open_group
+from paceline.parallel.channel import Channel, Sent, alias, open_group, start_exchange
 from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
 from paceline.parallel.levels import NUM_STAGES, SCATTER, Inside, Levels
 from paceline.parallel.replicas import Replica, read_replica
@@ -173,9 +173,9 @@ def start_message(kind: str, tensor: torch.Tensor, group: Any, world_size: int) 
         return group._reduce_scatter_base(result, rows.view(-1)), result
     shape = (world_size, *rows.shape) if kind == GATHER else rows.shape
     result = rows.new_empty(shape)
-    into, given = result.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)
-    work = group._allgather_base(into, given) if kind == GATHER else group.alltoall_base(into, given, [], [])
-    return work, result
+    into = result.view(-1).view(torch.uint8).view(world_size, -1)
+    given = rows.view(-1).view(torch.uint8)
+    return start_exchange(into, given if kind == GATHER else given.view(world_size, -1), group), result
 
 
 def _sum_options() -> Any:

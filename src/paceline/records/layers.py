@@ -255,8 +255,9 @@ class LayerProfileRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRecord(Record):
-    """What the codec of a strategy computes for gradients of `num_bytes` in `num_buckets`, on one rank of `world_size`,
-    of which the others are made up. `parts` are the seconds before its first message, and after each."""
+    """What the codec of a strategy computes for gradients of `num_bytes` in `num_buckets`, on `world_size` ranks, whose
+    messages are made up. `parts` are the seconds before the first one, and after each, on all ranks that were there:
+    they computed at the same time."""
 
     kind: ClassVar[str] = "codec"
     strategy: str
