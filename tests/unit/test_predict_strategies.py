@@ -25,6 +25,7 @@ from paceline.predict.strategies import (
     describe_strategies,
     describe_update,
     find_codec,
+    fit_factor,
     fit_sending,
     list_strategies,
     prefer,
@@ -134,6 +135,15 @@ def test_messages_slow_what_a_codec_computes():
         step = simulate(job, [1, 2], replace(costs("bf16", ((0.0, 0.0), (codec_s, 0.0))), contention=given))
         assert step.buckets[0].done_s == pytest.approx(message_s + took_s)
         assert step.over_s == pytest.approx(2 * message_s + codec_s + WORDS_S)
+
+
+def test_a_step_tells_what_a_codec_takes_in_it():
+    job, given = make_job([1000, 1000], [0.002, 0.004], 0.004), costs("bf16", ((0.003, 0.0), (0.001, 1e-7)))
+    for factor in (0.7, 1.0, 2.5):
+        step_s = simulate(job, [1, 2], replace(given, sending=given.sending.scale(factor))).step_s
+        assert fit_factor(job, [1, 2], given, step_s) == pytest.approx(factor, abs=2e-3)
+    assert fit_factor(job, [1, 2], given, 100.0) == pytest.approx(5, abs=2e-3)  # not more
+    assert fit_factor(job, [1, 2], costs("bf16"), 100.0) == 1  # it costs nothing here
 
 
 def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():

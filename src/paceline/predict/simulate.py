@@ -169,6 +169,10 @@ class Sending:
         factor = self.large_factor if num_bytes > LARGE_BYTES else 1.0
         return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
 
+    def scale(self, factor: float) -> Sending:
+        """With a codec that takes so many times as long."""
+        return replace(self, parts=tuple((factor * fixed_s, factor * s_per_byte) for fixed_s, s_per_byte in self.parts))
+
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
         """The bytes that a rank sends in a step with these buckets, in the mean over a period."""
         groups = [job.gradients[start:end] for start, end in itertools.pairwise([0, *cuts])]
