@@ -104,7 +104,8 @@ def test_top_k_sends_biases_and_norms_whole(num_large, either):
         speed = [0.5 * old + new for old, new in zip(speed, before, strict=True)]
         average(ranks, grads, step, names)
         average(twice, others, step, names)
-        for found, wanted in ((grads, before), (others, speed)):
+        ahead = [new + 0.5 * now for now, new in zip(speed, before, strict=True)]
+        for found, wanted in ((grads, before), (others, ahead)):
             for mine, one in zip(found[0][num_large:], wanted[num_large:], strict=True):
                 torch.testing.assert_close(mine.double(), one, rtol=1e-6, atol=1e-7)
     assert set(ranks[0].errors) == {"m"} & set(names)
@@ -279,16 +280,30 @@ def test_dgc_is_momentum_before_sending():
     ranks = build("topk:1,dgc=0.9", 1)
     grads = [[torch.ones(3, 1)]]
     average(ranks, grads, 0, ("p",))
-    assert grads[0][0].tolist() == [[1], [1], [1]] and not ranks[0].errors["momentum p"].any()
+    torch.testing.assert_close(grads[0][0], torch.full((3, 1), 1.9))
+    assert not ranks[0].errors["momentum p"].any()
     ranks = build("topk:0.34,dgc=0.5", 1)  # two of three
     applied = torch.zeros(3)
     for step in range(3):
         grads = [[torch.tensor([[4.0, 2.0, 1.0]])]]
         average(ranks, grads, step, ("p",))
         applied += grads[0][0][0]
-    # Speeds of the last two: 2 and 1 (the second is sent), 2 and 1.5 (the third: 1 + 1.5), 3 and 1 (the second: 2 + 3).
-    assert applied.tolist() == [12, 7, 2.5]
-    assert ranks[0].errors["p"].tolist() == ranks[0].errors["momentum p"].tolist() == [0, 0, 1]
+    # Speeds of the last two: 2 and 1, 2 and 1.5, 3 and 1. They add 3 and 1.5 (the second is sent), 3 and 1.75 (the
+    # third: 1.5 + 1.75), 3.5 and 1.5 (the second: 3 + 3.5).
+    assert applied.tolist() == [18, 9.5, 3.25]
+    assert ranks[0].errors["p"].tolist() == [0, 0, 1.5] and ranks[0].errors["momentum p"].tolist() == [0, 0, 1]
+
+
+def test_dgc_of_what_is_sent_whole_is_sgd_with_momentum(either):
+    codec, mine, theirs = build("topk:0.1,dgc=0.9", 1), torch.ones(4), torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True)
+    for step in range(5):
+        theirs.grad = torch.randn(4, generator=torch.Generator().manual_seed(step))
+        grads = [[theirs.grad.clone()]]
+        average(codec, grads, step, ("b",))
+        mine -= 0.1 * grads[0][0]
+        optimizer.step()
+    torch.testing.assert_close(mine, theirs.detach())
 
 
 def test_the_density_warms_up_from_a_quarter_in_equal_factors():
@@ -380,7 +395,9 @@ def test_errors_are_rescaled_by_name():
     codec = build("topk:0.5,dgc=0.9", 1)[0]
     average([codec], [[torch.tensor([[1.0, 8.0]]), torch.tensor([[3.0, 4.0]])]], 0, ("a", "b"))
     codec.rescale(["a", "unknown"], 4.0)
-    assert codec.errors["a"].tolist() == [4, 0] and codec.errors["b"].tolist() == [3, 0]
+    assert codec.errors["a"].tolist() == pytest.approx([7.6, 0]) and codec.errors["b"].tolist() == pytest.approx(
+        [5.7, 0]
+    )
     assert codec.errors["momentum a"].tolist() == [1, 0]  # as the momentum of an optimizer
 
 

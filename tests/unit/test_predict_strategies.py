@@ -16,7 +16,7 @@ from paceline.plan import Gradient
 from paceline.predict.curves import Resample
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps
-from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending, simulate
+from paceline.predict.simulate import LARGE_BYTES, Contention, MachineCosts, Sending, simulate
 from paceline.predict.strategies import (
     ALL,
     BANDWIDTHS,
@@ -25,6 +25,7 @@ from paceline.predict.strategies import (
     describe_strategies,
     describe_update,
     find_codec,
+    fit_factor,
     fit_sending,
     list_strategies,
     prefer,
@@ -124,6 +125,25 @@ def test_what_a_codec_computes_in_backward_shares_the_core_with_it():
     # 500 bytes take 1.5 ms; then 2 ms of decoding take 4, in which backward does 2 of its 8.5 that are left.
     assert step.buckets[0].done_s == pytest.approx(0.0055)
     assert step.backward_s == pytest.approx(0.012) and step.over_s == pytest.approx(0.012 + WORDS_S)
+
+
+def test_messages_slow_what_a_codec_computes():
+    """Two buckets of one message each, one after the other: the first is decoded while the second is under way."""
+    job, slow = make_job([1000, 1000], [0.0, 0.0], 0.0), Contention((1,), (0.5,), (1.0,))
+    message_s, codec_s = ALPHA + 500 / RATE, 0.0004
+    for given, took_s in ((Contention(), codec_s), (slow, 2 * codec_s)):
+        step = simulate(job, [1, 2], replace(costs("bf16", ((0.0, 0.0), (codec_s, 0.0))), contention=given))
+        assert step.buckets[0].done_s == pytest.approx(message_s + took_s)
+        assert step.over_s == pytest.approx(2 * message_s + codec_s + WORDS_S)
+
+
+def test_a_step_tells_what_a_codec_takes_in_it():
+    job, given = make_job([1000, 1000], [0.002, 0.004], 0.004), costs("bf16", ((0.003, 0.0), (0.001, 1e-7)))
+    for factor in (0.7, 1.0, 2.5):
+        step_s = simulate(job, [1, 2], replace(given, sending=given.sending.scale(factor))).step_s
+        assert fit_factor(job, [1, 2], given, step_s) == pytest.approx(factor, abs=2e-3)
+    assert fit_factor(job, [1, 2], given, 100.0) == pytest.approx(5, abs=2e-3)  # not more
+    assert fit_factor(job, [1, 2], costs("bf16"), 100.0) == 1  # it costs nothing here
 
 
 def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():

@@ -10,8 +10,10 @@ import torch._dynamo  # an optimizer imports it, and it sets a variable of the e
 from torch import nn
 
 from paceline import LAMB, LARS, ConfigError
+from paceline.training.build import _build_optimizer
 from paceline.training.optimizers import split_parameters
 from paceline.training.schedules import Schedule
+from paceline.training.settings import TrainSettings
 
 SHAPES = ((4, 3), (2, 3, 2), (5,))
 
@@ -414,3 +416,11 @@ def test_precisions_may_be_mixed_in_one_group_by_lamb():
 def test_what_cannot_be_is_refused_by_lamb(options, words):
     with pytest.raises(ConfigError, match=f"LAMB: {words}"):
         LAMB(make(), **({"lr": 0.1} | options))
+
+
+@pytest.mark.parametrize(("strategy", "momentum", "weight_decay"), [("bf16", 0.9, 0.001), ("topk:0.1,dgc", 0.0, 0.01)])
+def test_where_the_strategy_has_the_momentum_weight_decay_is_that_much_larger(strategy, momentum, weight_decay):
+    settings = TrainSettings(strategy=strategy, weight_decay=0.001, optimizer="sgd")
+    matrices, others = _build_optimizer(nn.Linear(3, 2), settings, torch.device("cpu")).param_groups
+    assert matrices["momentum"] == others["momentum"] == momentum
+    assert matrices["weight_decay"] == pytest.approx(weight_decay) and others["weight_decay"] == 0

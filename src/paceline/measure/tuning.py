@@ -35,6 +35,7 @@ from paceline.predict.curves import CostCurve
 from paceline.predict.job import build_job_from_profile
 from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
+from paceline.predict.strategies import list_strategies
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
 from paceline.records.steps import RACED, reduce_turns
@@ -126,6 +127,10 @@ class _Variants:
                 Disturbance(self._world, traffic, variant, layers.look)
         self._add("local", "one bucket", self._alone, 1 << 50)
         self._add("local", "a bucket each", self._alone, 1)
+        # Two buckets: a codec computes while backward goes on, and while another bucket is under way.
+        for strategy in list_strategies(settings.strategies) if settings.strategies else ():
+            if strategy.is_hook and not strategy.is_dense:
+                self._add("coded", strategy.text, self._group, self._num_bytes // 2, None, strategy)
         if settings.confirms:
             sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):

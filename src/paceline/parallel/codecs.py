@@ -267,7 +267,8 @@ class Quantized(Codec):
 
 class TopK(Codec):
     """The largest elements of each gradient, with their places. The rest waits in the error. Biases and norms are sent
-    whole. With `dgc`, momentum is applied before (Deep Gradient Compression): then the optimizer must have none."""
+    whole. With `dgc`, Nesterov's momentum is applied before (Deep Gradient Compression): then the optimizer must have
+    none."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         on_cpu, density = _is_on_cpu(vectors), self._density(self._step)
@@ -303,8 +304,9 @@ class TopK(Codec):
         """What is sent whole, one after another: with `dgc` its momentum, which nothing delays."""
         flat, sizes = _join(vectors), [vector.numel() for vector in vectors]
         if self.strategy.dgc:
-            flat = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
-            self._keep(names, flat.clone(), sizes, MOMENTUM)
+            speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
+            self._keep(names, speed, sizes, MOMENTUM)
+            flat = flat + speed * self.strategy.dgc
         if any(name in self._errors for name in names):  # of a checkpoint from before they were sent whole
             flat = flat + _join(self._load(names, vectors))
             self._keep(names, torch.zeros_like(flat), sizes)
@@ -316,7 +318,7 @@ class TopK(Codec):
         if dgc:
             speeds = self._renew(names, vectors, MOMENTUM)
             for vector, old, speed in zip(vectors, self._load(names, vectors, MOMENTUM), speeds, strict=True):
-                vector.copy_(torch.mul(old, dgc, out=speed).add_(vector))
+                vector.add_(torch.mul(old, dgc, out=speed).add_(vector), alpha=dgc)
         feedback = self.strategy.feedback
         errors = self._load(names, vectors) if feedback else [torch.zeros(0)] * len(vectors)
         rests = self._renew(names, vectors) if feedback else list(vectors)
@@ -334,8 +336,9 @@ class TopK(Codec):
         """The same in few calls."""
         flat, sizes, speed = _join(vectors), [vector.numel() for vector in vectors], None
         if self.strategy.dgc:
-            flat = speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
+            speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
             self._keep(names, speed, sizes, MOMENTUM)
+            flat = flat + speed * self.strategy.dgc
         if self.strategy.feedback:
             flat = flat + _join(self._load(names, vectors))
             self._keep(names, flat, sizes)

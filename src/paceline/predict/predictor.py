@@ -262,14 +262,12 @@ class Predictor:
         draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
         return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
 
-    def change(self, change: Callable[[MachineCosts, Resample], MachineCosts]) -> Predictor:
+    def change(self, change: Callable[[Job, MachineCosts, Resample], MachineCosts]) -> Predictor:
         """The same job with another strategy, which sends gradients whole; in the draws, too."""
-        drawn = [
-            (job.whole or job, change(costs, Resample(random.Random(number))))
-            for number, (job, costs) in enumerate(self.draws)
-        ]
+        wholes = [(job.whole or job, costs) for job, costs in self.draws]
+        drawn = [(job, change(job, costs, Resample(random.Random(n)))) for n, (job, costs) in enumerate(wholes)]
         job = self.job.whole or self.job
-        return Predictor(job, change(self.costs, Resample()), drawn, self.plain_s, self.noise)
+        return Predictor(job, change(job, self.costs, Resample()), drawn, self.plain_s, self.noise)
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)

@@ -169,6 +169,10 @@ class Sending:
         factor = self.large_factor if num_bytes > LARGE_BYTES else 1.0
         return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
 
+    def scale(self, factor: float) -> Sending:
+        """With a codec that takes so many times as long."""
+        return replace(self, parts=tuple((factor * fixed_s, factor * s_per_byte) for fixed_s, s_per_byte in self.parts))
+
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
         """The bytes that a rank sends in a step with these buckets, in the mean over a period."""
         groups = [job.gradients[start:end] for start, end in itertools.pairwise([0, *cuts])]
@@ -369,9 +373,13 @@ class _Run:
     def compute(self, work_s: float) -> None:
         """Compute this many undisturbed seconds; messages move meanwhile, and each slows the other."""
         while work_s > _EPSILON:
-            # Two messages take no more of a core than the one that takes more: they share it.
-            rate = min([task.compute_rate for task in self.moving], default=1.0)
+            rate = self._compute_rate * (_CALLBACK_RATE if any(not task.is_message for task in self.moving) else 1.0)
             work_s -= self._move(work_s / rate, True) * rate
+
+    @property
+    def _compute_rate(self) -> float:
+        """Of all that computes. Two messages take no more of a core than the one that takes more: they share it."""
+        return min([task.compute_rate for task in self.moving if task.is_message], default=1.0)
 
     def hand_over(self, bucket: BucketSpan, messages: Sequence[Load], own_s: float) -> None:
         """Encode a bucket, which takes `own_s` besides, and send its messages one after the other."""
@@ -399,7 +407,7 @@ class _Run:
             curve = costs.inside if task.is_inside and costs.inside is not None else costs.curve
             left_s, rates = curve.estimate_s(task.num_bytes), costs.contention.rates(max(1, task.num_bytes))
         else:
-            left_s, rates = task, (_CALLBACK_RATE, _CALLBACK_RATE)
+            left_s, rates = task, (1.0, 1.0)
         is_message = isinstance(task, Load)
         self.waiting[is_message].append(_Task(bucket, is_message, left_s, *rates, tasks))
 
@@ -416,13 +424,11 @@ class _Run:
         num_messages = sum([task.is_message for task in moving])
         together = self.costs.pair_rate if num_messages > 1 else 1.0
         shares_core = is_computing or num_messages < len(moving)
-        elapsed_s, speeds = most_s, []
+        elapsed_s, speeds, own = most_s, [], self._compute_rate * (_CALLBACK_RATE if is_computing else 1.0)
         for task in moving:
-            speed = task.message_rate if shares_core else 1.0
+            speed = own
             if task.is_message:
-                speed *= together
-            elif not is_computing:
-                speed = 1.0
+                speed = together * (task.message_rate if shares_core else 1.0)
             speeds.append(speed)
             elapsed_s = min(elapsed_s, task.left_s / speed)
         self.now_s += elapsed_s

@@ -12,7 +12,7 @@ from paceline.predict.curves import Resample, hold_draws
 from paceline.predict.job import Job
 from paceline.predict.race import Interval
 from paceline.predict.search import PLATEAU
-from paceline.predict.simulate import LARGE_BYTES, Sending
+from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending, simulate
 from paceline.predict.whatif import WhatIfRow
 from paceline.records import CodecRecord
 from paceline.strategy import DENSE, Strategy, parse_strategies
@@ -25,6 +25,8 @@ EVERY = ("all",)
 # What a profile measures; another amount of a codec is taken to cost as much.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4")
 BF16 = Strategy.parse("bf16")
+# What a codec may take in a step, as a multiple of what it takes alone.
+_FACTORS, _HALVINGS = (0.5, 5.0), 12
 # In bits per second: where crossings are looked for.
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
 
@@ -119,6 +121,19 @@ def fit_sending(
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = tuple((factor * bucket_s, factor * rate) for bucket_s, rate in zip(fixed, rates, strict=True))
     return Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host)
+
+
+def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float) -> float:
+    """How many times as long as alone a codec takes in a step, by one with these cuts that took `step_s`: other threads
+    have the core and the memory, too, and ranks wait for each other at every message."""
+    sending, (low, high) = costs.sending, _FACTORS
+    if sending is None or not any(map(sum, sending.parts)):
+        return 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_longer = simulate(job, cuts, replace(costs, sending=sending.scale(middle))).step_s > step_s
+        low, high = (low, middle) if is_longer else (middle, high)
+    return (low + high) / 2
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:

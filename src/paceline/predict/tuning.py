@@ -16,14 +16,24 @@ import numpy as np
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.plan import Gradient, Plan, plan_like_torch
+from paceline.plan import Gradient, Plan, cut_like, plan_like_torch
 from paceline.predict.curves import CostCurve, Resample, median_noise
+from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
 from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
-from paceline.predict.strategies import BF16, EVERY, describe_strategies, describe_update, fit_sending, list_strategies
+from paceline.predict.strategies import (
+    BF16,
+    EVERY,
+    describe_strategies,
+    describe_update,
+    find_codec,
+    fit_factor,
+    fit_sending,
+    list_strategies,
+)
 from paceline.records import CodecRecord, LayerProfileRecord, Record, StepRecord
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
@@ -444,11 +454,21 @@ def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) ->
     """The predictor of the same job with another strategy."""
     plain = next(record for record in records if isinstance(record, StepRecord) and record.role == "plain")
     codecs = [record for record in records if isinstance(record, CodecRecord)]
-    is_shared = canonical_backend(plain.backend) == "shm"
+    is_shared, name = canonical_backend(plain.backend) == "shm", find_codec(codecs, strategy)
+    coded = [r for r in records if isinstance(r, StepRecord) and r.role == "coded"]
+    taken = next((r for r in coded if find_codec(codecs, Strategy.parse(r.label)) == name), None)
 
-    def change(costs: MachineCosts, resample: Resample) -> MachineCosts:
-        sending = fit_sending(strategy, plain.world_size, codecs, resample, is_in_place=is_shared)
-        return replace(costs, sending=sending)
+    def change(job: Job, costs: MachineCosts, resample: Resample) -> MachineCosts:
+        def send(one: Strategy) -> MachineCosts:
+            sending = fit_sending(one, plain.world_size, codecs, resample, is_in_place=is_shared)
+            return replace(costs, sending=sending)
+
+        found = send(strategy)
+        if taken is None or found.sending is None:
+            return found
+        step_s, cuts = resample.median(taken.timing), cut_like(job.totals, taken.bucket_bytes)
+        factor = fit_factor(job, cuts, send(Strategy.parse(taken.label)), step_s)
+        return replace(found, sending=found.sending.scale(factor))
 
     return model.change(change)
 

@@ -15,7 +15,7 @@ from paceline.records.samples import Ratio, Samples, check_known, compare_times
 from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
-ROLES = ("job", "plain", "local", "disturbed", "together")
+ROLES = ("job", "plain", "local", "disturbed", "together", "coded")
 RACED = "confirmed"  # the note of steps of the job that raced under a plan
 # The samples of a record besides its timing; those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone")
@@ -44,7 +44,8 @@ class StepRecord(Record):
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward: `under_way` is then the mean
     time of a message, `overlapped` the part of it before the end of backward, and `alone` its time with nothing next to
-    it; `together` the bare model on all ranks at once, without messages. `bucket_bytes` are the wrapper's
+    it; `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy that is
+    its label, to see what its codec takes in a step. `bucket_bytes` are the wrapper's
     buckets in launch order, `cap_bytes` the cap that they were made by (0 if none), `num_bytes` what a rank hands to
     all-reduce in a step, gradients alone, in `num_messages`.
     `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).

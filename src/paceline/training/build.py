@@ -247,11 +247,12 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
     """Weight decay and trust ratios apply to matrices and filters only, not to biases and norms."""
-    groups = split_parameters(module, settings.weight_decay)
+    # With DGC, momentum comes before gradients are sent. Without it, weight decay needs the factor that it would give.
+    dgc = settings.parsed_strategy.dgc
+    groups = split_parameters(module, settings.weight_decay / (1 - dgc))
     options: dict[str, Any] = {"lr": settings.lr}
     if settings.optimizer in ("sgd", "lars"):
-        # With DGC, momentum comes before the gradients are sent.
-        momentum = 0.0 if settings.parsed_strategy.dgc else settings.momentum
+        momentum = 0.0 if dgc else settings.momentum
         options |= {"momentum": momentum, "nesterov": momentum > 0}
     if settings.trust_coefficient is not None:
         options["trust_coefficient"] = settings.trust_coefficient

@@ -327,10 +327,11 @@ def _settle(job: Job, files: RunFiles, journal: Journal, start: Position, carrie
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
     """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
     step = taken.position.step
-    if isinstance(job.learner.optimizer, ShardedOptimizer):
-        job.learner.optimizer.wait()  # for what reads the parameters here
     exchange = journal.exchange(files.is_due_by_time, job.settings.stays_in_memory and is_wanted())
-    rows = list(exchange.rows)
+    rows, is_due = list(exchange.rows), exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
+    is_due = is_due or bool(exchange.signal) or taken.is_last
+    if isinstance(job.learner.optimizer, ShardedOptimizer) and (is_due or taken.is_epoch_end or exchange.bad):
+        job.learner.optimizer.wait()  # for what reads the parameters here; elsewhere they arrive during the next step
     if exchange.bad is not None:
         files.write_rows(rows)
         bad_step, rank, name = exchange.bad
@@ -351,8 +352,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         total, label = job.schedule.num_steps, _describe_rows(rows)
         line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
         post(Progress(step, total, label, line=line))
-    is_due = exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
-    if exchange.signal or taken.is_last or is_due:
+    if is_due:
         # A finite loss can have gradients that are not: never save what they made of the model. Where replicas differ
         # between two syncs, one rank may find it alone, and the others must not wait for it.
         names = job.world.share(find_bad_parameter(job.learner.module))
