@@ -14,7 +14,7 @@ import torch
 from paceline.errors import LaunchError
 from paceline.measure.fault_job import Asked, Net, harm
 from paceline.parallel import DDP
-from paceline.runtime import monitor
+from paceline.runtime import monitor, pulse
 from paceline.runtime.launch import RankPool
 from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
@@ -40,6 +40,10 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
             model(torch.randn(2, 784)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if fault == "busy" and net.num_steps == 20 and os.environ["RANK"] == "1":
+                pulse.watch_device(lambda: False)  # as a GPU with an endless kernel
+                with pulse.within(pulse.WAIT):
+                    time.sleep(60.0)
             if fault == "slow" and net.num_steps == 20:
                 with slow("evaluate"):
                     time.sleep(1.5 if os.environ["RANK"] == "1" else 0.0)
@@ -68,6 +72,11 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend,
     assert (caught.value.rank, caught.value.code) == (1, code)
     if fault in ("gil", "loop", "deadlock"):
         assert "fault_job.py" in text and "rank 0 waits for bucket" in text, text
+
+
+def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 .* has a GPU that does not finish"):
+        run(warm_pool, tmp_path, "gloo", "busy", "")
 
 
 @pytest.mark.parametrize("fault", ["slow", pytest.param("stall", marks=pytest.mark.slow)])

@@ -47,7 +47,7 @@ class Scene:
                     state=given.get("state", "R"), cpu_s=sight.cpu_s + 0.1 * given.get("cpu", 0.0),
                     serial=sight.serial + (phase != sight.phase or steps > 0), phase=phase,
                     bucket=given.get("bucket", -1), beat_ns=sight.beat_ns + given.get("beats", True),
-                    step=sight.step + steps, num_steps=sight.num_steps + steps,
+                    step=sight.step + steps, num_steps=sight.num_steps + steps, is_busy=given.get("is_busy", False),
                 )  # fmt: skip
             found = self.judge.look(self.now_s, dict(enumerate(self.sights)))
             if found is not None:
@@ -66,6 +66,7 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
         (dict(state="R", phase=BACKWARD, beats=False, cpu=1.0), "gil", 3.0, 3.5),
         (dict(state="R", phase=OPTIMIZER, cpu=0.9), "loop", 3.0, 3.5),
         (dict(state="S", phase=BACKWARD), "blocked", 3.0, 3.5),
+        (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, 3.5),
         (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 601.0),
         (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 1800.0, 1801.0),
     ],

@@ -156,6 +156,7 @@ OPTIONS = {
     "repair": Option(JOB, "How long the place of a lost rank cannot be used.", "0s"),
     "horizon": Option(JOB, "Length of the job, for the 90 % interval.", "30d"),
     "device": Option(JOB, "auto, cpu or cuda", "auto"),
+    "device:faults": Option(JOB, "cpu or cuda", "cpu"),
     "threads": Option(JOB, "Torch's threads per rank, on the CPU.", int),
     "threads:wrappers": Option(JOB, "Torch's threads per rank, on the CPU.", 1),
     "compile": Option(JOB, "Compile the model, block by block.", False),

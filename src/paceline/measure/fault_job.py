@@ -39,6 +39,7 @@ class Asked(NamedTuple):
     save_every: int = 10
     wrapper: str = "paceline"
     backend: str = "gloo"
+    device: str = "cpu"
     batch_size: int = 8
     width: int = WIDTH
     pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
@@ -82,6 +83,8 @@ def harm(fault: str) -> None:
                 pass
         case "deadlock":
             _wait_for_lock()
+        case "endless-kernel":
+            torch.cuda._sleep(1 << 62)  # returns at once; so many cycles take longer than anyone waits
         case "exception":
             raise ValueError("a bad sample")
         case "extra-collective":
@@ -142,24 +145,25 @@ def main() -> None:
     torch.manual_seed(1)
     if asked.wrapper == "torch":
         dist.init_process_group(asked.backend)
-        net = Net(asked)
+        device = torch.device(asked.device)
+        net = Net(asked).to(device)
         model: nn.Module = nn.parallel.DistributedDataParallel(net)
     else:
         from paceline.parallel import DDP
         from paceline.runtime.monitored import monitor
         from paceline.runtime.world import init
 
-        init(asked.backend, announce=None)
+        device = init(asked.backend, asked.device, announce=None).device
         monitor()  # before the model, whose hook is then called after that of the monitor: between two steps
-        net = Net(asked)
+        net = Net(asked).to(device)
         model = DDP(net)
     optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / "saved.pt", 0
     if path.exists():
-        saved = torch.load(path)
+        saved = torch.load(path, map_location=device)
         net.load_state_dict(saved["model"])
         first = net.num_steps = saved["step"]
     for step in range(first, asked.steps):
-        inputs = torch.randn(asked.batch_size, NUM_INPUTS)
+        inputs = torch.randn(asked.batch_size, NUM_INPUTS, device=device)
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

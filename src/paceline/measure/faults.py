@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.records.kinds import FaultRecord
 
 # Each fault: where it happens, and the words by which its cause is known. No words: an honest pause.
@@ -36,6 +36,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "gil": ("forward", "GIL"),
     "loop": ("forward", "does not come to an end"),
     "deadlock": ("backward", "hangs"),
+    "endless-kernel": ("forward", "GPU that does not finish"),
     "exception": ("forward", "ValueError: a bad sample"),
     "exception-in-backward": ("backward", "ValueError: a bad sample"),
     "exception-in-optimizer": ("optimizer", "ValueError: a bad sample"),
@@ -53,10 +54,19 @@ _WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _LEAVE_S = 2.0  # how long processes may take to end after the command
 
 
-def parse_faults(names: str) -> list[str]:
-    chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
+def why_not(fault: str, device: str) -> str:
+    """Why it cannot be done here; empty where it can."""
+    return "it needs --device cuda" if fault == "endless-kernel" and device != "cuda" else ""
+
+
+def parse_faults(names: str, device: str = "cpu") -> list[str]:
+    """Those that were named; of "all", those that can be done here."""
+    if names == "all":
+        return [name for name in FAULTS if not why_not(name, device)]
+    chosen = [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise ConfigError(f"unknown faults: {', '.join(unknown)}; known are {', '.join(FAULTS)}")
+    refuse(*((bool(why), f"--faults {name}: {why}") for name in chosen for why in [why_not(name, device)]))
     return chosen
 
 
@@ -127,8 +137,8 @@ def build_command(
             return [*train, "--resume", str(runs[-1].parent), "--steps", str(asked["steps"])]
         return [
             *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--ranks", str(ranks),
-            "--backend", backend, "--batch-size", str(asked["batch_size"]), "--steps", str(asked["steps"]),
-            "--save-every", f"{asked['save_every']}steps", "--out", str(folder / "out"), "--on-fault", policy,
+            "--backend", backend, "--device", asked["device"], "--batch-size", str(asked["batch_size"]),
+            "--steps", str(asked["steps"]), "--save-every", f"{asked['save_every']}steps", "--out", str(folder / "out"), "--on-fault", policy,
         ]  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, str(_JOB)]
@@ -147,7 +157,7 @@ def _find_saved(system: str, folder: Path) -> int:
 
 def measure_fault(
     fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False,
-    policy: str = "stop", state_bytes: int = 0,
+    policy: str = "stop", state_bytes: int = 0, device: str = "cpu",
 ) -> FaultRecord:  # fmt: skip
     """Do one fault to one job; `limit_s` is how long to wait, after it, for its cause to be named. `policy` is that of
     `paceline train`, and `state_bytes` those of its model and momentum; 0: a small one."""
@@ -158,7 +168,7 @@ def measure_fault(
     asked = {
         "fault": fault.partition("-in-")[0], "place": place, "rank": rank, "step": step,
         "steps": step + 40 if is_pause else step + 4 if goes_on else _LONG_STEPS, "save_every": 10, "batch_size": 8,
-        "backend": backend, "wrapper": "torch" if system == "torch" else "paceline",
+        "backend": backend, "device": device, "wrapper": "torch" if system == "torch" else "paceline",
     }  # fmt: skip
     asked |= {"pause_s": _WARM_S} if goes_on else {}
     asked |= {"width": _find_width(state_bytes)} if state_bytes else {}

@@ -54,6 +54,7 @@ _ADVICE = {
     "gil": "a call in this stack holds Python's lock and does not return: it must release the lock, or end",
     "loop": "it computes without end: look for the loop in this stack",
     "blocked": "it waits for something that is no other rank: a lock, a file, a child process",
+    "kernel": "a kernel that it launched runs without end, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all must make the same calls in one order",
     "left": "give all ranks the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they made different collectives, or the network between them is cut",
@@ -70,8 +71,8 @@ def why_not() -> str:
 class Verdict:
     """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
 
-    `kind` is "ended", "stopped", "gil", "loop", "blocked", "collective", "left" or "all-wait"; with the last
-    one there is no rank to blame.
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "kernel", "collective", "left" or "all-wait"; with
+    the last one there is no rank to blame.
     """
 
     kind: str
@@ -105,6 +106,7 @@ class Sight(NamedTuple):
     num_steps: int = 0
     p99_s: float = 0.0  # of the recent steps, without what is between them
     longest_s: float = 0.0  # between two steps, so far
+    is_busy: bool = False  # its GPU, while it waits for other ranks
 
 
 class _History:
@@ -228,9 +230,13 @@ class Judge:
         return Suspicion("blocked", rank, one.phase_s) if one.is_blocked else None
 
     def _find_unmatched(self) -> Suspicion | None:
-        """Ranks that wait for one that left, for one that is in a collective of its own, or for each other."""
+        """Ranks that wait for one whose GPU does not finish, for one that left, for one that is in a collective of its
+        own, or for each other."""
         there, limit_s = self._there(), self.limit_s
         waiting = {rank: one for rank, one in there.items() if one.sight.phase == WAIT and one.phase_s > limit_s}
+        for rank, one in waiting.items():
+            if one.sight.is_busy:
+                return Suspicion("kernel", rank, one.phase_s)
         if not waiting or self.has_others:
             return None
         since_s = max(one.phase_s for one in waiting.values())
@@ -277,7 +283,7 @@ class _Process:
         longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
         return Sight(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
-            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s,
+            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
         )  # fmt: skip
 
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
@@ -482,6 +488,6 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         what = {
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
             "loop": "does not come to an end", "blocked": "hangs", "collective": "waits in a collective of its own",
-            "left": "has left, and others wait",
+            "left": "has left, and others wait", "kernel": "has a GPU that does not finish",
         }[kind]  # fmt: skip
         return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)

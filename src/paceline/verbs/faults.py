@@ -19,8 +19,8 @@ _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 def faults(
     faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2, trials: int = 1,
-    patience: float = 30.0, restart: bool = False, on_fault: str = "stop", state: str | None = None, out: Place = None,
-    progress: bool | None = None,
+    patience: float = 30.0, restart: bool = False, on_fault: str = "stop", state: str | None = None,
+    device: str = "cpu", out: Place = None, progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
     """Do faults to a small job in processes of its own, under each system in turns, and return what followed.
 
@@ -28,9 +28,10 @@ def faults(
     monitor, under torchrun), "torch" (one with torch's wrapper and torch.save). `patience`: how many seconds to wait
     for a fault to be named. `restart`: restart each job once from its newest checkpoint. `on_fault`: what `paceline
     train` does after it ("stop", "restart", "spare" or "shrink"), and `state` the size of its model and optimizer, such
-    as "100MB"; a small one by default.
+    as "100MB"; a small one by default. `device`: "cpu" or "cuda".
     """
-    chosen, backends, named = parse_faults(faults), list_names(backend), list_names(systems)
+    refuse((device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"))
+    chosen, backends, named = parse_faults(faults, device), list_names(backend), list_names(systems)
     strange = [name for name in named if name not in SYSTEMS]
     refuse(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(SYSTEMS)}"),
@@ -41,7 +42,7 @@ def faults(
     )
     state_bytes = 0 if state is None else parse_size(state)
     cells = [
-        (fault, system, one, ranks, trial, patience, restart and trial == 0, on_fault, state_bytes)
+        (fault, system, one, ranks, trial, patience, restart and trial == 0, on_fault, state_bytes, device)
         for trial in range(trials)
         for fault in chosen
         for one in backends
@@ -54,7 +55,7 @@ def faults(
         for trial in [rest[1]]
     ]
     config = {"faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks, "trials": trials}
-    config |= {"on_fault": on_fault, "state_bytes": state_bytes}
+    config |= {"on_fault": on_fault, "state_bytes": state_bytes, "device": device}
     with open_session("faults", config, out=out, progress=progress, here=True) as session:
         session.is_timed = False
         records = session.run(tasks, describe=_describe)
