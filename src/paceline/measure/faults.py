@@ -138,7 +138,8 @@ def build_command(
         return [
             *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--ranks", str(ranks),
             "--backend", backend, "--device", asked["device"], "--batch-size", str(asked["batch_size"]),
-            "--steps", str(asked["steps"]), "--save-every", f"{asked['save_every']}steps", "--out", str(folder / "out"), "--on-fault", policy,
+            "--steps", str(asked["steps"]), "--save-every", f"{asked['save_every']}steps",
+            "--out", str(folder / "out"), "--on-fault", policy,
         ]  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, str(_JOB)]

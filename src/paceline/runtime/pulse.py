@@ -32,7 +32,7 @@ LABEL, ERROR = (2048, 128), (2176, 1024)
 # Dumps the stacks of all threads, without Python's lock. Programs and job managers use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 BEAT_S = 0.2
-_WAITED_NS = 1_000_000_000
+_WAITED_NS = 300_000_000
 # For a rank's page and the file of its stacks, where the launcher is its monitor.
 VARIABLE = "PACELINE_PULSE"
 
