@@ -75,7 +75,7 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend,
 
 
 def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path):
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 .* has a GPU that does not finish"):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*has a GPU that does not finish"):
         run(warm_pool, tmp_path, "gloo", "busy", "")
 
 
