@@ -115,7 +115,7 @@ def test_a_run_that_may_recover_still_stops_by_sigterm():
 def test_every_harm_is_known():
     from paceline.measure.faults import FAULTS
 
-    assert {place for place, _ in FAULTS.values()} == {"forward", "backward", "optimizer", "between"}
+    assert {one.place for one in FAULTS.values()} == {"forward", "backward", "optimizer", "between", "start"}
     with pytest.raises(ValueError, match="a bad sample"):
         harm("exception")
 

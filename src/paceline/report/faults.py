@@ -12,7 +12,12 @@ from paceline.report.result import Result
 from paceline.report.table import Column, Table, text_columns
 from paceline.units import format_number_of
 
-_NAMES = {"train": "paceline train", "script": "script, paceline", "torch": "script, torch"}
+_NAMES = {
+    "train": "paceline train",
+    "script": "script, paceline",
+    "torch": "script, torch",
+    "attached": "script, attached",
+}
 
 
 class _Row:

@@ -346,27 +346,53 @@ class _Process:
             before, size = size, os.fstat(self.stacks_fd).st_size
             if size and size == before:
                 break
+        return self._read_stacks()
+
+    def _read_stacks(self) -> str:
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace").strip()
+
+    def read_fatal(self) -> str:
+        """The stacks that a crash left."""
+        _, found, stack = self._read_stacks().rpartition("Fatal Python error: ")
+        return stack if found else ""
 
 
 def find_frames(stack: str) -> list[tuple[str, str, str]]:
     """File, line and function of the main thread's frames, the innermost first, from what faulthandler wrote."""
-    main = re.split(r"\n\s*\n", stack.strip())[-1]  # it lists the thread that started first last
-    return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', main)
+    threads = [part for part in re.split(r"\n\s*\n", stack) if 'File "' in part] or [""]
+    # It lists the thread that started first last; what else it knows of a crash follows.
+    return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', threads[-1])
 
 
 def describe_frames(stack: str, most: int = 4) -> str:
     return " < ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in find_frames(stack)[:most])
 
 
-def describe_end(code: int, where: str = "") -> str:
-    """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was."""
+def is_in_collective(stack: str) -> bool:
+    return any("torch/distributed/" in file or file.endswith("channel.py") for file, _, _ in find_frames(stack)[:6])
+
+
+def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
+    """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was, whether the
+    kernel has killed a process because memory ran out, and what a crash left as its stack."""
     where = f" {where}" if where else ""
     if code >= 0:
         return f"exited with code {code}{where}"
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    why = " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-    return f"was killed by {name}{why}{where}"
+    why = ""
+    if code == -signal.SIGKILL:
+        why = " (by the kernel, as memory ran out)" if is_oom else " (by hand, or by the kernel when memory ran out)"
+    at = f"; it was at {describe_frames(stack)}" if find_frames(stack) else ""
+    if code == -signal.SIGABRT and is_in_collective(stack):
+        at += "; gloo aborts a process that gets a message of another size from another rank: pass equal shapes"
+    return f"was killed by {name}{why}{where}{at}"
+
+
+def count_oom_kills() -> int:
+    """How many processes this system has killed because memory ran out, in control groups, too."""
+    with contextlib.suppress(OSError, AttributeError):
+        return int(re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])  # type: ignore
+    return 0
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
@@ -376,7 +402,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.world_size = world_size
         self._processes = {rank: _Process() for rank in ranks}
         self._judge = Judge(has_others=len(ranks) < world_size)
-        self._asked_s = 0.0
+        self._asked_s, self._num_oom_kills = 0.0, count_oom_kills()
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
@@ -427,7 +453,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             where, waiting = self.describe(rank), self.describe_waiting(rank)
             if status is None and not error and one.has_left:
                 continue
-            how = f"{error} {where}" if error else describe_end(code, where)
+            how = f"{error} {where}" if error else self.describe_end(rank, code)
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
@@ -461,6 +487,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         }.get(phase, f"in {pulse.NAMES[phase]}")  # fmt: skip
         return f"in step {step}, {text}"
 
+    def describe_end(self, rank: int, code: int) -> str:
+        """How a rank ended, by its exit code, and where it was."""
+        is_oom = count_oom_kills() > self._num_oom_kills
+        return describe_end(code, self.describe(rank), is_oom, self._processes[rank].read_fatal())
+
     def describe_waiting(self, rank: int | None) -> str:
         """Which ranks wait, and for what."""
         waiting: dict[str, list[int]] = {}
@@ -483,7 +514,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._asked_s = time.monotonic()
         where, waiting = self.describe(rank), self.describe_waiting(rank)  # a signal may wake it
         stack = self._processes[rank].read_stack()
-        if not is_certain and not any("torch/distributed/" in file for file, _, _ in find_frames(stack)[:6]):
+        if not is_certain and not is_in_collective(stack):
             return None
         what = {
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",

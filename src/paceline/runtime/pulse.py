@@ -167,6 +167,9 @@ class _Rank:
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # after this one has left, it must not be killed by it
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
+        if not faulthandler.is_enabled():  # where a crash happened is for the monitor, unless someone else asked for it
+            faulthandler.enable(self.stacks)
+            self._undo.callback(faulthandler.disable)
         if "torch" in sys.modules:
             self._hook_optimizers()
         threading.Thread(target=self._beat, daemon=True, name="paceline-beat").start()
