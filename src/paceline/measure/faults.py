@@ -67,7 +67,7 @@ FAULTS: dict[str, Fault] = {
     "early-end": Fault("between", "closed its world|has left", systems=("script", "torch", ATTACHED)),
     "nan": Fault("forward", "not finite", systems=("train", "torch")),
     "flipped-weight": Fault("between", "drifted apart", names_rank=False),
-    "disk-full": Fault("between", "No space left", "disk", names_rank=False, is_saved=True),
+    "disk-full": Fault("between", "No space left", "disk", names_rank=False, is_saved=True, systems=("train", "torch")),
     "kill-in-save": Fault("between", "SIGKILL", rank=0, is_saved=True),
     "flipped-byte": Fault("start", "damaged", names_rank=False, systems=("train", "torch")),
     "link-down": Fault("forward", "is lost", "hosts", names_rank=False),
@@ -83,7 +83,7 @@ _LONG_STEPS = 1_000_000  # a job that ends by its fault
 _START_S = 120.0
 _WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _SAVED_BYTES = 32 << 20  # of a state that takes a while to be written
-_LEAVE_S = 2.0  # how long processes may take to end after the command
+_LEAVE_S = 2.0, 8.0  # how long processes may take to end after the command, on one host and on two
 
 
 def why_not(fault: str, device: str) -> str:
@@ -207,10 +207,10 @@ def measure_fault(
     rank = (trial + 1) % ranks if kind.rank is None else kind.rank
     # SIGTERM asks all ranks to save and stop: nothing is to be recovered.
     goes_on = policy != "stop" and system == "train" and not is_pause and fault != "term"
-    more = 3 if fault == "slow-link" else 40
+    ends, more = is_pause or kind.place == "start", 3 if fault == "slow-link" else 40
     asked = {
         "fault": "exception" if fault.startswith("exception") else fault, "place": kind.place, "rank": rank,
-        "step": step, "steps": step + more if is_pause else step + 4 if goes_on else _LONG_STEPS, "save_every": 10,
+        "step": step, "steps": step + more if ends else step + 4 if goes_on else _LONG_STEPS, "save_every": 10,
         "batch_size": 8, "backend": backend, "device": device,
         "wrapper": "torch" if system in ("torch", ATTACHED) else "paceline",
     }  # fmt: skip
@@ -234,7 +234,7 @@ def measure_fault(
                 time.sleep(0.02)
             is_over = job.process.poll() is not None
             ended_s = time.monotonic() - fault_s if is_over else None
-            deadline_s = time.monotonic() + (_LEAVE_S if is_over else 0.0)
+            deadline_s = time.monotonic() + (_LEAVE_S[kind.needs == "hosts"] if is_over else 0.0)
             while (left := job.find_processes()) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
             found, code = job.find_line(_build_pattern(kind, rank)), job.process.returncode

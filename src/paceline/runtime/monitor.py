@@ -440,7 +440,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def have_all_left(self) -> bool:
         """Whether no rank of this host takes part any more, each having ended as it should."""
         there = self._judge.seen
-        return len(there) == len(self._processes) and not any(one.is_there for one in there.values())
+        if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
+            return False
+        return not any(pulse.read_text(one.page, pulse.ERROR) for one in self._processes.values())
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
         """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
