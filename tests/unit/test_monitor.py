@@ -162,6 +162,19 @@ def test_the_verdict_is_one_paragraph():
     assert "\n" not in told and "3.2 s" in told and "forward (model.py:12) < <module> (train.py:40)" in told
     assert find_frames("") == []
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
+    assert "by the kernel, as" in describe_end(-signal.SIGKILL, is_oom=True)
+    assert "by hand" in describe_end(-signal.SIGKILL)
+
+
+def test_a_crash_tells_where_it_was():
+    stack = 'Aborted\n\nThread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in beat\n\nThread 0x2 (most '
+    stack += (
+        'recent call first):\n  File "/x/torch/distributed/c10d.py", line 9 in all_reduce\n\nExtension modules: numpy'
+    )
+    told = describe_end(-signal.SIGABRT, "in step 4", stack=stack)
+    assert "it was at all_reduce (c10d.py:9)" in told and "another size" in told
+    assert "another size" not in describe_end(-signal.SIGSEGV, stack=stack)
+    assert "another size" not in describe_end(-signal.SIGABRT, stack=stack.replace("torch/distributed", "mine"))
 
 
 RANK = """
@@ -194,6 +207,10 @@ def test_pages_stacks_and_ends_of_real_processes():
             while not (ended := monitor.find_ended()) and time.monotonic() < deadline:
                 monitor.wait(0.1)
             assert "SIGKILL" in ended[1][0] and "in step 1, in forward" in ended[1][0] and not ended[1][1]
+            ranks[0].send_signal(signal.SIGABRT)
+            while 0 not in (ended := monitor.find_ended()) and time.monotonic() < deadline:
+                monitor.wait(0.1)
+            assert "SIGABRT" in ended[0][0] and "it was at <module>" in ended[0][0]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -236,3 +253,4 @@ def test_marks_on_a_page():
             pulse.close_page()
         sight = monitor._processes[0].look()
         assert sight is not None and sight.phase == LEFT and sight.num_steps == 1
+        assert monitor.look() is None and not monitor.have_all_left()  # it failed

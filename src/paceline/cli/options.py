@@ -131,10 +131,10 @@ OPTIONS = {
     "backend:faults": Option(JOB, "gloo, shm, or both", "gloo,shm"),
     "ranks:faults": Option(JOB, "Number of ranks.", "2", read=read_one),
     "faults": Option(
-        MEASUREMENT, "all, or some: kill, stop, gil, loop, exception, term, segv, deadlock, stall, ...",
+        MEASUREMENT, "all, or some: kill, stop, gil, loop, nan, oom, link-down, disk-full, stall, ...",
         "kill,stop,gil,loop,exception,term,stall",
     ),
-    "systems": Option(MEASUREMENT, "train, script (with Paceline's wrapper), torch", "train,script,torch"),
+    "systems": Option(MEASUREMENT, "train, script (with Paceline's wrapper), torch, attached", "train,script,torch"),
     "trials": Option(MEASUREMENT, "How often each fault is done.", 1),
     "patience": Option(MEASUREMENT, "Seconds to wait for a fault to be named.", 30.0),
     "restart": Option(MEASUREMENT, "Restart each job from its newest checkpoint, and time that.", False),

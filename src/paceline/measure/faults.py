@@ -86,21 +86,23 @@ _SAVED_BYTES = 32 << 20  # of a state that takes a while to be written
 _LEAVE_S = 2.0, 8.0  # how long processes may take to end after the command, on one host and on two
 
 
-def why_not(fault: str, device: str) -> str:
+def why_not(fault: str, device: str, ranks: int) -> str:
     """Why it cannot be done here; empty where it can."""
     needs = FAULTS[fault].needs
+    if needs == "hosts" and ranks != 2:
+        return "there is one rank on each of two hosts; use --ranks 2"
     return "it needs --device cuda" if needs == "gpu" and device != "cuda" else fault_places.why_not(needs)
 
 
-def parse_faults(names: str, device: str = "cpu") -> list[str]:
-    """Those that were named; of "all", those that can be done here."""
-    if names == "all":
-        return [name for name in FAULTS if not why_not(name, device)]
-    chosen = [name.strip() for name in names.split(",")]
+def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[str], dict[str, str]]:
+    """Those that were named, and of "all" those that can be done here; the others, and why not."""
+    chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise ConfigError(f"unknown faults: {', '.join(unknown)}; known are {', '.join(FAULTS)}")
-    refuse(*((bool(why), f"--faults {name}: {why}") for name in chosen for why in [why_not(name, device)]))
-    return chosen
+    skipped = {name: why for name in chosen if (why := why_not(name, device, ranks))}
+    if names != "all":
+        refuse(*((True, f"--faults {name}: {why}") for name, why in skipped.items()))
+    return [name for name in chosen if name not in skipped], skipped
 
 
 class _Job:
@@ -249,7 +251,7 @@ def measure_fault(
         is_right, detected_s = code == 0 and found is None, None
     else:
         is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
-        is_right = is_right and (not goes_on or code == 0) and (not kind.is_saved or restart_s != math.inf)
+        is_right = is_right and (not goes_on or code == 0) and (not kind.is_saved or restart_s is not None)
     text = found[1] if found is not None else next((line for line in reversed(said) if line.strip()), "")
     return FaultRecord(
         fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
@@ -309,8 +311,10 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
     return float(when_s), int(step)
 
 
-def _measure_restart(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> float:
-    """Seconds from a restart of the same job until it ends with the step in which the fault was; inf: it did not."""
+def _measure_restart(
+    system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int
+) -> float | None:
+    """Seconds from a restart of the same job until it ends with the step in which the fault was; None: it did not."""
     again = asked | {"fault": "", "steps": step}
     begin_s = time.monotonic()
     with _open_job(build_command(system, backend, ranks, again, folder), folder, again, system) as job:
@@ -318,4 +322,4 @@ def _measure_restart(system: str, backend: str, ranks: int, asked: dict[str, Any
             code = job.process.wait(_START_S)
         except subprocess.TimeoutExpired:
             code = 1
-    return math.inf if code else time.monotonic() - begin_s
+    return None if code else time.monotonic() - begin_s

@@ -31,17 +31,18 @@ def faults(
     "shrink"), and `state` the size of its model and optimizer, such as "100MB"; a small one by default. `device`:
     "cpu" or "cuda".
     """
-    refuse((device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"))
-    chosen, backends, named = parse_faults(faults, device), list_names(backend), list_names(systems)
+    backends, named = list_names(backend), list_names(systems)
     known = (*SYSTEMS, ATTACHED)
     strange = [name for name in named if name not in known]
     refuse(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
         (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
+        (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
         (patience <= 0, f"--patience {patience:g}: above 0"),
         (on_fault not in POLICIES, f"--on-fault {on_fault!r} is unknown: known are {', '.join(POLICIES)}"),
         (restart and on_fault != "stop", f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
+    chosen, skipped = parse_faults(faults, device, ranks)
     state_bytes = 0 if state is None else parse_size(state)
     cells = [
         (fault, system, one, ranks, trial, patience, restart and trial == 0, on_fault, state_bytes, device)
@@ -57,7 +58,7 @@ def faults(
         for trial in [rest[1]]
     ]
     config = {"faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks, "trials": trials}
-    config |= {"on_fault": on_fault, "state_bytes": state_bytes, "device": device}
+    config |= {"on_fault": on_fault, "state_bytes": state_bytes, "device": device, "skipped": skipped}
     with open_session("faults", config, out=out, progress=progress, here=True) as session:
         session.is_timed = False
         records = session.run(tasks, describe=_describe)
