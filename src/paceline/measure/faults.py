@@ -34,7 +34,8 @@ ATTACHED = "attached"  # torch's wrapper, in a script that knows nothing of the 
 class Fault(NamedTuple):
     """`place`: where in a step it happens. `cause`: the words by which its cause is known; none: an honest pause, or a
     network that is only slow. `needs`: a place of its own. `names_rank`: the words are of the rank. `rank`: where only
-    one can have it. `is_saved`: afterwards a run must resume from its newest checkpoint."""
+    one can have it. `is_saved`: afterwards a run must resume from its newest checkpoint. `is_final`: whatever its
+    policy, a run does not continue by itself."""
 
     place: str
     cause: str
@@ -42,6 +43,7 @@ class Fault(NamedTuple):
     names_rank: bool = True
     rank: int | None = None
     is_saved: bool = False
+    is_final: bool = False
     systems: tuple[str, ...] = (*SYSTEMS, ATTACHED)
 
 
@@ -51,7 +53,7 @@ FAULTS: dict[str, Fault] = {
     "segv": Fault("backward", "SIGSEGV"),
     "abrt": Fault("forward", "SIGABRT"),
     "exit": Fault("forward", r"code\s*:? 3\b"),
-    "term": Fault("forward", "SIGTERM"),
+    "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
     "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
     "gil": Fault("forward", "GIL"),
     "loop": Fault("forward", "does not come to an end"),
@@ -63,16 +65,18 @@ FAULTS: dict[str, Fault] = {
     "exception-in-loader": Fault("between", "ValueError: a bad sample"),
     "extra-collective": Fault("between", "collective"),
     "other-shape": Fault("between", "different operations|size doesn't match", names_rank=False),
-    "skipped-step": Fault("optimizer", "drifted apart", names_rank=False),
+    "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True),
     "early-end": Fault("between", "closed its world|has left", systems=("script", "torch", ATTACHED)),
-    "nan": Fault("forward", "not finite", systems=("train", "torch")),
-    "flipped-weight": Fault("between", "drifted apart", names_rank=False),
-    "disk-full": Fault("between", "No space left", "disk", names_rank=False, is_saved=True, systems=("train", "torch")),
-    "kill-in-save": Fault("between", "SIGKILL", rank=0, is_saved=True),
-    "flipped-byte": Fault("start", "damaged", names_rank=False, systems=("train", "torch")),
-    "link-down": Fault("forward", "is lost", "hosts", names_rank=False),
-    "host-lost": Fault("forward", "is lost", "hosts", rank=1),
-    "store-lost": Fault("forward", "is lost", "hosts", rank=0),
+    "nan": Fault("forward", "not finite", is_final=True, systems=("train", "torch")),
+    "flipped-weight": Fault("between", "drifted apart", names_rank=False, is_final=True),
+    "disk-full": Fault(
+        "between", "No space left", "disk", names_rank=False, is_saved=True, is_final=True, systems=("train", "torch")
+    ),
+    "kill-in-save": Fault("between", "SIGKILL", rank=0, is_saved=True, is_final=True),
+    "flipped-byte": Fault("start", "damaged", names_rank=False, is_final=True, systems=("train", "torch")),
+    "link-down": Fault("forward", "is lost", "hosts", names_rank=False, is_final=True),
+    "host-lost": Fault("forward", "is lost", "hosts", rank=1, is_final=True),
+    "store-lost": Fault("forward", "is lost", "hosts", rank=0, is_final=True),
     "slow-link": Fault("forward", "", "hosts"),
     "stall": Fault("between", ""),
     "evaluate": Fault("between", ""),
@@ -207,9 +211,9 @@ def measure_fault(
     kind = FAULTS[fault]
     is_pause, step = not kind.cause, 40 + trial % 7
     rank = (trial + 1) % ranks if kind.rank is None else kind.rank
-    # SIGTERM asks all ranks to save and stop: nothing is to be recovered.
-    goes_on = policy != "stop" and system == "train" and not is_pause and fault != "term"
-    ends, more = is_pause or kind.place == "start", 3 if fault == "slow-link" else 40
+    policy = "stop" if kind.is_saved else policy
+    goes_on = policy != "stop" and system == "train" and not is_pause and not kind.is_final
+    ends, more = is_pause or kind.place == "start", 1 if fault == "slow-link" else 40
     asked = {
         "fault": "exception" if fault.startswith("exception") else fault, "place": kind.place, "rank": rank,
         "step": step, "steps": step + more if ends else step + 4 if goes_on else _LONG_STEPS, "save_every": 10,
