@@ -90,7 +90,7 @@ def test_a_collective_of_one_rank_is_named(warm_pool, tmp_path):
     [("flipped-weight", "between"), pytest.param("skipped-step", "optimizer", marks=pytest.mark.slow)],
 )
 def test_replicas_that_differ_are_named(warm_pool, tmp_path, fault, place):
-    with pytest.raises(CollectiveError, match=r"by step 25: layers\.0\.weight on rank 1"):
+    with pytest.raises(CollectiveError, match=r"by step 26: layers\.0\.weight on rank 1"):
         run(warm_pool, tmp_path, "gloo", fault, place)
 
 
