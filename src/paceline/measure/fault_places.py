@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -16,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from paceline.errors import MeasurementError
 
 OUT = "out"  # where a job saves, in its folder
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
@@ -87,7 +90,10 @@ class _Hosts(Place):
 
 
 def _call(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise MeasurementError(f"`{shlex.join(command)}` failed: {done.stderr.strip()}", code="no-fault")
+    return done.stdout
 
 
 def _end_all(space: str) -> None:
@@ -101,16 +107,21 @@ def _find_private() -> list[str]:
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
 
 
+def _can(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+
+
 def why_not(needs: str) -> str:
     """Why there can be no such place here; empty where there can."""
     tools = {"disk": ["unshare"], "hosts": ["unshare", "ip", "tc"]}.get(needs, [])
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         return f"there is no `{missing[0]}` here"
     if needs == "disk":
-        tried = subprocess.run([*_find_private(), "sh", "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True)
-        return "a disk cannot be mounted here, which needs root" if tried.returncode else ""
+        can = _can([*_find_private(), "sh", "-c", "mount -t tmpfs tmpfs /tmp"])
+        return "" if can else "a disk cannot be mounted here, which needs root"
     if needs == "hosts":
-        return "two hosts are namespaces of this one, which needs root" if os.geteuid() else ""
+        can = os.geteuid() == 0 and _can(["unshare", "--mount", "--net", "--uts", "true"])
+        return "" if can else "two hosts are namespaces of this one, which needs root"
     return _find_group()[1] if needs == "memory" else ""
 
 
@@ -172,8 +183,11 @@ def _remove_group(group: Path) -> None:
 
 
 def _make_hosts(undo: contextlib.ExitStack) -> Place:
+    for space, pid in re.findall(r"^(paceline-faults-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():  # who made it was killed
+            _remove_space(space)
     mark = secrets.token_hex(3)
-    spaces = tuple(f"paceline-{os.getpid()}-{mark}-{name}" for name in _NAMES)
+    spaces = tuple(f"paceline-faults-{os.getpid()}-{mark}-{name}" for name in _NAMES)
     for space in spaces:
         _call("ip", "netns", "add", space)
         undo.callback(_remove_space, space)
@@ -186,7 +200,6 @@ def _make_hosts(undo: contextlib.ExitStack) -> Place:
 
 
 def _remove_space(space: str) -> None:
-    with contextlib.suppress(subprocess.SubprocessError):
-        _end_all(space)
-    with contextlib.suppress(subprocess.SubprocessError):
-        _call("ip", "netns", "delete", space)
+    for remove in (lambda: _end_all(space), lambda: _call("ip", "netns", "delete", space)):
+        with contextlib.suppress(subprocess.SubprocessError, MeasurementError):
+            remove()
