@@ -442,14 +442,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         there = self._judge.seen
         if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
             return False
-        return not any(pulse.read_text(one.page, pulse.ERROR) for one in self._processes.values())
+        return not any(pulse.read_text(one.page, pulse.ERROR) and not one.is_gone for one in self._processes.values())
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
         """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
         found = {}
         for rank, one in self._processes.items():
             error = pulse.read_text(one.page, pulse.ERROR)
-            if not one.is_gone or ((status := one.find_status()) == 0 and not error):
+            if not one.is_gone or (status := one.find_status()) == 0:  # an error of its world that it has handled
                 continue
             code = 1 if status is None else os.waitstatus_to_exitcode(status)
             where, waiting = self.describe(rank), self.describe_waiting(rank)

@@ -188,7 +188,7 @@ class _Host:
             if (heard := self.links.look()) is not None:
                 self._conclude(heard, None)
                 return
-            if self.monitor.have_all_left():
+            if self.monitor.have_all_left() and not self._failed_s:
                 self.links.leave()
                 return
             if not self.monitor.pids() and time.monotonic() - begin_s > _MEET_S:

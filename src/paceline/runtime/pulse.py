@@ -40,6 +40,7 @@ _IN_STEP = frozenset((FORWARD, BACKWARD, WAIT, OPTIMIZER))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _words: Any = None  # the page as int64, while a monitor reads it
 _rank: _Rank | None = None
+_before: mmap.mmap | None = None  # the page of the world before
 _is_done: Callable[[], bool] | None = None  # of the GPU, once this rank has one
 
 
@@ -239,17 +240,19 @@ def open_page(page: str, stacks: str) -> None:
     """Write to this page from now on; does nothing where one is open."""
     global _rank
     if _rank is None:
+        if _before is not None:  # a world has failed, and this process goes on in another one
+            _before[ERROR[0] : sum(ERROR)] = bytes(ERROR[1])
         _rank = _Rank(page, stacks)
         _rank.start()
 
 
 def close_page() -> None:
     """Leave: from now on nobody may wait for this rank."""
-    global _rank
+    global _rank, _before
     if _rank is not None:
         enter(LEFT)
         _rank.stop()
-        _rank = None
+        _before, _rank = _rank.page, None
 
 
 def _forget() -> None:
