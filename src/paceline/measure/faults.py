@@ -229,8 +229,7 @@ def measure_fault(
         asked["folder"] = name
         place = stack.enter_context(open_place(kind.needs, folder))
         asked |= place.asked
-        if kind.place == "start":
-            _make_damaged(system, backend, ranks, asked, folder, step)
+        again = _make_damaged(system, backend, ranks, asked, folder, step) if kind.place == "start" else None
         command = build_command(system, backend, ranks, asked, folder, policy, place)
         with _open_job(command, folder, asked, system) as job:
             fault_s, noted = _await_fault(job, folder)
@@ -247,7 +246,7 @@ def measure_fault(
             said = [line for _, line in job.lines]
         left_over = [f"{len(left)} processes"] if left and is_over else []
         left_over += sorted(_list_shared() - shared)
-        saved = _find_saved(system, folder)
+        lost = max(0, noted - 1 - _find_saved(system, folder)) if again is None else again
         restart_s, recovered = None, _find_recovered(folder) if goes_on else {}
         if (restart and not is_pause) or kind.is_saved:
             restart_s = _measure_restart(system, backend, ranks, asked, folder, step)
@@ -260,7 +259,7 @@ def measure_fault(
     return FaultRecord(
         fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
         detected_s=detected_s, is_right=is_right, ended_s=ended_s, limit_s=limit_s,
-        steps_lost=None if is_pause else recovered.get("steps_lost", max(0, noted - 1 - saved)), restart_s=restart_s,
+        steps_lost=None if is_pause else recovered.get("steps_lost", lost), restart_s=restart_s,
         left_over=tuple(left_over), said=text.strip()[:2000], policy=recovered.get("policy", "stop"),
         recovered_s=recovered.get("recovered_s"),
     )  # fmt: skip
@@ -273,14 +272,17 @@ def _build_pattern(kind: Fault, rank: int) -> str:
     return rf"(?i)rank\s*:?\s*{rank}\b[^\n]*(\n[^\n]*){{0,2}}({kind.cause})" if kind.names_rank else kind.cause
 
 
-def _make_damaged(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> None:
-    """Run the job to its step, and flip one bit of the newest checkpoint; what resumes from it comes to its fault."""
+def _make_damaged(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> int:
+    """Run the job to its step, and flip one bit of the newest checkpoint; what resumes from it comes to its fault.
+    Returns how many steps lie between that one and the one before it."""
     _measure_restart(system, backend, ranks, asked, folder, step)
     paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
     content = bytearray(paths[-1].read_bytes())
     content[len(content) // 2] ^= 1
     paths[-1].write_bytes(content)
     (folder / "injected").write_text(f"{time.monotonic()} {step}")
+    steps = [int(path.parent.name.rpartition("-")[2]) for path in paths[-2:] if path.name != "saved.pt"]
+    return steps[-1] - steps[0] if steps else 0
 
 
 def _find_width(state_bytes: int) -> int:
