@@ -221,7 +221,7 @@ def test_a_stopped_rank_is_reported_and_a_killed_one_ends_the_others():
         ranks.start()
         first, second = ranks.status()
         os.kill(first.pid, signal.SIGSTOP)
-        assert [one.state == "idle" for one in ranks.status()] == [False, True]
+        wait_until(lambda: [one.state == "idle" for one in ranks.status()] == [False, True])
         os.kill(first.pid, signal.SIGKILL)
         with pytest.raises(LaunchError, match=r"rank 0 of 2 was killed by SIGKILL[^\n]*\n%dist_reset"):
             ranks.run("1")

@@ -32,6 +32,7 @@ LOOK_S = 0.1
 # Time counts only while the monitor itself gets to look: on a machine too loaded for that, ranks have more of it.
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
+_HANDLED_S = 1.0  # a process that goes on for so long after an error of its world has handled it
 # One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same before there are enough steps to learn from: none, and a few.
@@ -402,7 +403,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.world_size = world_size
         self._processes = {rank: _Process() for rank in ranks}
         self._judge = Judge(has_others=len(ranks) < world_size)
-        self._asked_s, self._num_oom_kills = 0.0, count_oom_kills()
+        self._asked_s, self._left_s, self._num_oom_kills = 0.0, math.inf, count_oom_kills()
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
@@ -441,8 +442,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         """Whether no rank of this host takes part any more, each having ended as it should."""
         there = self._judge.seen
         if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
+            self._left_s = math.inf
             return False
-        return not any(pulse.read_text(one.page, pulse.ERROR) and not one.is_gone for one in self._processes.values())
+        self._left_s = min(self._left_s, time.monotonic())
+        # One that has an error may be about to end with it; one that does not has handled it.
+        is_open = any(pulse.read_text(one.page, pulse.ERROR) and not one.is_gone for one in self._processes.values())
+        return not is_open or time.monotonic() - self._left_s > _HANDLED_S
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
         """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
