@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.errors import LaunchError
+from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.measure.fault_job import Asked, Net, harm
+from paceline.measure.faults import FAULTS, measure_fault, parse_faults, why_not
 from paceline.parallel import DDP
-from paceline.runtime import monitor
+from paceline.runtime import monitor, pulse
 from paceline.runtime.launch import RankPool
 from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
@@ -35,11 +36,15 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
     asked = Asked(folder=folder, fault=fault, place=place, rank=1, step=20, steps=steps)
     with init(backend, announce=None):
         net = Net(asked)
-        model, optimizer = DDP(net), torch.optim.SGD(net.parameters(), 0.01)
+        model, optimizer = DDP(net, check_replicas_every=25), torch.optim.SGD(net.parameters(), 0.01)
         for _ in range(steps):
             model(torch.randn(2, 784)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if fault == "busy" and net.num_steps == 20 and os.environ["RANK"] == "1":
+                pulse.watch_device(lambda: False)  # as a GPU with an endless kernel
+                with pulse.within(pulse.WAIT):
+                    time.sleep(60.0)
             if fault == "slow" and net.num_steps == 20:
                 with slow("evaluate"):
                     time.sleep(1.5 if os.environ["RANK"] == "1" else 0.0)
@@ -70,6 +75,25 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend,
         assert "fault_job.py" in text and "rank 0 waits for bucket" in text, text
 
 
+def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*has a GPU that does not finish"):
+        run(warm_pool, tmp_path, "gloo", "busy", "")
+
+
+def test_a_collective_of_one_rank_is_named(warm_pool, tmp_path):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*waits in a collective of its own"):
+        run(warm_pool, tmp_path, "gloo", "extra-collective", "between")
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [("flipped-weight", "between"), pytest.param("skipped-step", "optimizer", marks=pytest.mark.slow)],
+)
+def test_replicas_that_differ_are_named(warm_pool, tmp_path, fault, place):
+    with pytest.raises(CollectiveError, match=r"by step 26: layers\.0\.weight on rank 1"):
+        run(warm_pool, tmp_path, "gloo", fault, place)
+
+
 @pytest.mark.parametrize("fault", ["slow", pytest.param("stall", marks=pytest.mark.slow)])
 def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
     assert run(warm_pool, tmp_path, "gloo", fault, "between") == [30, 30]
@@ -87,28 +111,42 @@ def test_the_same_in_shared_memory(warm_pool, tmp_path, fault, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["train", "script"])
-@pytest.mark.parametrize("fault", ["kill", "stop", "gil", "loop", "term", "exception", "stall"])
+@pytest.mark.parametrize("fault", [name for name in FAULTS if not name.startswith("exception-")])
 def test_the_laboratory_names_every_fault(fault, system):
-    from paceline.measure.faults import measure_fault
-
+    if (why := why_not(fault, "cpu", 2)) or system not in FAULTS[fault].systems:
+        pytest.skip(why or "not of this system")
     record = measure_fault(fault, system, "gloo", limit_s=60.0)
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 
 @pytest.mark.slow
-def test_a_run_that_may_recover_still_stops_by_sigterm():
-    from paceline.measure.faults import measure_fault
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_script_that_knows_nothing_of_the_monitor(fault):
+    record = measure_fault(fault, "attached", "gloo", limit_s=60.0)
+    assert record.is_right and not record.left_over and record.ended_s is not None, record
 
+
+@pytest.mark.slow
+def test_a_run_that_may_recover_still_stops_by_sigterm():
     record = measure_fault("term", "train", "gloo", limit_s=60.0, policy="spare")
     assert record.is_right and record.policy == "stop" and record.ended_s is not None, record
 
 
 def test_every_harm_is_known():
-    from paceline.measure.faults import FAULTS
-
-    assert {place for place, _ in FAULTS.values()} == {"forward", "backward", "optimizer", "between"}
+    assert {one.place for one in FAULTS.values()} == {"forward", "backward", "optimizer", "between", "start"}
     with pytest.raises(ValueError, match="a bad sample"):
         harm("exception")
+
+
+def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):
+    with pytest.raises(ConfigError, match="endless-kernel: it needs --device cuda"):
+        parse_faults("kill,endless-kernel")
+    with pytest.raises(ConfigError, match="unknown faults: flood"):
+        parse_faults("flood")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    chosen, skipped = parse_faults("all")
+    assert set(chosen) | set(skipped) == set(FAULTS) and {"link-down", "host-lost"} <= set(skipped)
+    assert "kill" in chosen and "endless-kernel" in skipped
 
 
 def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
@@ -133,6 +171,22 @@ def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
                 hub.look()
             monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
             assert hub.look() is None
+
+
+def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
+    from paceline.runtime import monitored
+
+    monkeypatch.setattr(monitored, "_AFTERMATH_S", 0.05)
+    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
+        with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
+            deadline, heard = time.monotonic() + 10, None
+            other.look()
+            while not hub._peers and time.monotonic() < deadline:
+                assert hub.look() is None
+        while (heard := hub.look()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert heard is not None and "the host b (rank 1) is lost: its monitor is gone" in heard
 
 
 def test_the_monitor_imports_no_torch():

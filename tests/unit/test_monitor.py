@@ -47,7 +47,7 @@ class Scene:
                     state=given.get("state", "R"), cpu_s=sight.cpu_s + 0.1 * given.get("cpu", 0.0),
                     serial=sight.serial + (phase != sight.phase or steps > 0), phase=phase,
                     bucket=given.get("bucket", -1), beat_ns=sight.beat_ns + given.get("beats", True),
-                    step=sight.step + steps, num_steps=sight.num_steps + steps,
+                    step=sight.step + steps, num_steps=sight.num_steps + steps, is_busy=given.get("is_busy", False),
                 )  # fmt: skip
             found = self.judge.look(self.now_s, dict(enumerate(self.sights)))
             if found is not None:
@@ -66,6 +66,7 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
         (dict(state="R", phase=BACKWARD, beats=False, cpu=1.0), "gil", 3.0, 3.5),
         (dict(state="R", phase=OPTIMIZER, cpu=0.9), "loop", 3.0, 3.5),
         (dict(state="S", phase=BACKWARD), "blocked", 3.0, 3.5),
+        (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, 3.5),
         (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 601.0),
         (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 1800.0, 1801.0),
     ],
@@ -161,6 +162,19 @@ def test_the_verdict_is_one_paragraph():
     assert "\n" not in told and "3.2 s" in told and "forward (model.py:12) < <module> (train.py:40)" in told
     assert find_frames("") == []
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
+    assert "by the kernel, as" in describe_end(-signal.SIGKILL, is_oom=True)
+    assert "by hand" in describe_end(-signal.SIGKILL)
+
+
+def test_a_crash_tells_where_it_was():
+    stack = 'Aborted\n\nThread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in beat\n\nThread 0x2 (most '
+    stack += (
+        'recent call first):\n  File "/x/torch/distributed/c10d.py", line 9 in all_reduce\n\nExtension modules: numpy'
+    )
+    told = describe_end(-signal.SIGABRT, "in step 4", stack=stack)
+    assert "it was at all_reduce (c10d.py:9)" in told and "another size" in told
+    assert "another size" not in describe_end(-signal.SIGSEGV, stack=stack)
+    assert "another size" not in describe_end(-signal.SIGABRT, stack=stack.replace("torch/distributed", "mine"))
 
 
 RANK = """
@@ -193,6 +207,10 @@ def test_pages_stacks_and_ends_of_real_processes():
             while not (ended := monitor.find_ended()) and time.monotonic() < deadline:
                 monitor.wait(0.1)
             assert "SIGKILL" in ended[1][0] and "in step 1, in forward" in ended[1][0] and not ended[1][1]
+            ranks[0].send_signal(signal.SIGABRT)
+            while 0 not in (ended := monitor.find_ended()) and time.monotonic() < deadline:
+                monitor.wait(0.1)
+            assert "SIGABRT" in ended[0][0] and "it was at <module>" in ended[0][0]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -235,3 +253,8 @@ def test_marks_on_a_page():
             pulse.close_page()
         sight = monitor._processes[0].look()
         assert sight is not None and sight.phase == LEFT and sight.num_steps == 1
+        assert monitor.look() is None and not monitor.have_all_left()  # it failed
+        with Monitor([0], 1) as other:
+            pulse.open_page(*other.find_pages(0))
+            pulse.close_page()
+        assert monitor.have_all_left()  # and goes on in another world

@@ -6,9 +6,11 @@ wrapper and monitor or with torch's own. What is asked stands in PACELINE_FAULT,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
+import math
 import os
 import signal
 import threading
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.measure.fault_places import OUT
 from paceline.runtime.pulse import slow
 
 VARIABLE = "PACELINE_FAULT"
@@ -39,8 +42,10 @@ class Asked(NamedTuple):
     save_every: int = 10
     wrapper: str = "paceline"
     backend: str = "gloo"
+    device: str = "cpu"
     batch_size: int = 8
     width: int = WIDTH
+    group: str = ""  # the control group in which memory runs out
     pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
 
 
@@ -67,6 +72,23 @@ def _wait_for_lock() -> None:
         lock.acquire()
 
 
+class EndOfDataError(Exception):
+    """This rank has no more batches."""
+
+
+def _fill_disk(folder: Path) -> None:
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+
+
+def _run_out_of_memory(group: Path) -> None:
+    """In a control group with a limit, where nobody else is the kernel's victim."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
+    raise RuntimeError(f"{len(taken)} blocks were taken, and memory did not run out")
+
+
 def harm(fault: str) -> None:
     """Do it to this process; what is only a pause returns."""
     signals = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "segv": "SIGSEGV", "abrt": "SIGABRT"}
@@ -82,10 +104,14 @@ def harm(fault: str) -> None:
                 pass
         case "deadlock":
             _wait_for_lock()
+        case "endless-kernel":
+            torch.cuda._sleep(1 << 62)  # returns at once; so many cycles take longer than anyone waits
         case "exception":
             raise ValueError("a bad sample")
         case "extra-collective":
             dist.barrier()
+        case "early-end":
+            raise EndOfDataError
         case "stall":
             time.sleep(5.0)
         case "evaluate":
@@ -103,17 +129,53 @@ class Net(nn.Module):
         layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1])
         self._asked, self._is_mine = asked, int(os.environ.get("RANK", "0")) == asked.rank and bool(asked.fault)
-        self.num_steps = 0
+        self.num_steps, self._factor = 0, 1.0
         register_optimizer_step_pre_hook(lambda *_: self._reach("optimizer"))
         register_optimizer_step_post_hook(self._count)
 
     def _reach(self, place: str) -> None:
-        if self._is_mine and (place, self.num_steps + 1) == (self._asked.place, self._asked.step):
-            self._is_mine = self._asked.fault == "straggle"
-            path = Path(self._asked.folder) / "injected"
-            if not path.exists():
-                path.write_text(f"{time.monotonic()} {self.num_steps + 1}")
-            harm(self._asked.fault)
+        asked = self._asked
+        if (place, self.num_steps + 1) != (asked.place, asked.step):
+            return
+        if asked.fault == "other-shape":  # a call that all ranks make
+            self._note(self._is_mine)
+            dist.all_reduce(torch.ones(1001 if self._is_mine else 1000, device=next(self.parameters()).device))
+        elif self._is_mine and asked.fault == "kill-in-save":
+            self._is_mine = False
+            threading.Thread(target=self._kill_in_save, daemon=True).start()
+        elif self._is_mine:
+            self._is_mine = asked.fault == "straggle"
+            self._note()
+            self._harm(asked.fault)
+
+    def _note(self, is_mine: bool = True) -> None:
+        """When it happens; the laboratory may be waiting for it, to do its part."""
+        path = Path(self._asked.folder) / "injected"
+        if is_mine and not path.exists():
+            path.write_text(f"{time.monotonic()} {self.num_steps + 1}")
+
+    def _harm(self, fault: str) -> None:
+        match fault:
+            case "nan":
+                self._factor = math.nan
+            case "flipped-weight":
+                next(self.parameters()).detach().view(torch.int32)[0, 0] ^= 1 << 20
+            case "skipped-step":
+                for param in self.parameters():
+                    param.grad = None
+            case "disk-full":
+                _fill_disk(Path(self._asked.folder) / OUT)
+            case "oom":
+                _run_out_of_memory(Path(self._asked.group))
+            case _:
+                harm(fault)
+
+    def _kill_in_save(self) -> None:
+        folder = Path(self._asked.folder)
+        while not any(folder.glob(f"{OUT}/*/checkpoints/.saving-*/*")) and not any(folder.glob(f"{OUT}/*.new")):
+            time.sleep(0.0005)
+        self._note()
+        harm("kill")
 
     def _count(self, *_: Any) -> None:
         self._reach("between")
@@ -127,7 +189,8 @@ class Net(nn.Module):
                     time.sleep(self._asked.pause_s)
             self._reach("forward")
             hidden.register_hook(lambda _: self._reach("backward"))
-        output: torch.Tensor = self.layers[2:](hidden)
+        output: torch.Tensor = self.layers[2:](hidden) * self._factor
+        self._factor = 1.0
         return output
 
 
@@ -142,26 +205,31 @@ def main() -> None:
     torch.manual_seed(1)
     if asked.wrapper == "torch":
         dist.init_process_group(asked.backend)
-        net = Net(asked)
+        device = torch.device(asked.device)
+        net = Net(asked).to(device)
         model: nn.Module = nn.parallel.DistributedDataParallel(net)
     else:
         from paceline.parallel import DDP
         from paceline.runtime.monitored import monitor
         from paceline.runtime.world import init
 
-        init(asked.backend, announce=None)
+        device = init(asked.backend, asked.device, announce=None).device
         monitor()  # before the model, whose hook is then called after that of the monitor: between two steps
-        net = Net(asked)
+        net = Net(asked).to(device)
         model = DDP(net)
-    optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / "saved.pt", 0
+    optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / OUT / "saved.pt", 0
+    path.parent.mkdir(exist_ok=True)
     if path.exists():
-        saved = torch.load(path)
+        saved = torch.load(path, map_location=device)
         net.load_state_dict(saved["model"])
         first = net.num_steps = saved["step"]
     for step in range(first, asked.steps):
-        inputs = torch.randn(asked.batch_size, NUM_INPUTS)
+        inputs = torch.randn(asked.batch_size, NUM_INPUTS, device=device)
         model(inputs).square().mean().backward()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except EndOfDataError:
+            break
         optimizer.zero_grad()
         if dist.get_rank() == 0 and (step + 1) % asked.save_every == 0:
             torch.save({"model": net.state_dict(), "step": step + 1}, path.with_suffix(".new"))

@@ -44,6 +44,8 @@ class Channel:
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         # On a GPU, gloo writes the result with torch's own copy, some time after the call.
         self._writes_late = device.type == "cuda" and not self.is_nccl
+        if self._writes_late:  # and its stream waits for no other rank
+            pulse.watch_device(torch.cuda.current_stream(device).query)
         self._num_messages = self._num_bytes = 0
         self.timeout_s: float | None = None  # None: the group's own timeout
         # By whether to average.

@@ -12,7 +12,12 @@ from paceline.report.result import Result
 from paceline.report.table import Column, Table, text_columns
 from paceline.units import format_number_of
 
-_NAMES = {"train": "paceline train", "script": "script, paceline", "torch": "script, torch"}
+_NAMES = {
+    "train": "paceline train",
+    "script": "script, paceline",
+    "torch": "script, torch",
+    "attached": "script, attached",
+}
 
 
 class _Row:
@@ -89,7 +94,8 @@ class FaultsResult(Result):
             if pauses := [one for one in trials if one.steps_lost is None]:
                 wrong = sum(not one.is_right for one in pauses)
                 parts.append(f"{_NAMES[system]}: {wrong} of {format_number_of(len(pauses), 'pause')} taken for a fault")
-        return "; ".join(parts) + "."
+        skipped = "".join(f" {name} was not done: {why}." for name, why in self.run.config.get("skipped", {}).items())
+        return "; ".join(parts) + "." + skipped
 
     @property
     def failure(self) -> str:

@@ -558,8 +558,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             is_gone = True
         if is_gone:
             end.process.join()
-            where = monitor.describe(rank) if monitor is not None and rank < self._size else ""
-            yield "failure", _describe_death(rank, end.process.exitcode or 0, end.was_heard, where)
+            code, is_seen = end.process.exitcode or 0, monitor is not None and rank < self._size
+            summary = monitor.describe_end(rank, code) if monitor is not None and is_seen else describe_end(code)
+            yield "failure", _describe_death(rank, code, end.was_heard, summary)
 
     def _read_stack(self, rank: int) -> str:
         stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
@@ -572,8 +573,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
 
 
-def _describe_death(rank: int, code: int, was_heard: bool, where: str) -> Failure:
-    summary = describe_end(code, where)
+def _describe_death(rank: int, code: int, was_heard: bool, summary: str) -> Failure:
     if code >= 0 and not was_heard:
         summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
     return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "died")

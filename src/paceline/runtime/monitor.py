@@ -54,6 +54,7 @@ _ADVICE = {
     "gil": "a call in this stack holds Python's lock and does not return: it must release the lock, or end",
     "loop": "it computes without end: look for the loop in this stack",
     "blocked": "it waits for something that is no other rank: a lock, a file, a child process",
+    "kernel": "a kernel that it launched runs without end, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all must make the same calls in one order",
     "left": "give all ranks the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they made different collectives, or the network between them is cut",
@@ -70,8 +71,8 @@ def why_not() -> str:
 class Verdict:
     """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
 
-    `kind` is "ended", "stopped", "gil", "loop", "blocked", "collective", "left" or "all-wait"; with the last
-    one there is no rank to blame.
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "kernel", "collective", "left" or "all-wait"; with
+    the last one there is no rank to blame.
     """
 
     kind: str
@@ -105,6 +106,7 @@ class Sight(NamedTuple):
     num_steps: int = 0
     p99_s: float = 0.0  # of the recent steps, without what is between them
     longest_s: float = 0.0  # between two steps, so far
+    is_busy: bool = False  # its GPU, while it waits for other ranks
 
 
 class _History:
@@ -228,9 +230,13 @@ class Judge:
         return Suspicion("blocked", rank, one.phase_s) if one.is_blocked else None
 
     def _find_unmatched(self) -> Suspicion | None:
-        """Ranks that wait for one that left, for one that is in a collective of its own, or for each other."""
+        """Ranks that wait for one whose GPU does not finish, for one that left, for one that is in a collective of its
+        own, or for each other."""
         there, limit_s = self._there(), self.limit_s
         waiting = {rank: one for rank, one in there.items() if one.sight.phase == WAIT and one.phase_s > limit_s}
+        for rank, one in waiting.items():
+            if one.sight.is_busy:
+                return Suspicion("kernel", rank, one.phase_s)
         if not waiting or self.has_others:
             return None
         since_s = max(one.phase_s for one in waiting.values())
@@ -277,7 +283,7 @@ class _Process:
         longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
         return Sight(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
-            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s,
+            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
         )  # fmt: skip
 
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
@@ -340,27 +346,53 @@ class _Process:
             before, size = size, os.fstat(self.stacks_fd).st_size
             if size and size == before:
                 break
+        return self._read_stacks()
+
+    def _read_stacks(self) -> str:
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace").strip()
+
+    def read_fatal(self) -> str:
+        """The stacks that a crash left."""
+        _, found, stack = self._read_stacks().rpartition("Fatal Python error: ")
+        return stack if found else ""
 
 
 def find_frames(stack: str) -> list[tuple[str, str, str]]:
     """File, line and function of the main thread's frames, the innermost first, from what faulthandler wrote."""
-    main = re.split(r"\n\s*\n", stack.strip())[-1]  # it lists the thread that started first last
-    return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', main)
+    threads = [part for part in re.split(r"\n\s*\n", stack) if 'File "' in part] or [""]
+    # It lists the thread that started first last; what else it knows of a crash follows.
+    return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', threads[-1])
 
 
 def describe_frames(stack: str, most: int = 4) -> str:
     return " < ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in find_frames(stack)[:most])
 
 
-def describe_end(code: int, where: str = "") -> str:
-    """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was."""
+def is_in_collective(stack: str) -> bool:
+    return any("torch/distributed/" in file or file.endswith("channel.py") for file, _, _ in find_frames(stack)[:6])
+
+
+def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
+    """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was, whether the
+    kernel has killed a process because memory ran out, and what a crash left as its stack."""
     where = f" {where}" if where else ""
     if code >= 0:
         return f"exited with code {code}{where}"
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    why = " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-    return f"was killed by {name}{why}{where}"
+    why = ""
+    if code == -signal.SIGKILL:
+        why = " (by the kernel, as memory ran out)" if is_oom else " (by hand, or by the kernel when memory ran out)"
+    at = f"; it was at {describe_frames(stack)}" if find_frames(stack) else ""
+    if code == -signal.SIGABRT and is_in_collective(stack):
+        at += "; gloo aborts a process that gets a message of another size from another rank: pass equal shapes"
+    return f"was killed by {name}{why}{where}{at}"
+
+
+def count_oom_kills() -> int:
+    """How many processes this system has killed because memory ran out, in control groups, too."""
+    with contextlib.suppress(OSError, AttributeError):
+        return int(re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])  # type: ignore
+    return 0
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
@@ -370,7 +402,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.world_size = world_size
         self._processes = {rank: _Process() for rank in ranks}
         self._judge = Judge(has_others=len(ranks) < world_size)
-        self._asked_s = 0.0
+        self._asked_s, self._num_oom_kills = 0.0, count_oom_kills()
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
@@ -408,20 +440,22 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def have_all_left(self) -> bool:
         """Whether no rank of this host takes part any more, each having ended as it should."""
         there = self._judge.seen
-        return len(there) == len(self._processes) and not any(one.is_there for one in there.values())
+        if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
+            return False
+        return not any(pulse.read_text(one.page, pulse.ERROR) and not one.is_gone for one in self._processes.values())
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
         """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
         found = {}
         for rank, one in self._processes.items():
             error = pulse.read_text(one.page, pulse.ERROR)
-            if not one.is_gone or ((status := one.find_status()) == 0 and not error):
+            if not one.is_gone or (status := one.find_status()) == 0:  # an error of its world that it has handled
                 continue
             code = 1 if status is None else os.waitstatus_to_exitcode(status)
             where, waiting = self.describe(rank), self.describe_waiting(rank)
             if status is None and not error and one.has_left:
                 continue
-            how = f"{error} {where}" if error else describe_end(code, where)
+            how = f"{error} {where}" if error else self.describe_end(rank, code)
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
@@ -455,6 +489,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         }.get(phase, f"in {pulse.NAMES[phase]}")  # fmt: skip
         return f"in step {step}, {text}"
 
+    def describe_end(self, rank: int, code: int) -> str:
+        """How a rank ended, by its exit code, and where it was."""
+        is_oom = count_oom_kills() > self._num_oom_kills
+        return describe_end(code, self.describe(rank), is_oom, self._processes[rank].read_fatal())
+
     def describe_waiting(self, rank: int | None) -> str:
         """Which ranks wait, and for what."""
         waiting: dict[str, list[int]] = {}
@@ -477,11 +516,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._asked_s = time.monotonic()
         where, waiting = self.describe(rank), self.describe_waiting(rank)  # a signal may wake it
         stack = self._processes[rank].read_stack()
-        if not is_certain and not any("torch/distributed/" in file for file, _, _ in find_frames(stack)[:6]):
+        if not is_certain and not is_in_collective(stack):
             return None
         what = {
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
             "loop": "does not come to an end", "blocked": "hangs", "collective": "waits in a collective of its own",
-            "left": "has left, and others wait",
+            "left": "has left, and others wait", "kernel": "has a GPU that does not finish",
         }[kind]  # fmt: skip
         return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)

@@ -32,7 +32,7 @@ from paceline.units import name_ranks
 
 VARIABLE = "PACELINE_MONITOR"
 _MEET_S = 60.0  # how long a rank waits for the others, and for its host's monitor
-_AFTERMATH_S = 0.5  # how long to look for the cause of an error that may be another rank's
+_AFTERMATH_S = 0.5
 # The culprit is killed first, so that its launcher reports it; then the others have this long to end, and to obey.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # between hosts
@@ -188,7 +188,7 @@ class _Host:
             if (heard := self.links.look()) is not None:
                 self._conclude(heard, None)
                 return
-            if self.monitor.have_all_left():
+            if self.monitor.have_all_left() and not self._failed_s:
                 self.links.leave()
                 return
             if not self.monitor.pids() and time.monotonic() - begin_s > _MEET_S:
@@ -201,7 +201,7 @@ class _Host:
         for rank in ended:
             self._failed_s.setdefault(rank, now_s)
         causes = [rank for rank, (_, is_secondary) in ended.items() if not is_secondary]
-        late = [rank for rank in ended if now_s - self._failed_s[rank] > _AFTERMATH_S]
+        late = [rank for rank in ended if now_s - self._failed_s[rank] > self.links.aftermath_s]
         for rank in (*causes, *late):
             return Verdict("ended", rank, ended[rank][0], "")
         return None
@@ -244,6 +244,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self._heard_s: dict[int, float] = {}
         self._data: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
+        self._closed_s: dict[int, float] = {}
+        # How long to look for the cause of an error that may be another rank's.
+        self.aftermath_s = _AFTERMATH_S if len(self._hosts) == 1 else _SILENT_S + 2 * _AFTERMATH_S
         self._sent_s, self.address = 0.0, ""
         if len(self._hosts) == 1:
             return
@@ -295,10 +298,14 @@ class Links(contextlib.AbstractContextManager["Links"]):
             elif (text := self._receive(link, now_s)) is not None:
                 return text
         for number, heard_s in self._heard_s.items():
-            if number not in self._left and now_s - heard_s > _SILENT_S:
-                lost, here = self._names[number], self._names[self._mine]
-                text = f"the host {lost} ({name_ranks(self._hosts[number])}) is lost: nothing was heard from it for"
-                return f"{text} {now_s - heard_s:.1f} s: it is down, or the network between it and {here} is cut"
+            if number in self._left:
+                continue
+            text = f"the host {self._names[number]} ({name_ranks(self._hosts[number])}) is lost"
+            if now_s - self._closed_s.get(number, now_s) > _AFTERMATH_S:
+                return f"{text}: its monitor is gone: all processes there were killed, or it is going down"
+            if now_s - heard_s > _SILENT_S:
+                why = f"it is down, or the network between it and {self._names[self._mine]} is cut"
+                return f"{text}: nothing was heard from it for {now_s - heard_s:.1f} s: {why}"
         return None
 
     def _receive(self, link: socket.socket, now_s: float) -> str | None:
@@ -307,8 +314,12 @@ class Links(contextlib.AbstractContextManager["Links"]):
         except OSError:
             data = b""
         number = next((number for number, one in self._peers.items() if one is link), None)
-        if not data:  # closed: if it did not leave, it is found to be silent
-            (self._unknown.remove(link) if number is None else self._peers.pop(number))
+        if not data:
+            if number is None:
+                self._unknown.remove(link)
+            else:  # if it did not leave, it is lost
+                self._peers.pop(number)
+                self._closed_s[number] = now_s
             link.close()
             return None
         *lines, self._data[link] = (self._data.get(link, b"") + data).split(b"\n")

@@ -25,12 +25,14 @@ NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer
 PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_SECONDARY, NUM_BUCKETS = range(11)
 LONGEST_NS = 16  # of each phase
 COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, 0 where nobody says where steps begin, and its values
+IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it waits for other ranks
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
 # Texts: their place and their size in bytes.
 LABEL, ERROR = (2048, 128), (2176, 1024)
 # Dumps the stacks of all threads, without Python's lock. Programs and job managers use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 BEAT_S = 0.2
+_WAITED_NS = 300_000_000
 # For a rank's page and the file of its stacks, where the launcher is its monitor.
 VARIABLE = "PACELINE_PULSE"
 
@@ -38,6 +40,8 @@ _IN_STEP = frozenset((FORWARD, BACKWARD, WAIT, OPTIMIZER))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _words: Any = None  # the page as int64, while a monitor reads it
 _rank: _Rank | None = None
+_before: mmap.mmap | None = None  # the page of the world before
+_is_done: Callable[[], bool] | None = None  # of the GPU, once this rank has one
 
 
 def map_page(descriptor: int) -> mmap.mmap:
@@ -57,6 +61,13 @@ def enter(phase: int, bucket: int = -1) -> None:
         words[IN_STEP_NS] += took_ns
     words[PHASE], words[BUCKET], words[SINCE_NS] = phase, bucket, now_ns
     words[SERIAL] += 1
+
+
+def watch_device(is_done: Callable[[], bool]) -> None:
+    """This rank's GPU works without other ranks, and has done all of it where the function says so. It is called in
+    another thread, and only while this rank waits for others: then no graph of kernels is being captured."""
+    global _is_done
+    _is_done = is_done
 
 
 def begin_step(number: int) -> None:
@@ -157,6 +168,9 @@ class _Rank:
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # after this one has left, it must not be killed by it
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
+        if not faulthandler.is_enabled():  # where a crash happened is for the monitor, unless someone else asked for it
+            faulthandler.enable(self.stacks)
+            self._undo.callback(faulthandler.disable)
         if "torch" in sys.modules:
             self._hook_optimizers()
         threading.Thread(target=self._beat, daemon=True, name="paceline-beat").start()
@@ -186,7 +200,11 @@ class _Rank:
         """In a thread, which needs Python's lock: while this does not run, no Python does."""
         words = _words
         while not self._stop.wait(BEAT_S):
-            words[BEAT_NS] = time.monotonic_ns()
+            now_ns = words[BEAT_NS] = time.monotonic_ns()
+            if _is_done is not None:
+                is_waiting = words[PHASE] == WAIT and now_ns - words[SINCE_NS] > _WAITED_NS
+                with contextlib.suppress(RuntimeError):  # an error of the GPU, which the main thread reports
+                    words[IS_BUSY] = int(is_waiting and not _is_done())
             if not self._sees_compiler and (module := sys.modules.get("torch._dynamo.callback")) is not None:
                 self._watch_compiler(module)
 
@@ -222,22 +240,24 @@ def open_page(page: str, stacks: str) -> None:
     """Write to this page from now on; does nothing where one is open."""
     global _rank
     if _rank is None:
+        if _before is not None:  # a world has failed, and this process goes on in another one
+            _before[ERROR[0] : sum(ERROR)] = bytes(ERROR[1])
         _rank = _Rank(page, stacks)
         _rank.start()
 
 
 def close_page() -> None:
     """Leave: from now on nobody may wait for this rank."""
-    global _rank
+    global _rank, _before
     if _rank is not None:
         enter(LEFT)
         _rank.stop()
-        _rank = None
+        _before, _rank = _rank.page, None
 
 
 def _forget() -> None:
-    global _rank, _words
-    _rank = _words = None
+    global _rank, _words, _is_done
+    _rank = _words = _is_done = None
 
 
 os.register_at_fork(after_in_child=_forget)  # workers of a data loader are no ranks

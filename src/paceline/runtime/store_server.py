@@ -136,6 +136,8 @@ class Server:
                     elif key.fileobj is self._far:
                         is_stopped = True
                         self._selector.unregister(self._far)
+                        for peer in self._peers:
+                            _probe(peer.link)
                     elif key.data in self._peers:
                         self._serve_peer(key.data, events)
                 self._end_late()
@@ -301,6 +303,15 @@ class Server:
                 self._waiters[key] = kept
         for waiter in late - gone:
             self._send(waiter.peer, pack(LATE, []))
+
+
+def _probe(link: socket.socket) -> None:
+    """Let the kernel ask whether the other host is still there: one that was cut off closes no connection."""
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("KEEPIDLE", 1), ("KEEPINTVL", 1), ("KEEPCNT", 4), ("USER_TIMEOUT", 5000)):
+            if hasattr(socket, f"TCP_{name}"):
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 def _print(text: str) -> None:

@@ -24,6 +24,7 @@ from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
+from paceline.runtime.worker import describe_failure
 from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
@@ -83,6 +84,9 @@ class World(contextlib.AbstractContextManager["World"]):
             with contextlib.suppress(RuntimeError):
                 self.departures.set(str(self.rank), how)
         _open = None
+        if isinstance(error, Exception):
+            failure = describe_failure(self.rank, error)
+            pulse.fail(failure.summary, failure.is_secondary)
         pulse.close_page()
         atexit.unregister(shutdown)
         _destroy_groups(failed=error is not None)

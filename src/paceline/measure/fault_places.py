@@ -1,0 +1,205 @@
+"""Where a fault needs more than a process: a small disk, little memory, two hosts with a network between them.
+
+Made for one job and removed after it. Hosts are namespaces of this machine, and need root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import MeasurementError
+
+OUT = "out"  # where a job saves, in its folder
+_DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
+_NAMES, _ADDRESS, _PORT = ("a", "b"), "10.213.9", 29400
+_SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
+
+
+class Place:
+    """This machine as it is. `asked` is what the job must know."""
+
+    asked: dict[str, Any] = {}  # noqa: RUF012
+    torchrun: tuple[str, ...] = ("--standalone",)
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """The command, in this place."""
+        return command
+
+    def act(self, fault: str, rank: int) -> None:
+        """What the job cannot do itself, when it has come to its fault."""
+
+
+class _SmallDisk(Place):
+    """The job saves on a disk of its own; what is on it is copied to this one when the job has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._out = str(folder / OUT)
+
+    def wrap(self, command: list[str]) -> list[str]:
+        text = f"""
+            mkdir -p {self._out}; mount -t tmpfs -o size={_DISK_BYTES} tmpfs {self._out}
+            set +e; "$@"; code=$?
+            rm -f {self._out}/filler; cp -a {self._out} {self._out}.kept; umount {self._out}
+            cp -a {self._out}.kept/. {self._out}; exit $code"""
+        return [*_find_private(), "sh", "-ec", text, "sh", *command]
+
+
+class _LittleMemory(Place):
+    """A control group with a limit, which the rank joins."""
+
+    def __init__(self, group: Path) -> None:
+        self.asked = {"group": str(group)}
+
+
+class _Hosts(Place):
+    """Two namespaces with a cable, each with a name of its own; one rank on each."""
+
+    def __init__(self, spaces: tuple[str, ...]) -> None:
+        self._spaces = spaces
+        self.torchrun = ("--nnodes", "2", "--master-addr", f"{_ADDRESS}.1", "--master-port", str(_PORT))
+
+    def wrap(self, command: list[str]) -> list[str]:
+        variables = [f"PACELINE_SECRET={secrets.token_hex(16)}", "GLOO_SOCKET_IFNAME=eth0"]
+        parts = []
+        for number, (name, space) in enumerate(zip(_NAMES, self._spaces, strict=True)):
+            enter = ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-ec", f'hostname {name}; exec "$@"', "sh"]
+            parts.append(shlex.join([*enter, "env", *variables, f"PET_NODE_RANK={number}", *command]))
+        first, second = parts
+        return ["sh", "-c", f"{first} & a=$!; {second} & b=$!; wait $a; code=$?; wait $b && exit $code"]
+
+    def act(self, fault: str, rank: int) -> None:
+        match fault:
+            case "link-down":
+                _call("ip", "-n", self._spaces[rank], "link", "set", "eth0", "down")
+            case "slow-link":
+                for space in self._spaces:
+                    _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", *_SLOW)
+            case "host-lost" | "store-lost":
+                _end_all(self._spaces[rank])
+
+
+def _call(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise MeasurementError(f"`{shlex.join(command)}` failed: {done.stderr.strip()}", code="no-fault")
+    return done.stdout
+
+
+def _end_all(space: str) -> None:
+    for pid in _call("ip", "netns", "pids", space).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _find_private() -> list[str]:
+    """How to start a command that may mount what nobody else sees."""
+    return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+
+
+def _can(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+
+
+def why_not(needs: str) -> str:
+    """Why there can be no such place here; empty where there can."""
+    tools = {"disk": ["unshare"], "hosts": ["unshare", "ip", "tc"]}.get(needs, [])
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+        return f"there is no `{missing[0]}` here"
+    if needs == "disk":
+        can = _can([*_find_private(), "sh", "-c", "mount -t tmpfs tmpfs /tmp"])
+        return "" if can else "a disk cannot be mounted here, which needs root"
+    if needs == "hosts":
+        can = os.geteuid() == 0 and _can(["unshare", "--mount", "--net", "--uts", "true"])
+        return "" if can else "two hosts are namespaces of this one, which needs root"
+    return _find_group()[1] if needs == "memory" else ""
+
+
+def _find_group() -> tuple[Path, str]:
+    """The control group of this process where its memory can be limited, or why not."""
+    try:
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return Path(), "there are no control groups here"
+    for _, kinds, path in lines:
+        root = Path("/sys/fs/cgroup") / ("memory" if kinds else "")
+        group = root / path.lstrip("/")
+        has_limits = "memory" in kinds.split(",") or "memory" in _read(group / "cgroup.subtree_control")
+        if has_limits and os.access(group, os.W_OK):
+            return group, ""
+    return Path(), "no control group with a limit of memory can be made here, which needs root"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def open_place(needs: str, folder: Path) -> Iterator[Place]:
+    """Make the place, and remove it whatever happens."""
+    with contextlib.ExitStack() as undo:
+        if needs == "disk":
+            yield _SmallDisk(folder)
+        elif needs == "memory":
+            yield _LittleMemory(_make_group(undo))
+        elif needs == "hosts":
+            yield _make_hosts(undo)
+        else:
+            yield Place()
+
+
+def _make_group(undo: contextlib.ExitStack) -> Path:
+    group = _find_group()[0] / f"paceline-{secrets.token_hex(4)}"
+    group.mkdir()
+    undo.callback(_remove_group, group)
+    names = ("memory.max", "memory.swap.max") if (group / "memory.max").exists() else (
+        "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")  # fmt: skip
+    (group / names[0]).write_text(str(_MEMORY_BYTES))
+    with contextlib.suppress(OSError):  # without swap
+        (group / names[1]).write_text("0" if names[1].endswith("max") else str(_MEMORY_BYTES))
+    return group
+
+
+def _remove_group(group: Path) -> None:
+    until_s = time.monotonic() + 5.0
+    while group.exists() and time.monotonic() < until_s:
+        with contextlib.suppress(OSError):  # a process in it is on its way out
+            group.rmdir()
+            return
+        time.sleep(0.05)
+
+
+def _make_hosts(undo: contextlib.ExitStack) -> Place:
+    for space, pid in re.findall(r"^(paceline-faults-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():  # who made it was killed
+            _remove_space(space)
+    mark = secrets.token_hex(3)
+    spaces = tuple(f"paceline-faults-{os.getpid()}-{mark}-{name}" for name in _NAMES)
+    for space in spaces:
+        _call("ip", "netns", "add", space)
+        undo.callback(_remove_space, space)
+    _call("ip", "link", "add", "eth0", "netns", spaces[0], "type", "veth", "peer", "eth0", "netns", spaces[1])
+    for number, space in enumerate(spaces, 1):
+        _call("ip", "-n", space, "address", "add", f"{_ADDRESS}.{number}/24", "dev", "eth0")
+        for interface in ("lo", "eth0"):
+            _call("ip", "-n", space, "link", "set", interface, "up")
+    return _Hosts(spaces)
+
+
+def _remove_space(space: str) -> None:
+    for remove in (lambda: _end_all(space), lambda: _call("ip", "netns", "delete", space)):
+        with contextlib.suppress(subprocess.SubprocessError, MeasurementError):
+            remove()
