@@ -37,7 +37,8 @@ def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
 
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_train_by_hand(start, prefix):
     out = run_example(start, "train_by_hand.py", prefix=prefix)
     first, *report = out.splitlines()
@@ -66,7 +67,8 @@ def test_who_am_i(start):
     assert lines == [f"global rank {r} of 4 is rank {r % 2} of 2 on its row" for r in range(4)]
 
 
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_gather_objects(start, prefix):
     lines = run_example(start, "gather_objects.py", prefix=prefix).splitlines()
     assert [line.split(": ")[1] for line in lines] == ["in two groups", "in one group", "world.share"] * 2

@@ -215,6 +215,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole
     assert_same_run(whole, broken)
 
 
+@pytest.mark.slow
 def test_a_run_whose_metrics_are_a_part_of_a_line_goes_on(command, broken):
     (broken / "metrics.jsonl").write_text('{"st')
     with one_launched_rank():

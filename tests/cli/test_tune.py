@@ -169,9 +169,8 @@ def test_torchs_wrapper_on_a_network_that_does_not_exist(emulated_torch):
     assert {point["source"] for point in emulated_torch["grid"]} == {"emulated"}
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "tuned"), [("paceline", "emulated"), pytest.param("torch", "emulated_torch", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrapper", "tuned"), [("paceline", "emulated"), ("torch", "emulated_torch")])
 def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
     plan = request.getfixturevalue(tuned)["plan"]
     asked = ("--batch-size", "4", "--samples", "16", "--wrapper", wrapper, "--plan", plan)

@@ -94,7 +94,8 @@ def test_replicas_that_differ_are_named(warm_pool, tmp_path, fault, place):
         run(warm_pool, tmp_path, "gloo", fault, place)
 
 
-@pytest.mark.parametrize("fault", ["slow", pytest.param("stall", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["slow", "stall"])
 def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
     assert run(warm_pool, tmp_path, "gloo", fault, "between") == [30, 30]
 

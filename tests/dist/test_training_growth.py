@@ -162,7 +162,8 @@ def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path):
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("steps", [pytest.param(5, marks=pytest.mark.slow), 22])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [5, 22])
 def test_a_run_of_steps_is_the_begin_of_a_longer_one(train, tmp_path, steps):
     """Epochs of nine steps: inside the first, and inside the third."""
     constant = {"batch_growth": (), "epochs": 1}
