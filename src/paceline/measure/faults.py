@@ -65,10 +65,10 @@ FAULTS: dict[str, Fault] = {
     "exception-in-loader": Fault("between", "ValueError: a bad sample"),
     "extra-collective": Fault("between", "collective"),
     "other-shape": Fault("between", "different operations|size doesn't match", names_rank=False),
-    "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True),
-    "early-end": Fault("between", "closed its world|has left", systems=("script", "torch", ATTACHED)),
+    "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
+    "early-end": Fault("between", "closed its world|has left", systems=("script", "torch")),
     "nan": Fault("forward", "not finite", is_final=True, systems=("train", "torch")),
-    "flipped-weight": Fault("between", "drifted apart", names_rank=False, is_final=True),
+    "flipped-weight": Fault("between", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
     "disk-full": Fault(
         "between", "No space left", "disk", names_rank=False, is_saved=True, is_final=True, systems=("train", "torch")
     ),

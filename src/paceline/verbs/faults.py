@@ -75,4 +75,4 @@ def _describe(records: Sequence[Any]) -> str:
     (one,) = records
     took = "not named" if one.detected_s is None else f"named after {one.detected_s:.1f} s"
     took += "" if one.recovered_s is None else f", {one.policy} after {one.recovered_s:.1f} s more"
-    return took if FAULTS[one.fault].cause else "a pause"
+    return took if FAULTS[one.fault].cause else "not taken for a fault" if one.is_right else "taken for a fault"
