@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # the mode below imports it, and it then sets a variable of the environment
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.parallel import DDP
+from paceline.parallel.channel import Channel, open_group
 from tests.dist.wrapped import (
     REDUCERS,
     STEPS,
@@ -435,3 +439,35 @@ def count_copies(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_is_copied_once_in_the_strides_of_its_parameter(job, dtype):
     job(2, count_copies, dtype)
+
+
+class Owner:
+    """Of a group that goes with it."""
+
+
+def outlive_a_group() -> bool:
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        owners = [Owner()]
+        group = open_group(Channel(dist.group.WORLD, world.device), owners[0])
+        work, is_there, may_end = group.allreduce([torch.ones(4)]), threading.Event(), threading.Event()
+
+        def hold(done, group=group):
+            is_there.set()
+            may_end.wait(30)
+            return done.value()
+
+        future = work.get_future().then(hold)
+        assert is_there.wait(30)
+        del group, work, hold
+        owners.clear()
+        gc.collect()
+        may_end.set()
+        future.wait()
+        del future
+        time.sleep(0.5)
+        world.barrier()
+        return True
+
+
+def test_a_group_may_go_before_a_callback_that_holds_it(on_ranks):
+    assert on_ranks(2, outlive_a_group) == [True, True]

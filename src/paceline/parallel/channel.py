@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError
 from paceline.runtime import messages, pulse
-from paceline.runtime.world import find_departed_ranks
+from paceline.runtime.world import find_departed_ranks, keep_groups
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
@@ -251,6 +251,8 @@ def open_part(ranks: Sequence[Sequence[int]], backend: str, owner: object) -> di
 
 def _destroy_group(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it was destroyed with its world
+        if not isinstance(group, PacelineGroup):
+            keep_groups([group])  # the owner may have gone on a thread of the group itself
         dist.destroy_process_group(group)
 
 

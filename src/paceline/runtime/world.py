@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -249,7 +249,7 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
-    _keep(_list_groups())
+    keep_groups(dist.distributed_c10d._world.pg_map)
     if not failed:
         dist.destroy_process_group()
         return
@@ -260,24 +260,26 @@ def _destroy_groups(failed: bool) -> None:
     thread.join(_DESTROY_S)
 
 
-def _list_groups() -> list[Any]:
-    """All groups, and what they are made of, each once."""
-    found: dict[int, Any] = {id(group): group for group in dist.distributed_c10d._world.pg_map}
+def keep_groups(groups: Iterable[Any]) -> None:
+    """Hold these groups, which are about to be destroyed, until nobody else does. A callback that still runs on a
+    thread of gloo may hold its group; were it the last to do so, the thread would wait for itself, and the process
+    abort."""
+    held = _list_parts(groups)
+    keeper = threading.Thread(target=_let_go, args=(held,), daemon=True, name="paceline-groups")
+    _kept[keeper] = held
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at the exit of a process
+        keeper.start()
+
+
+def _list_parts(groups: Iterable[Any]) -> list[Any]:
+    """The groups, and what they are made of, each once."""
+    found: dict[int, Any] = {id(group): group for group in groups}
     for group in list(found.values()):
         for device in group._device_types:  # several may have one
             with contextlib.suppress(RuntimeError):
                 backend = group._get_backend(device)
                 found[id(backend)] = backend
     return list(found.values())
-
-
-def _keep(groups: list[Any]) -> None:
-    """Hold these groups until nobody else does. A callback that still runs on a thread of gloo may hold its group; were
-    it the last to do so, the thread would wait for itself, and the process would abort."""
-    keeper = threading.Thread(target=_let_go, args=(groups,), daemon=True, name="paceline-groups")
-    _kept[keeper] = groups
-    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at the exit of a process
-        keeper.start()
 
 
 def _let_go(groups: list[Any]) -> None:
