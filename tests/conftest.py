@@ -159,7 +159,11 @@ def descendants(pid: int) -> list[psutil.Process]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it went while it was asked
+            found += [child] if child.is_running() and child.status() != psutil.STATUS_ZOMBIE else []
+    return found
 
 
 def find_ranks(pid: int) -> list[psutil.Process]:
