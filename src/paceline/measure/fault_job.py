@@ -105,7 +105,7 @@ def harm(fault: str) -> None:
         case "deadlock":
             _wait_for_lock()
         case "endless-kernel":
-            torch.cuda._sleep(1 << 62)  # returns at once; so many cycles take longer than anyone waits
+            torch.cuda._sleep(1 << 62)  # returns at once; these cycles take longer than anyone waits
         case "exception":
             raise ValueError("a bad sample")
         case "extra-collective":

@@ -35,7 +35,7 @@ class Fault(NamedTuple):
     """`place`: where in a step it happens. `cause`: the words by which its cause is known; none: an honest pause, or a
     network that is only slow. `needs`: a place of its own. `names_rank`: the words are of the rank. `rank`: where only
     one can have it. `is_saved`: afterwards a run must resume from its newest checkpoint. `is_final`: whatever its
-    policy, a run does not continue by itself."""
+    policy, a run does not continue."""
 
     place: str
     cause: str

@@ -170,7 +170,7 @@ class Sending:
         return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
 
     def scale(self, factor: float) -> Sending:
-        """With a codec that takes so many times as long."""
+        """With a codec that takes this many times as long."""
         return replace(self, parts=tuple((factor * fixed_s, factor * s_per_byte) for fixed_s, s_per_byte in self.parts))
 
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:

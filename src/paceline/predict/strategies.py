@@ -119,8 +119,8 @@ def fit_sending(
     if large:
         here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
-    parts = tuple((factor * bucket_s, factor * rate) for bucket_s, rate in zip(fixed, rates, strict=True))
-    return Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host)
+    parts = tuple(zip(fixed, rates, strict=True))
+    return Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host).scale(factor)
 
 
 def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float) -> float:
