@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What it gains that embeddings send rows: steps in turns of `embeddings="dense"` and `"auto"`, between two hosts.
+"""What it gains that embeddings send rows: steps in turns of `embeddings="dense"` and `"rows"`, between two hosts.
 
     benchmarks/embedding_rows.py [--rate 1gbit] [--model gpt2-mini] [--batch-size 4] [--rounds 40] [--json FILE]
 
@@ -54,7 +54,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             return DDP(module, embeddings=kind, bucket_cap_mb=cap, check_replicas_every=0)
 
         length = build(asked.model, asked.tokens)[2]
-        models = {(kind, cap): make(kind, cap) for kind in ("dense", "auto") for cap in (None, *asked.caps)}
+        models = {(kind, cap): make(kind, cap) for kind in ("dense", "rows") for cap in (None, *asked.caps)}
         draw = torch.Generator().manual_seed(world.rank)
         # As in text, a few tokens are frequent: the ranks of a Zipf distribution.
         weights = 1 / torch.arange(1, vocabulary + 1)
@@ -82,10 +82,10 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
         first = run(list(models), max(4, asked.rounds // 5))
         best = {}
-        for kind in ("dense", "auto"):
+        for kind in ("dense", "rows"):
             tried = {cap: statistics.median(first[kind, cap]) for cap in asked.caps}
             best[kind] = min(tried, key=tried.__getitem__)
-        labels = [*(("dense", None), ("auto", None)), *((kind, best[kind]) for kind in best), "alone"]
+        labels = [*(("dense", None), ("rows", None)), *((kind, best[kind]) for kind in best), "alone"]
         times = run(labels, asked.rounds)
         alone_s = statistics.median(times["alone"])
         rows = []

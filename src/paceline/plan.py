@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -219,12 +219,14 @@ class Plan:
 def plan_like_torch(
     gradients: Sequence[Gradient], ready_order: Iterable[int],
     caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES), rows: Sequence[Rows] = (),
+    keeps_rows: bool = False,
 ) -> Plan:  # fmt: skip
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
     For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one
     gradient and none is ever split. Each family goes through the caps on its own; the last cap serves from then on.
     Buckets stand in the order in which they closed, those left open last. Gradients that are all `rows` have none.
+    Late rows are not sent, unless it `keeps_rows` (`drop_late_rows`).
     """
     if not caps_bytes or min(caps_bytes) < 1:
         raise ConfigError(f"bucket caps {list(caps_bytes)}: at least one, and each at least 1 byte")
@@ -244,7 +246,21 @@ def plan_like_torch(
             num_closed[family] += 1
     buckets += [Bucket(tuple(pieces)) for pieces in open_.values()]
     caps = ", ".join(format_bytes(cap) for cap in caps_bytes)
-    return Plan(tuple(gradients), tuple(buckets), f"torch's rule, caps {caps}", tuple(rows))
+    plan = Plan(tuple(gradients), tuple(buckets), f"torch's rule, caps {caps}", tuple(rows))
+    return plan if keeps_rows else drop_late_rows(plan, order)
+
+
+def find_late(partition: Sequence[Container[int]], last: int, tied: Iterable[int]) -> set[int]:
+    """Those of these gradients that are in the bucket of gradient `last`, which is ready last, or in a later one. In
+    two parts they are sent no sooner than as one tensor, as buckets leave in order, and with more bytes."""
+    first = next((number for number, bucket in enumerate(partition) if last in bucket), len(partition))
+    return {index for index in tied if any(index in bucket for bucket in partition[first:])}
+
+
+def drop_late_rows(plan: Plan, ready_order: Sequence[int]) -> Plan:
+    """The plan without rows that can only cost: gradients with another part are whole where that is late."""
+    tied = [part.gradient for part in plan.rows if not part.is_all]
+    return plan.without_rows(find_late(plan.partition, ready_order[-1], tied)) if tied else plan
 
 
 def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = ()) -> Plan:
@@ -273,7 +289,7 @@ def plan_by_cuts(
     gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str, rows: Sequence[Rows] = ()
 ) -> Plan:
     """The plan whose buckets end after the gradients at these places of the ready order (the last one included), which
-    does not name gradients that are all `rows`."""
+    does not name gradients that are all `rows`. Late rows are not sent (`drop_late_rows`)."""
     pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
     edges = [0, *sorted(set(cuts) | {len(pieces)})]
     buckets: list[Bucket] = []
@@ -283,4 +299,4 @@ def plan_by_cuts(
         for piece in pieces[start:end]:
             families.setdefault(gradients[piece.gradient].family, []).append(piece)
         buckets += [Bucket(tuple(together)) for together in families.values()]
-    return Plan(tuple(gradients), tuple(buckets), rule, tuple(rows))
+    return drop_late_rows(Plan(tuple(gradients), tuple(buckets), rule, tuple(rows)), ready_order)

@@ -21,6 +21,8 @@ from tests.dist.wrapped import check_equal, error_of
 
 # 256 KiB: the least that is worth a message of its own.
 ROWS, WIDTH = 2048, 32
+# A bucket for the head: with one for all, a tied table is sent whole.
+SMALL_BUCKETS = 0.1
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def compare_all(names: list[str]) -> None:
     with paceline.init(backend="gloo", announce=None) as world:
         for name in names:
             build, wanted = MODELS[name] if name in MODELS else (HUGGING_FACE[name], "in the buckets")
-            report = "; ".join(compare(world, name, build).report().embeddings)
+            report = "; ".join(compare(world, name, build, bucket_cap_mb=SMALL_BUCKETS).report().embeddings)
             assert wanted in report, f"{name}: {report}"
 
 
@@ -185,9 +187,11 @@ def draw_many(rank: int, step: int) -> torch.Tensor:
 def compare_sizes(name: str) -> None:
     with paceline.init(backend="gloo", announce=None) as world:
         build = MODELS[name][0]
-        compare(world, f"{name}, uneven", build, draw_unevenly)
-        report = compare(world, f"{name}, more tokens than rows", build, draw_many).report()
+        compare(world, f"{name}, uneven", build, draw_unevenly, embeddings="rows")
+        many = compare(world, f"{name}, more tokens than rows", build, draw_many, bucket_cap_mb=SMALL_BUCKETS)
+        report = many.report()
         assert "is sent whole: up to" in report.embeddings[0]
+        assert len(report.plan.buckets) > 1 and 0 in report.plan.partition[-1], "it is ready last"
         report = compare(world, f"{name}, off", build, embeddings="dense").report()
         assert report.embeddings[0].endswith("embeddings='dense'") and not report.plan.rows
 
@@ -195,6 +199,27 @@ def compare_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
 def test_ranks_without_tokens_and_with_many(job, name):
     job(2, compare_sizes, name)
+
+
+def send_one_bucket() -> None:
+    with paceline.init(backend="gloo", announce=None) as world:
+        for how, name, wanted in (
+            ("auto", "tied", "is sent whole: the bucket of its other part is complete last"),
+            ("rows", "tied", "in the buckets"),
+            ("auto", "untied", "sends rows"),
+        ):
+            model = compare(world, f"{how}, {name}", MODELS[name][0], embeddings=how)
+            report = model.report()
+            assert len(report.plan.buckets) == 1 and bool(report.plan.rows) == ("whole" not in wanted)
+            assert wanted in report.embeddings[0], report.embeddings
+            again = DDP(MODELS[name][0](), plan=model.plan)  # a plan holds what is sent
+            for step in range(2):
+                measure(again, draw_ids(world.rank, step)).backward()
+            assert again.plan == model.plan and wanted in again.report().embeddings[0]
+
+
+def test_with_one_bucket_the_rows_of_a_tied_table_must_be_asked_for(job):
+    job(2, send_one_bucket)
 
 
 def share_memory() -> None:
@@ -211,7 +236,7 @@ def test_between_ranks_that_share_memory_rows_must_be_asked_for(job):
 def train_in_other_ways() -> None:
     with paceline.init(backend="gloo", announce=None) as world:
         for name in ("untied", "tied", "sparse"):
-            model = DDP(MODELS[name][0]())
+            model = DDP(MODELS[name][0](), embeddings="rows")
             alone = copy.deepcopy(model.module)
             for step in range(4):
                 # Three micro-batches; in step 2 gradients are zeroed in place, and in step 3 never.
@@ -229,7 +254,7 @@ def train_in_other_ways() -> None:
                     torch.testing.assert_close(
                         to_dense(mine.grad), to_dense(other.grad), msg=lambda t, s=text: f"{s}: {t}"
                     )
-        model = DDP(Words("parameter"))
+        model = DDP(Words("parameter"), embeddings="rows")
         for _ in range(2):
             measure(model, draw_ids(world.rank, 0)).backward()
         loss = measure(model, draw_ids(world.rank, 0))

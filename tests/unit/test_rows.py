@@ -11,7 +11,7 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.parallel.control import ControlWords, RankReport
 from paceline.parallel.rows import Lookups
-from paceline.plan import Bucket, Gradient, Piece, Plan, Rows, compare_rows, plan_like_torch
+from paceline.plan import Bucket, Gradient, Piece, Plan, Rows, compare_rows, plan_by_cuts, plan_like_torch
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job, Lookup
 from paceline.predict.simulate import MachineCosts, simulate
@@ -32,6 +32,24 @@ def test_a_plan_has_rows_alone_or_with_another_part():
     assert shared.without_rows({0}).partition == shared.partition
     with pytest.raises(ConfigError, match="holds 4000"):
         Plan(GRADIENTS, (Bucket(tuple(Piece(i, 0, g.num_bytes) for i, g in enumerate(GRADIENTS))),), "", alone.rows)
+
+
+def test_rows_are_not_sent_where_their_other_part_is_late():
+    order, rows = [0, 2, 1], [Rows(0, 3)]
+    late = plan_like_torch(GRADIENTS, order, [10_000], rows)
+    assert late.partition == ((0, 2, 1),) and not late.rows
+    assert plan_like_torch(GRADIENTS, order, [10_000], rows, keeps_rows=True).rows == tuple(rows)
+    assert plan_like_torch(GRADIENTS, [2, 0, 1], [1000], rows).partition == ((2, 0), (1,))
+    assert plan_like_torch(GRADIENTS, [2, 0, 1], [1000], rows).rows
+    assert not plan_like_torch(GRADIENTS, [2, 1, 0], [1000], rows).rows  # the other part itself is ready last
+    # A table that is only looked up saves bytes in any case.
+    assert plan_like_torch(GRADIENTS, order, [10_000], [Rows(0, 3), Rows(1, 1, True)]).rows == (Rows(1, 1, True),)
+    # Buckets leave in order: that of another dtype is late if it follows the one that is complete last.
+    mixed = (GRADIENTS[0], *(replace(g, dtype="bfloat16") for g in GRADIENTS[1:]))
+    assert plan_like_torch(mixed, [0, 2, 1], [10_000], rows).partition == ((0,), (2, 1))
+    assert plan_like_torch(mixed, [0, 2, 1], [10_000], rows).rows
+    assert plan_like_torch(mixed, [2, 0, 1], [10_000], rows).partition == ((2, 1), (0,))
+    assert not plan_like_torch(mixed, [2, 0, 1], [10_000], rows).rows
 
 
 def test_rows_are_compared_with_a_dense_all_reduce():
@@ -66,6 +84,19 @@ def test_the_head_is_hidden_and_the_rows_follow_the_last_bucket():
     assert whole.exposed_s > 0.3  # inner and all of words
     assert 0 < split.exposed_s < 0.01
     assert [span.num_bytes for span in split.tail] == [100 * 404] and len(split.buckets) == 2
+
+
+def test_the_simulator_sends_the_rows_that_the_plan_sends():
+    costs = MachineCosts(MeasuredCurve((1, 10_000_000), (1e-9, 1.0)), launch_s=0.001)
+    job = build_job(rest_s=0.2)
+    split = job.split(2)  # head, words, inner
+    for cuts, has_rows in (((3,), False), ((1, 3), False), ((2, 3), True), ((1, 2, 3), True)):
+        plan = plan_by_cuts(GRADIENTS, split.order(GRADIENTS), cuts, "", split.list_rows(GRADIENTS))
+        step = simulate(split, cuts, costs)
+        assert bool(plan.rows) == bool(step.tail) == has_rows, cuts
+        assert bool(simulate(split, plan_by_cuts(split.gradients, range(3), cuts, ""), costs).tail) == has_rows
+        if not has_rows:  # the table is complete when its lookups are
+            assert step.step_s == simulate(job, cuts, costs).step_s
 
 
 def test_counts_of_rows_travel_in_the_control_words():

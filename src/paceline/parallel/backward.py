@@ -901,9 +901,9 @@ class BucketedReducer:
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
-        mine, order = "", self.ready_order
-        rows = self.rows.choose(set(self._arrived), len(order))
+        mine, rows = "", self.rows.choose(set(self._arrived), len(self.replica.params))
         if self.channel.rank == 0:
+            order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
         is_plain = self._hook_calls is None and not self._rounds and self._placement is None
         self.parts.agree(self._find_parts(), is_plain and self.channel.world_size > 1)
@@ -935,7 +935,7 @@ class BucketedReducer:
             LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params)
             for number, indices in enumerate(plan.partition)
         ]
-        self.rows.use(plan.rows, self.is_planned)
+        self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
         if self._placement is not None:
             self._placement.lay_out(self._flat, plan, self.is_planned)

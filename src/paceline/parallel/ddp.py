@@ -84,7 +84,8 @@ class DDP(DistributedDataParallel):
         statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
         ignore: Full names of parameters and buffers that are not synchronised.
         embeddings: `auto` sends the gradient of lookups as rows where that is worth it, `dense` never; `rows` also on
-            a GPU, where the host then waits for their number in each step, and between ranks that share memory.
+            a GPU, where the host then waits for their number in each step, between ranks that share memory, and where
+            the other part of a tied weight is sent last in any case.
         strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     """
 

@@ -108,9 +108,10 @@ class Options:
         if self.plan is not None:
             plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order, rows: plan
+        is_asked = self.embeddings == "rows"
         if fixed := REDUCERS[self.reducer]:
             cap, rule = fixed
-            return lambda order, rows: replace(plan_like_torch(gradients, order, [cap], rows), rule=rule)
+            return lambda order, rows: replace(plan_like_torch(gradients, order, [cap], rows, is_asked), rule=rule)
         if self.caps:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
@@ -123,7 +124,7 @@ class Options:
             caps = [TORCH_FIRST_CAP_BYTES, min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)]
         else:
             caps = [TORCH_CAP_BYTES]
-        return lambda order, rows: plan_like_torch(gradients, order, caps, rows)
+        return lambda order, rows: plan_like_torch(gradients, order, caps, rows, is_asked)
 
 
 def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> Plan:

@@ -33,6 +33,7 @@ _PATIENCE = 3
 # Instead of a number of rows: this rank has a gradient that is not known as rows.
 DENSE = 2**32 - 1
 _ALIGN_BYTES = 16
+_LATE = "the bucket of its other part is complete last, too; smaller buckets send that part early"
 
 
 class Table:
@@ -42,6 +43,7 @@ class Table:
         self.index, self.param, self.is_sparse = index, param, is_sparse
         self.modules: list[nn.Module] = []
         self.is_on, self.is_plain = True, True  # its lookups are seen, and its layers do no more than look up
+        self.has_other = False  # other uses of the weight add to its gradient
         self.why = ""  # it is sent dense
         self.sent: Rows | None = None  # as in the plan
         self.pending: list[torch.Tensor] = []  # sparse gradients of this backward
@@ -292,13 +294,18 @@ class RowParts(Lookups):
         """Whether rows are sent."""
         return any(table.sent is not None for table in self.tables)
 
-    def use(self, rows: Sequence[Rows], is_final: bool) -> None:
-        """Send these parts of the plan as rows. Without a final plan the lookups of all tables are counted."""
-        sent = {part.gradient: part for part in rows}
+    def use(self, plan: Plan, is_final: bool) -> None:
+        """Send what the plan has as rows. Without a final plan the lookups of all tables are counted."""
+        sent = {part.gradient: part for part in plan.rows}
         for table in self.tables:
             table.sent = sent.get(table.index)
             table.is_on = table.is_plain and (table.sent is not None or not is_final)
             table.release()
+            if is_final and table.sent is None and not table.why:
+                family = plan.gradients[table.index].family
+                alike = [held for held in plan.partition if plan.gradients[held[0]].family == family]
+                is_late = table.has_other and table.index in alike[-1]
+                table.why = _LATE if is_late else "the given plan has none of its rows"
 
     @torch.no_grad()
     def collect(self, factor: float, take_part: bool) -> None:
@@ -359,7 +366,7 @@ class RowParts(Lookups):
         for number, table in enumerate(self.tables):
             most, is_all = max(one[number] for one in self._seen), table.index not in dense
             share = self._compare(table, most)
-            table.why = table.why if not table.is_plain else ""
+            table.why, table.has_other = table.why if not table.is_plain else "", not is_all
             if table.is_sparse and is_all and table.is_plain:
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:
@@ -369,9 +376,21 @@ class RowParts(Lookups):
                 table.why = f"up to {most} rows of {len(table.param)} on each rank"
             else:
                 found.append(Rows(table.index, most, is_all))
-        if len([part for part in found if part.is_all]) == num_params:  # the control words travel in a bucket
-            found = [part for part in found if part.gradient != found[-1].gradient]
+        if len([part for part in found if part.is_all]) == num_params:
+            last = found.pop().gradient
+            next(table for table in self.tables if table.index == last).why = "the control words travel in a bucket"
         return found
+
+    def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:
+        """The ready order, if these are the parts that are sent as rows: the other tables are ready with their lookups,
+        which were not recorded, and so last."""
+        kept = {part.gradient for part in rows}
+        late = {
+            table.index
+            for number, table in enumerate(self.tables)
+            if table.index not in kept and (not table.is_plain or any(one[number] for one in self._seen))
+        }
+        return sorted(ready_order, key=late.__contains__)
 
     def limit(self, plan: Plan) -> Plan:
         """The plan, with what cannot be sent as rows in its buckets."""

@@ -72,6 +72,12 @@ class Job:
         """When gradient k and all before it are ready."""
         return tuple(itertools.accumulate(self.ready_s, max))
 
+    @cached_property
+    def tied(self) -> tuple[int, ...]:
+        """The places of the gradients that have a part in the tail, and another one in a bucket."""
+        names = {one.name for one, _ in self.tail if one.rest_s is not None}
+        return tuple(place for place, gradient in enumerate(self.gradients) if gradient.name in names)
+
     @property
     def num_bytes(self) -> int:
         return self.totals[-1]

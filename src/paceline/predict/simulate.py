@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.plan import Gradient, Plan
+from paceline.plan import Gradient, Plan, find_late
 from paceline.predict.curves import CostCurve
 from paceline.predict.job import Job
 from paceline.strategy import Strategy
@@ -220,11 +220,13 @@ class MachineCosts:
 
 class Layout(NamedTuple):
     """Buckets in the order of their launch: their bytes, when each is complete in the undisturbed backward, and their
-    messages, where a bucket is not one all-reduce."""
+    messages, where a bucket is not one all-reduce. `late` are the gradients of the job that are whole although it is
+    split, as in a plan (`drop_late_rows`)."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
     messages: tuple[tuple[Load, ...], ...] = ()
+    late: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -288,7 +290,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     # Only messages are left.
     run.drain()
     # Rows of embeddings follow when the control words have arrived, which say how many there are.
-    tail = [BucketSpan(num_bytes, backward_s) for _, num_bytes in job.tail]
+    tail = [BucketSpan(num_bytes, backward_s) for one, num_bytes in job.tail if one.name not in layout.late]
     for rows in tail:
         run.hand_over(rows, (Load(rows.num_bytes),), 0.0)
     run.drain()
@@ -335,15 +337,22 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -
         names = [gradient.name for gradient in buckets.gradients]
         if missing := [name for name in names if name not in place_of]:
             raise ConfigError(f"the plan has {len(missing)} gradients that the job lacks, such as {missing[0]!r}")
-        places = [[place_of[names[piece.gradient]] for piece in bucket.pieces] for bucket in buckets.buckets]
+        places: Sequence[Sequence[int]] = [
+            [place_of[names[piece.gradient]] for piece in bucket.pieces] for bucket in buckets.buckets
+        ]
         sizes, ready = buckets.bucket_bytes, tuple(max(job.ready_s[place] for place in one) for one in places)
-        groups: Sequence[Sequence[Gradient]] = [[job.gradients[place] for place in one] for one in places]
     else:
         spans = list(itertools.pairwise([0, *buckets]))
+        places = [range(*span) for span in spans]
         sizes = tuple(job.totals[end] - job.totals[start] for start, end in spans)
         ready = tuple(job.latest_s[end - 1] for end in buckets)
-        groups = [job.gradients[start:end] for start, end in spans] if sending is not None else ()
-    return Layout(sizes, ready, () if sending is None else tuple(map(sending.list_messages, groups)))
+    messages: tuple[tuple[Load, ...], ...] = ()
+    if sending is not None:
+        messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
+    late = find_late(places, len(job.gradients) - 1, job.tied) if job.tied else set()
+    if late:  # as one tensor, which is ready with its lookups
+        ready = tuple(r if late.isdisjoint(one) else job.backward_s for r, one in zip(ready, places, strict=True))
+    return Layout(sizes, ready, messages, frozenset(job.gradients[place].name for place in late))
 
 
 @dataclass(eq=False, slots=True)

@@ -330,9 +330,11 @@ class CapsResult(Result):
         for num_rows in _ROWS if self.job.lookups else ():
             lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
             job = replace(self.job, lookups=lookups).split(world_size)
-            if job.tail:
-                caps = estimate_caps(job, costs)
-                (cuts, free), (_, other) = (find_best_cuts(job, c, [caps.best.cuts]) for c in (costs, quick))
+            if not job.tail:
+                continue
+            caps = estimate_caps(job, costs)
+            (cuts, free), (_, other) = (find_best_cuts(job, c, [caps.best.cuts]) for c in (costs, quick))
+            if free.tail:  # the best plan sends the head's part early
                 found.append(Split(job, caps, cuts, free, other))
         return found
 
