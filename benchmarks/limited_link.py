@@ -10,59 +10,29 @@ and other interfaces are not touched.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.measure.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts, why_not
+
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
 SECRET = secrets.token_hex(16)  # they share cores and no socket: so they meet as hosts do
-PORT = 29400  # inside the namespaces, where nobody else is
 TIMEOUT_S = 900
 
 
-def call(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-
-
-@contextlib.contextmanager
-def linked_hosts(rate: str) -> Iterator[tuple[str, str]]:
-    """Two namespaces that see each other, at 10.213.7.1 and .2, and nothing else."""
-    mark = secrets.token_hex(3)
-    names = f"paceline-{mark}-a", f"paceline-{mark}-b"
-    ends = f"pl{mark}a", f"pl{mark}b"
-    try:
-        for name in names:
-            call("ip", "netns", "add", name)
-        call("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
-            inside = ("ip", "netns", "exec", name)
-            call("ip", "link", "set", end, "netns", name)
-            call(*inside, "ip", "link", "set", end, "name", "eth0")
-            call(*inside, "ip", "address", "add", f"10.213.7.{number}/24", "dev", "eth0")
-            call(*inside, "ip", "link", "set", "lo", "up")
-            call(*inside, "ip", "link", "set", "eth0", "up")
-            limit = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-            call(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(("ip", "netns", "delete", name), capture_output=True, timeout=30)
-
-
-def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: str = "10.213.7.1") -> int:
+def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: str = f"{HOST_ADDRESS}.1") -> int:
     """One rank in each namespace (without a name: here). Rank 0 prints, and both end when one fails."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
-            "MASTER_ADDR": address, "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
+            "MASTER_ADDR": address, "MASTER_PORT": str(HOST_PORT), "RANK": str(rank), "WORLD_SIZE": "2",
             "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PACELINE_SECRET": SECRET,
         }  # fmt: skip
         place |= {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
@@ -91,13 +61,13 @@ def run_again(rate: str) -> NoReturn:
     if rate == "none":
         sys.exit(run_ranks(command, address="127.0.0.1"))
     check_rights()
-    with linked_hosts(rate) as names:
+    with link_hosts(rate) as names:
         sys.exit(run_ranks(command, names))
 
 
 def check_rights() -> None:
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        raise SystemExit("root, `ip` and `tc` are needed: network namespaces are made here")
+    if why := why_not("hosts"):
+        raise SystemExit(why)
 
 
 def main() -> None:
@@ -107,7 +77,7 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*")
     asked = parser.parse_args()
     check_rights()
-    with linked_hosts(asked.rate) as names:
+    with link_hosts(asked.rate) as names:
         arguments = asked.arguments or DEFAULT.split()
         sys.exit(run_ranks(["-m", "paceline", *arguments, "--out", str(asked.out)], names))
 

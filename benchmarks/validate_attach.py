@@ -24,7 +24,6 @@ import json
 import os
 import random
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,13 +35,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from limited_link import PORT, linked_hosts
+from limited_link import check_rights
 from torch.optim import optimizer as hooked
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import paceline
 from paceline.measure.attach import Observer, Settings
+from paceline.measure.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts
 from paceline.predict.race import estimate_ratio
 from paceline.report.attached import AttachedResult
 from paceline.units import MIB, format_bytes, format_ms, parse_sizes
@@ -197,8 +197,8 @@ def run_on_hosts(names: list[str], arguments: list[str]) -> int:
     ranks = []
     for rank, name in enumerate(names):
         place = {
-            "MASTER_ADDR": "10.213.7.1", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(len(names)),
-            "GLOO_SOCKET_IFNAME": "eth0",
+            "MASTER_ADDR": f"{HOST_ADDRESS}.1", "MASTER_PORT": str(HOST_PORT), "RANK": str(rank),
+            "WORLD_SIZE": str(len(names)), "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
         command = ["ip", "netns", "exec", name, sys.executable, str(SCRIPT), *arguments]
         ranks.append(subprocess.Popen(command, env=os.environ | place))
@@ -206,15 +206,14 @@ def run_on_hosts(names: list[str], arguments: list[str]) -> int:
 
 
 def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str]) -> None:
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        raise SystemExit("validate_attach: root, `ip` and `tc` are needed: network namespaces are made here")
+    check_rights()
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
     chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # their buckets
     # By buckets: their turns, and those of its own buckets in the same rounds.
     turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
     late: dict[str, list[float]] = {name: [] for name in only}  # from the step of the first run
-    with linked_hosts(rate) as names:
+    with link_hosts(rate) as names:
         for number, name in itertools.product(range(rounds), only):
             command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *CASES[name].split()]
             found = paceline.attach(command, race=True, steps=steps, progress=False)

@@ -46,7 +46,7 @@ class MadeHosts:
     services: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def space(self, name: str) -> str:
-        return f"paceline-{self.mark}-{name}"
+        return f"paceline-tests-{self.mark}-{name}"
 
     def wrap(self, name: str, command: Sequence[str], setup: str = "") -> list[str]:
         """The command on this host; `setup` are shell commands before it, for mounts that only it sees."""
@@ -151,8 +151,8 @@ def remove_space(space: str) -> None:
 
 def remove_abandoned() -> None:
     """Remove the hosts of test runs that were killed, and could not do it themselves."""
-    for space in re.findall(r"^paceline-\d+-\S+", run_ip("netns", "list"), re.MULTILINE):
-        if not Path(f"/proc/{space.split('-')[1]}").exists():
+    for space, pid in re.findall(r"^(paceline-tests-(\d+)-\S+)", run_ip("netns", "list"), re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
             remove_space(space)
 
 

@@ -15,9 +15,20 @@ from pathlib import Path
 
 import pytest
 
+from paceline.measure.fault_places import link_hosts, why_not
 from paceline.records.training import load_metrics
 from tests.conftest import wait_until
-from tests.dist.made_hosts import ROOT, VERBS, MadeHosts, find_commands, make_hosts, paths, run_ip, write_tools
+from tests.dist.made_hosts import (
+    ROOT,
+    VERBS,
+    MadeHosts,
+    find_commands,
+    make_hosts,
+    paths,
+    remove_abandoned,
+    run_ip,
+    write_tools,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -373,3 +384,17 @@ def test_every_command_over_ssh_in_the_document_runs(hosts, line):
     out, _ = finish(launch(hosts, *shlex.split(line)[1:]), timeout_s=200)
     assert "profile" not in line or "on 2 ranks" in out
     hosts.expect_nothing_left()
+
+
+def test_only_abandoned_hosts_of_tests_are_removed():
+    if why := why_not("hosts"):
+        pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: {why}")
+    abandoned = f"paceline-tests-{2**22 + 1}-0000-a"  # no process has such a number
+    run_ip("netns", "add", abandoned)
+    with link_hosts("1mbit") as spaces:
+        remove_abandoned()
+        listed = run_ip("netns", "list").split()
+        assert abandoned not in listed and set(spaces) <= set(listed)
+        limits = [subprocess.check_output(["tc", "-n", s, "qdisc", "show", "dev", "eth0"], text=True) for s in spaces]
+        assert all("tbf" in text and "rate 1Mbit" in text for text in limits)
+    assert not set(spaces) & set(run_ip("netns", "list").split())

@@ -33,7 +33,7 @@ def hosts() -> Iterator[list[str]]:
         pytest.skip(f"no shared memory between ranks: {why_not()}")
     if shutil.which("ip") is None:
         pytest.skip("TWO HOSTS ARE NOT TESTED: there is no `ip` here to make network namespaces with")
-    names = [f"paceline-{os.getpid()}-{side}" for side in ("a", "b")]
+    names = [f"paceline-tests-{os.getpid()}-{side}" for side in ("a", "b")]
     try:
         try:
             for name in names:

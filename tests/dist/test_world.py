@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline import ConfigError, LaunchError, machine
+from paceline.parallel.channel import Channel, open_group
 from paceline.runtime import rendezvous
 from paceline.runtime.world import current_world
 from tests.conftest import BACKEND
@@ -438,10 +439,17 @@ def test_a_callback_that_outlives_its_world_does_not_abort_the_rank(on_ranks):
     assert on_ranks(2, close_under_a_callback) == [True, True]
 
 
+class Owner:
+    """Of a group that outlives its world."""
+
+
 def open_and_close() -> list[str]:
     for _ in range(3):
-        with paceline.init("gloo", "cpu", announce=None):
+        owner = Owner()
+        with paceline.init("gloo", "cpu", announce=None) as world:
             dist.all_reduce(torch.ones(1))
+            open_group(Channel(dist.group.WORLD, world.device), owner)
+        del owner
     deadline = time.monotonic() + 10
     while (names := [one.name for one in threading.enumerate()]) != ["MainThread"] and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -22,7 +22,9 @@ from paceline.errors import MeasurementError
 
 OUT = "out"  # where a job saves, in its folder
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
-_NAMES, _ADDRESS, _PORT = ("a", "b"), "10.213.9", 29400
+# Of two hosts, which nobody else sees.
+HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
+_NAMES = ("a", "b")
 _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
@@ -67,7 +69,7 @@ class _Hosts(Place):
 
     def __init__(self, spaces: tuple[str, ...]) -> None:
         self._spaces = spaces
-        self.torchrun = ("--nnodes", "2", "--master-addr", f"{_ADDRESS}.1", "--master-port", str(_PORT))
+        self.torchrun = ("--nnodes", "2", "--master-addr", f"{HOST_ADDRESS}.1", "--master-port", str(HOST_PORT))
 
     def wrap(self, command: list[str]) -> list[str]:
         variables = [f"PACELINE_SECRET={secrets.token_hex(16)}", "GLOO_SOCKET_IFNAME=eth0"]
@@ -156,7 +158,7 @@ def open_place(needs: str, folder: Path) -> Iterator[Place]:
         elif needs == "memory":
             yield _LittleMemory(_make_group(undo))
         elif needs == "hosts":
-            yield _make_hosts(undo)
+            yield _Hosts(undo.enter_context(link_hosts()))
         else:
             yield Place()
 
@@ -182,21 +184,28 @@ def _remove_group(group: Path) -> None:
         time.sleep(0.05)
 
 
-def _make_hosts(undo: contextlib.ExitStack) -> Place:
-    for space, pid in re.findall(r"^(paceline-faults-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
+@contextlib.contextmanager
+def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
+    """Two namespaces that see each other, at `HOST_ADDRESS`.1 and .2, and nothing else; their link has this rate, or as
+    much as the cores can move. They are removed with all that runs in them."""
+    for space, pid in re.findall(r"^(paceline-hosts-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():  # who made it was killed
             _remove_space(space)
     mark = secrets.token_hex(3)
-    spaces = tuple(f"paceline-faults-{os.getpid()}-{mark}-{name}" for name in _NAMES)
-    for space in spaces:
-        _call("ip", "netns", "add", space)
-        undo.callback(_remove_space, space)
-    _call("ip", "link", "add", "eth0", "netns", spaces[0], "type", "veth", "peer", "eth0", "netns", spaces[1])
-    for number, space in enumerate(spaces, 1):
-        _call("ip", "-n", space, "address", "add", f"{_ADDRESS}.{number}/24", "dev", "eth0")
-        for interface in ("lo", "eth0"):
-            _call("ip", "-n", space, "link", "set", interface, "up")
-    return _Hosts(spaces)
+    spaces = tuple(f"paceline-hosts-{os.getpid()}-{mark}-{name}" for name in _NAMES)
+    with contextlib.ExitStack() as undo:
+        for space in spaces:
+            _call("ip", "netns", "add", space)
+            undo.callback(_remove_space, space)
+        _call("ip", "link", "add", "eth0", "netns", spaces[0], "type", "veth", "peer", "eth0", "netns", spaces[1])
+        for number, space in enumerate(spaces, 1):
+            _call("ip", "-n", space, "address", "add", f"{HOST_ADDRESS}.{number}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                _call("ip", "-n", space, "link", "set", interface, "up")
+            if rate:
+                limit = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+                _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *limit)
+        yield spaces
 
 
 def _remove_space(space: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
+import queue
 import random
 import sys
 import threading
@@ -263,12 +263,10 @@ def _destroy_groups(failed: bool) -> None:
 def keep_groups(groups: Iterable[Any]) -> None:
     """Hold these groups, which are about to be destroyed, until nobody else does. A callback that still runs on a
     thread of gloo may hold its group; were it the last to do so, the thread would wait for itself, and the process
-    abort."""
-    held = _list_parts(groups)
-    keeper = threading.Thread(target=_let_go, args=(held,), daemon=True, name="paceline-groups")
-    _kept[keeper] = held
-    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at the exit of a process
-        keeper.start()
+    abort. This may be called anywhere, also where objects are collected, and waits for no lock."""
+    for part in _list_parts(groups):
+        _arriving.put(part)
+    _start_keeper()
 
 
 def _list_parts(groups: Iterable[Any]) -> list[Any]:
@@ -282,20 +280,41 @@ def _list_parts(groups: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _let_go(groups: list[Any]) -> None:
-    for number in itertools.count():
-        if _is_leaving.wait(_LOOK_S[number > 100]):
-            return
-        _drop_alone(groups)
-        if not groups:
-            del _kept[threading.current_thread()]
-            return
+def _start_keeper() -> None:
+    """One thread at a time, which has `_keeping` while it runs."""
+    if _keeping.acquire(blocking=False):
+        try:
+            threading.Thread(target=_let_go, daemon=True, name="paceline-groups").start()
+        except RuntimeError:  # Python 3.12 starts no thread at the exit of a process
+            _keeping.release()
 
 
-def _drop_alone(groups: list[Any]) -> None:
-    """Take those from the list that nobody else holds."""
+def _let_go() -> None:
+    looks = 0
+    while not _is_leaving.wait(_LOOK_S[looks > 100]):
+        looks = 0 if _take_arrived() else looks + 1
+        _drop_alone()
+        if not _kept:
+            break
+    _keeping.release()
+    if not _arriving.empty() and not _is_leaving.is_set():  # since the last look
+        _start_keeper()
+
+
+def _take_arrived() -> bool:
+    """Whether there were any. Each group is held once, or it would never be alone."""
+    is_any = False
+    while not _arriving.empty():
+        group, is_any = _arriving.get(), True
+        if all(group is not other for other in _kept):
+            _kept.append(group)
+    return is_any
+
+
+def _drop_alone() -> None:
+    """Let go the groups that nobody else holds."""
     (alone,) = _count_holders([object()])
-    groups[:] = [group for group, held in zip(groups, _count_holders(groups), strict=True) if held > alone]
+    _kept[:] = [group for group, held in zip(_kept, _count_holders(_kept), strict=True) if held > alone]
 
 
 def _count_holders(items: list[Any]) -> list[int]:
@@ -305,14 +324,13 @@ def _count_holders(items: list[Any]) -> list[int]:
 def _leave() -> None:
     """At the exit of the process: it must not end a thread in the middle of a group's end."""
     _is_leaving.set()
-    for keeper, groups in list(_kept.items()):
-        if keeper.is_alive():
-            keeper.join(_DESTROY_S)
-        if not keeper.is_alive():
-            _drop_alone(groups)
+    if _keeping.acquire(timeout=_DESTROY_S):  # for good: no keeper starts any more
+        _take_arrived()
+        _drop_alone()
 
 
-_kept, _is_leaving = dict[threading.Thread, list[Any]](), threading.Event()
+_arriving, _kept = queue.SimpleQueue[Any](), list[Any]()  # the second is the keeper's
+_keeping, _is_leaving = threading.Lock(), threading.Event()
 atexit.register(_leave)  # the worlds that are open are closed before: `init` registers that later
 
 

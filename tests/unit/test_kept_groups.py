@@ -1,0 +1,52 @@
+"""Groups that are held until nobody else does, by one thread for all of them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+from paceline.runtime.world import keep_groups
+
+
+class Group:
+    _device_types = ()
+
+
+class Cycle:
+    """Keeps a group when it is collected."""
+
+    def __init__(self, group: Group) -> None:
+        self.itself = self
+        weakref.finalize(self, keep_groups, [group])
+
+
+def count_keepers() -> int:
+    return [thread.name for thread in threading.enumerate()].count("paceline-groups")
+
+
+def await_keepers(count: int) -> None:
+    until_s = time.monotonic() + 10
+    while count_keepers() != count and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert count_keepers() == count
+
+
+def test_one_thread_holds_all_groups_until_nobody_else_does():
+    await_keepers(0)
+    groups = [Group() for _ in range(3)]
+    seen = [weakref.ref(group) for group in groups]
+    for group in (*groups, *groups):  # the second time, as where the world is closed before the wrapper goes
+        keep_groups([group])
+    del group
+    Cycle(groups[0])
+    gc.collect()
+    assert count_keepers() == 1
+    time.sleep(0.1)  # several looks
+    assert count_keepers() == 1 and all(one() is not None for one in seen)
+    groups.clear()
+    await_keepers(0)
+    assert not any(one() for one in seen)
+    keep_groups([Group()])  # it starts again
+    await_keepers(0)
