@@ -87,6 +87,11 @@ def test_a_tied_tensor_in_two_parts(tables):
     assert first.free.exposed_s == pytest.approx(left_s, rel=0.01) and 0 < first.quick.exposed_s < left_s
     drawn = result.figure("split").axes[0]
     assert {"rows of the lookups", "bucket with the tied tensor"} <= set(drawn.get_legend_handles_labels()[1])
+    # A backward so short that one bucket is best: the tensor is sent whole there, and nothing is gained.
+    rows = "".join(f"{name} grad,{s},{s},{s},0,{s}\n" for name, s in ((name, s / 1000) for name, s in times.items()))
+    (tables / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)
+    short = predict_csv(tables)
+    assert short.job.lookups and not short.splits and not any("paceline.DDP" in line for line in short.findings)
 
 
 @pytest.mark.parametrize(("row_s", "expected_s"), [(0.01, 0.06), (1.6e-6, 0.05)])

@@ -331,6 +331,7 @@ def _leave() -> None:
 
 _arriving, _kept = queue.SimpleQueue[Any](), list[Any]()  # the second is the keeper's
 _keeping, _is_leaving = threading.Lock(), threading.Event()
+os.register_at_fork(after_in_child=_keeping._at_fork_reinit)  # type: ignore[attr-defined]  # it has no keeper
 atexit.register(_leave)  # the worlds that are open are closed before: `init` registers that later
 
 
