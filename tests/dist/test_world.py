@@ -449,7 +449,7 @@ def open_and_close() -> list[str]:
         with paceline.init("gloo", "cpu", announce=None) as world:
             dist.all_reduce(torch.ones(1))
             open_group(Channel(dist.group.WORLD, world.device), owner)
-        del owner
+        del owner, world  # which hold groups
     deadline = time.monotonic() + 10
     while (names := [one.name for one in threading.enumerate()]) != ["MainThread"] and time.monotonic() < deadline:
         time.sleep(0.05)
