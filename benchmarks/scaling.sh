@@ -9,21 +9,7 @@ cifar=${2:-}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 
-scale() { # NAME VERB ARGUMENTS...: one study in the folder NAME
-  local name=$1 verb=$2
-  shift 2
-  if [ -e "$out/$name/run.json" ]; then
-    echo "$out/$name is there already: not measured again"
-  elif [ -e "$out/$name" ]; then
-    "$python" -m paceline scale "$verb" --resume "$out/$name"
-  else
-    status=0
-    "$python" -m paceline scale "$verb" "$@" --out "$out/new" || status=$?
-    mv "$out"/new/* "$out/$name"
-    rmdir "$out/new"
-    return "$status"
-  fi
-}
+. "$(dirname "$0")/study.sh"
 
 # A CNN of 4.7 M parameters on as many cores as there are, up to 8, one thread each.
 cnn=(--device cpu --threads 1 --channels 16,32 --hidden 1024)

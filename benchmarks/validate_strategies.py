@@ -6,8 +6,9 @@
 Each cell is a `paceline tune --strategy ...` in a process of its own: two ranks that share memory, or one rank in each
 of two network namespaces that a link of 100 Mb/s, 1 or 10 Gb/s joins (root, `ip` and `tc`). Every strategy that sends
 in each step races, in turns with the others; what is predicted for it is written before. Strategies with a period, and
-sharded ones, are trained in the same place, as is the dense one: compared are their mean steps over it. `--keep`
-measures only what is missing in OUT. About two minutes for each cell, four with the trained ones.
+sharded ones, are trained in the same place, with the buckets that are predicted best for them, as is the dense one:
+compared are their mean steps over it. `--keep` measures only what is missing in OUT. Three to fifteen minutes for each
+cell, the slower its link.
 """
 
 from __future__ import annotations
@@ -102,7 +103,19 @@ def measure(case: Case, out: Path, keep: bool, quick: bool) -> None:
         if not (keep and (out / case.name / name).exists()):
             train = ["train", *job, "--strategy", name, "--steps", str(steps + 10), "--save-every", "1000steps"]
             train += ["--lr", "0.0001"]  # steps are timed, and a wide mlp diverges with the default
+            if name == "zero1":  # with the buckets for which it is predicted
+                tuning = load_tuned(out / case.name / "tune").tuning
+                gradients, cuts = tuning.answer.plan.gradients, tuning.predicted[name].cuts
+                file = out / case.name / "zero1-plan.json"
+                file.write_text(tuning.model.build_plan(gradients, cuts, "predicted").to_json())
+                train += ["--plan", str(file.resolve())]
             run(case, train, out / case.name / name)
+
+
+def load_tuned(folder: Path) -> TuneResult:
+    result = load_result(folder)
+    assert isinstance(result, TuneResult)
+    return result
 
 
 def find_step_s(folder: Path, strategy: str) -> float | None:
@@ -133,8 +146,7 @@ def judge(case: Case, out: Path) -> list[Row]:
     folder = out / case.name / "tune"
     if not folder.exists():
         return []
-    result = load_result(folder)
-    assert isinstance(result, TuneResult)
+    result = load_tuned(folder)
     sent = {row["strategy"]: row["sent_bytes"] for row in result.to_json()["strategies"]}
     rows = []
     for raced in result.rows:

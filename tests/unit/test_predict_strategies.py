@@ -254,6 +254,26 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
     assert drawn == found
 
 
+def test_a_round_costs_what_its_schedule_computes_besides_the_codec():
+    known = [*CODECS, codec("dense", 2, 1, 0.001, 0.002), codec("dense", 2, 5, 0.001, 0.003)]
+    known += [codec("localsgd:1", 2, 1, 0.004, 0.003), codec("diloco:1", 2, 1, 0.004, 0.009)]
+    job = make_job([1000, 3000], [0.0, 0.0], 0.0)
+    for text, round_s in {"localsgd:8": 0.004, "diloco:8": 0.010, "slowmo:8": 0.010, "diloco:8+bf16": 0.010}.items():
+        strategy = parse(text)
+        found, free = (fit_sending(strategy, 2, records) for records in (known, known[:-2]))
+        assert found is not None and free is not None and found.parts == free.parts
+        assert found.round_s_per_byte == pytest.approx(round_s / 1000) and free.round_s_per_byte == 0
+        costs = MachineCosts(line(0.010, 1e12), sending=found)
+        longer_s = simulate(job, [2], costs).step_s - simulate(job, [2], replace(costs, sending=free)).step_s
+        assert longer_s == pytest.approx(4 * round_s / 8)  # of four times the bytes, once in eight steps
+    assert fit_sending(DENSE, 2, known) is None and find_codec(known, parse("localsgd:4")) == "dense"
+    (said,) = describe_strategies(job, [parse("localsgd:8")], known)
+    assert (
+        "as long as it did alone" in said
+        and "is free" in describe_strategies(job, [parse("localsgd:8")], known[:-2])[0]
+    )
+
+
 def test_two_levels_have_the_codec_of_as_many_ranks_as_there_are_hosts():
     found, flat = (fit_sending(parse(f"topk:0.01{more}"), 8, CODECS, ranks_per_host=4) for more in ("+hosts", ""))
     assert found is not None and flat is not None and found.has_levels and not flat.has_levels
@@ -312,13 +332,14 @@ def test_codecs_are_timed_between_their_messages(monkeypatch):
     grads = [(str(number), torch.randn(shape)) for number, shape in enumerate(SHAPES)]
     records = measure_codecs(grads, torch.device("cpu"))
     gradients = [Gradient(name, grad.nbytes, shape=tuple(grad.shape)) for name, grad in grads]
-    assert [record.strategy for record in records] == [text for text in MEASURED for _ in range(3)]
+    codecs, rounds = ([text for text in MEASURED if bool(parse(text).outer) == which] for which in (False, True))
+    assert [record.strategy for record in records] == [*(text for text in codecs for _ in range(3)), *rounds]
     for record in records:
         assert record.num_bytes == sum(grad.nbytes for _, grad in grads) and record.device == "cpu"
         assert len(record.parts) == len(parse(record.strategy).traffic(gradients, record.world_size)) + 1
         assert record_from_json(json.loads(json.dumps(record_to_json(record)))) == record
     assert [(r.world_size, r.num_buckets) for r in records[:3]] == [(2, 1), (2, len(grads)), (8, 1)]
-    assert len(measure_codecs(grads[:1], torch.device("cpu"))) == 2 * len(MEASURED)
+    assert len(measure_codecs(grads[:1], torch.device("cpu"))) == 2 * len(codecs) + len(rounds)
     assert measure_codecs([], torch.device("cpu")) == []
     monkeypatch.setattr("paceline.measure.codecs.LARGE_BYTES", 60_000)  # below that of all, and of the largest alone
     several = measure_codecs(grads, torch.device("cpu"), ["bf16"])

@@ -12,7 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.engine import agree_on_max, synchronize
 from paceline.measure.steps import Replica, StepBench
-from paceline.parallel.codecs import GATHER, Codec, build_codec
+from paceline.parallel.codecs import GATHER, Exchange, build_codec
+from paceline.parallel.outer import Outer
 from paceline.predict.simulate import LARGE_BYTES
 from paceline.predict.strategies import MEASURED
 from paceline.records import CodecRecord, Samples
@@ -57,8 +58,8 @@ def measure_codecs(
     bench: StepBench | None = None,
 ) -> list[CodecRecord]:  # fmt: skip
     """Each codec for all gradients in one bucket and in a bucket each; and in one on more ranks. Where one bucket is
-    large, also in several that are not. All take turns. With the bench of a job, on all its ranks at the same time:
-    every rank must call this."""
+    large, also in several that are not. Of a schedule, a round of parameters as large as the gradients. All take turns.
+    With the bench of a job, on all its ranks at the same time: every rank must call this."""
     grads = grads if bench is None else _choose_common(grads, bench)
     if not grads:
         return []
@@ -73,7 +74,9 @@ def measure_codecs(
     first, *more = sorted(set(ranks))
     settings = [(first, few), *([(first, each)] if len(grads) > 1 else []), *((count, few) for count in more)]
     settings += [(first, [grads])] if len(few) > 1 else []
-    runs = [(Strategy.parse(text), *setting) for text in strategies for setting in settings]
+    parsed = [Strategy.parse(text) for text in strategies]
+    runs = [(one, *setting) for one in parsed if not one.outer for setting in settings]
+    runs += [(one, first, [grads]) for one in parsed if one.outer]
     # What a step touches besides: parameters, gradients, and the state of an optimizer.
     others = torch.zeros(min(_STEP_TOUCHES * num_bytes, _MOST_BYTES[device.type]) // 4, device=device)
     rows: list[list[list[float]]] = [[] for _ in runs]
@@ -81,7 +84,7 @@ def measure_codecs(
     while len(rows[-1]) < count:
         begin_s = time.perf_counter()
         for (strategy, world_size, buckets), row in zip(runs, rows, strict=True):
-            row.append(_time(build_codec(strategy, 0, world_size), buckets, others, bench))
+            row.append(_time(strategy, world_size, buckets, others, bench))
         if count == 1:
             spent_s = time.perf_counter() - begin_s
             spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.meeting)
@@ -111,10 +114,17 @@ def _build_parts(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[Samples,
     )
 
 
-def _time(codec: Codec, buckets: Sequence[Named], others: torch.Tensor, bench: StepBench | None) -> list[float]:
+def _time(
+    strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, bench: StepBench | None
+) -> list[float]:
     """The seconds of each part, for all buckets, in a step after the first: memory is there, and the caches are full of
     other data."""
-    parts: list[float] = []
+    codec, parts = build_codec(strategy, 0, world_size), list[float]()
+    outers = [
+        Outer(strategy, [name for name, _ in bucket], [grad.clone() for _, grad in bucket], codec)
+        for bucket in buckets
+        if strategy.outer
+    ]
     for step in range(2):
         parts.clear()
         others.fill_(step)
@@ -122,18 +132,25 @@ def _time(codec: Codec, buckets: Sequence[Named], others: torch.Tensor, bench: S
         wait()
         if bench is not None:
             dist.barrier(group=bench.meeting)
-        for bucket in buckets:
-            for number, part_s in enumerate(_run(codec, bucket, step, wait)):
-                parts += [0.0] * (number == len(parts))
-                parts[number] += part_s
+        for number, bucket in enumerate(buckets):
+            names, grads = [name for name, _ in bucket], [grad.clone() for _, grad in bucket]
+            exchange = _end_round(outers[number]) if outers else codec.average(names, grads, step)
+            for place, part_s in enumerate(_run(exchange, world_size, wait)):
+                parts += [0.0] * (place == len(parts))
+                parts[place] += part_s
     return parts
 
 
+def _end_round(outer: Outer) -> Exchange:
+    outer.begin_round()
+    outer.count()
+    yield from outer.advance([1.0] * len(outer.names))
+
+
 @torch.no_grad()
-def _run(codec: Codec, bucket: Named, step: int, wait: Callable[[], None]) -> list[float]:
-    """The seconds of each part, for one bucket. The other ranks send what this one does."""
-    names, grads = [name for name, _ in bucket], [grad.clone() for _, grad in bucket]
-    exchange, value, parts = codec.average(names, grads, step), None, list[float]()
+def _run(exchange: Exchange, world_size: int, wait: Callable[[], None]) -> list[float]:
+    """The seconds of each part of an exchange. The other ranks send what this one does."""
+    value, parts = None, list[float]()
     while True:
         wait()
         begin_s, message = time.perf_counter(), None
@@ -146,4 +163,4 @@ def _run(codec: Codec, bucket: Named, step: int, wait: Callable[[], None]) -> li
         if message is None:
             return parts
         kind, tensor = message
-        value = torch.stack([tensor] * codec.world_size) if kind == GATHER else tensor.clone()
+        value = torch.stack([tensor] * world_size) if kind == GATHER else tensor.clone()

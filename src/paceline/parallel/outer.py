@@ -85,7 +85,10 @@ class Outer:
 
     def read_start(self) -> None:
         for start, value in zip(self.start, self.values, strict=True):
-            start.copy_(torch.where(start.to(value.dtype) == value, start, value.to(start.dtype)))
+            if start.dtype == value.dtype:
+                start.copy_(value)
+            else:  # keep what was lost when it was rounded
+                start.copy_(torch.where(start.to(value.dtype) == value, start, value.to(start.dtype)))
 
     def count(self) -> bool:
         """One step more: whether something is due after its optimizer step."""

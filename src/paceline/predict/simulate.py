@@ -126,7 +126,7 @@ class Sending:
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
     share memory, so that a sharded update needs no gathering. `large_factor`: how many times as much a codec costs for
     a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host` ranks share the link of
-    their host."""
+    their host. `round_s_per_byte`: what a round of a schedule computes besides, for each byte of parameters."""
 
     strategy: Strategy
     world_size: int
@@ -134,6 +134,7 @@ class Sending:
     is_in_place: bool = False
     large_factor: float = 1.0
     ranks_per_host: int = 1
+    round_s_per_byte: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -314,6 +315,7 @@ def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> Simulat
         # Ranks agree by control words before an exchange begins, and before its result is used.
         exposed_s += 2 * costs.curve.estimate_s(_WORDS_BYTES) + span.launch_s
         exposed_s += max(0.0, span.done_s - span.launch_s - strategy.delay * job.local_s)
+        exposed_s += sending.round_s_per_byte * span.num_bytes
     over_s = job.backward_s + exposed_s / strategy.period
     return SimulatedStep(tuple(spans), job.backward_s, over_s, job.before_s, job.after_s, job.backward_s)
 

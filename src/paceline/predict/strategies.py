@@ -23,7 +23,7 @@ ALL = (
 )  # fmt: skip
 EVERY = ("all",)
 # What a profile measures; another amount of a codec is taken to cost as much.
-MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4")
+MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1")
 BF16 = Strategy.parse("bf16")
 # What a codec may take in a step, as a multiple of what it takes alone.
 _FACTORS, _HALVINGS = (0.5, 5.0), 12
@@ -64,7 +64,7 @@ def choose_fastest(steps_s: Mapping[str, float]) -> str:
 def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
     """The measured strategy whose codec stands for this one's: the same, or with the nearest amount; empty for none."""
     parsed = [Strategy.parse(record.strategy) for record in records]
-    alike = [one for one in parsed if one.codec == strategy.codec]
+    alike = [one for one in parsed if one.codec == strategy.codec and not one.outer]
     found = min(alike, key=lambda one: abs(math.log((one.amount or 1) / (strategy.amount or 1))), default=None)
     return "" if found is None or (strategy.codec == "dense" and not strategy.outer) else found.text
 
@@ -120,7 +120,22 @@ def fit_sending(
         here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = tuple(zip(fixed, rates, strict=True))
-    return Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host).scale(factor)
+    round_s = _fit_round(strategy, records, resample)
+    sending = Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host)
+    return replace(sending.scale(factor), round_s_per_byte=round_s)
+
+
+def _fit_round(strategy: Strategy, records: Sequence[CodecRecord], resample: Resample) -> float:
+    """Seconds for each byte of parameters that a round of the schedule computes besides its codec."""
+    if not strategy.outer:
+        return 0.0
+    name = "localsgd:1" if strategy.outer == "localsgd" else "diloco:1"  # without a momentum, and with one
+    rounds = [record for record in records if record.strategy == name]
+    dense = [record for record in records if record.strategy == "dense" and record.num_buckets == 1]
+    totals = [
+        [sum(map(resample.median, record.parts)) / record.num_bytes for record in found] for found in (rounds, dense)
+    ]
+    return max(0.0, totals[0][0] - min(totals[1], default=0.0)) if rounds else 0.0
 
 
 def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float) -> float:
@@ -152,7 +167,9 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
             what = f"the shapes of {len(lacking)} gradients are not known, and PowerSGD is taken to send these whole"
             lines.append(f"{what}: profile the layers again")
     if any(one.outer for one in strategies):
-        lines.append("with a period: the mean step; an exchange blocks, and what the outer optimizer computes is free")
+        is_known = any(Strategy.parse(record.strategy).outer for record in records)
+        costs = "takes as long as it did alone" if is_known else "is free: profile the layers again to measure it"
+        lines.append(f"with a period: the mean step; an exchange blocks, and what a round computes {costs}")
     if any(one.between_hosts for one in strategies):
         lines.append("+hosts: the ranks of a host share its link, and what they copy for their parts is free")
     if any(one.is_sharded for one in strategies):

@@ -1,0 +1,18 @@
+# To be sourced: `scale` runs one study of `paceline scale`, resumes it where it was interrupted, or leaves it as it is.
+# $out is the folder of the results, $python the interpreter.
+
+scale() { # NAME VERB ARGUMENTS...: one study in the folder NAME
+  local name=$1 verb=$2
+  shift 2
+  if [ -e "$out/$name/run.json" ]; then
+    echo "$out/$name is there already: not measured again"
+  elif [ -e "$out/$name" ]; then
+    "$python" -m paceline scale "$verb" --resume "$out/$name"
+  else
+    status=0
+    "$python" -m paceline scale "$verb" "$@" --out "$out/new" || status=$?
+    mv "$out"/new/* "$out/$name"
+    rmdir "$out/new"
+    return "$status"
+  fi
+}
