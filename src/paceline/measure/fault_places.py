@@ -25,6 +25,7 @@ _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
 # Of two hosts, which nobody else sees.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
 _NAMES = ("a", "b")
+_BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
 _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
@@ -203,7 +204,8 @@ def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
             for interface in ("lo", "eth0"):
                 _call("ip", "-n", space, "link", "set", interface, "up")
             if rate:
-                limit = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+                # As little as keeps the rate: what passes at once after a pause is no property of a link.
+                limit = ("tbf", "rate", rate, "burst", _BURSTS.get(rate, "256kb"), "latency", "50ms")
                 _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *limit)
         yield spaces
 
