@@ -126,7 +126,7 @@ class Strategy:
         """Refuse one that was not read from a text, and that no text says."""
         known = all(name in _PARTS for name in (self.codec, self.outer or self.codec))
         if not known or self.parse(self.text) != self:
-            raise ConfigError(f"{self}: this is not defined; use Strategy.parse('...')", code="strategy")
+            raise ConfigError(f"{self!r}: this is not defined; use Strategy.parse('...')", code="strategy")
         return self
 
     def check(self) -> None:

@@ -435,8 +435,10 @@ class StrategyState:
         self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer, grads = bucket.buffer(), bucket.gradients()
-        names = [self._names[id(param)] for param in bucket.parameters()]
+        buffer, grads, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        if any(id(param) not in self._names for param in params):
+            raise ConfigError("comm_hook() was given another model than the one that is wrapped", code="strategy")
+        names = [self._names[id(param)] for param in params]
         if self._is_first:
             self._follow_rates()
             self._follow_scale()

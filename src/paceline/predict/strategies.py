@@ -152,7 +152,7 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
             what = f"the shapes of {len(lacking)} gradients are not known, and PowerSGD is taken to send these whole"
             lines.append(f"{what}: profile the layers again")
     if any(one.outer for one in strategies):
-        lines.append("with a period: the mean step; an exchange blocks, and what the outer optimizer computes is free")
+        lines.append("with a period: the mean step; an exchange without delay blocks, and the outer optimizer is free")
     if any(one.between_hosts for one in strategies):
         lines.append("+hosts: the ranks of a host share its link, and what they copy for their parts is free")
     if any(one.is_sharded for one in strategies):
