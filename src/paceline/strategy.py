@@ -74,13 +74,17 @@ class Strategy:
     @classmethod
     def parse(cls, text: str | Strategy | None) -> Strategy:
         """The strategy that is written as this text; ConfigError says what is wrong with it."""
-        if isinstance(text, Strategy) or text is None:
-            return text or cls()
+        if text is None:
+            return cls()
+        if isinstance(text, Strategy):
+            return text._confirm()
+        if not isinstance(text, str):
+            raise ConfigError(f"strategy {text!r}: give its text, such as 'int8', or a Strategy", code="strategy")
         found: dict[str, Any] = {}
         seen: dict[str, str] = {}
         for part in text.replace(" ", "").split("+"):
             head, *options = part.split(",")
-            name, _, number = head.partition(":")
+            name, colon, number = head.partition(":")
             if name not in _PARTS:
                 known = ", ".join(_PARTS)
                 raise ConfigError(f"strategy {text!r}: {name!r} is not known; known are {known}", code="strategy")
@@ -89,7 +93,7 @@ class Strategy:
                 twice = f"{seen[known_part.slot]} and {name} cannot be combined"
                 raise ConfigError(f"strategy {text!r}: {twice}, choose one", code="strategy")
             seen[known_part.slot] = name
-            found |= known_part.read(text, name, number, options)
+            found |= known_part.read(text, name, colon + number, options)
         strategy = cls(**found)
         refuse(
             (
@@ -117,6 +121,13 @@ class Strategy:
                         word += f",{key}" if value == implied else f",{key}={_show(value)}"
                 words.append(word)
         return "+".join(words) or "dense"
+
+    def _confirm(self) -> Strategy:
+        """Refuse one that was not read from a text, and that no text says."""
+        known = all(name in _PARTS for name in (self.codec, self.outer or self.codec))
+        if not known or self.parse(self.text) != self:
+            raise ConfigError(f"{self!r}: this is not defined; use Strategy.parse('...')", code="strategy")
+        return self
 
     def check(self) -> None:
         """Refuse what is not defined."""
@@ -157,6 +168,7 @@ class Strategy:
                 f"{text}zero1 cuts the optimizer's state over all ranks, and +hosts leaves each rank the whole "
                 "average; choose one of them",
             ),
+            (bool(self.outer) and not self.lr, f"{text}with lr=0 every round ends where it began; it must be above 0"),
             (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
             code="strategy",
         )
@@ -166,14 +178,30 @@ class Strategy:
         """Whether it is the plain all-reduce of every gradient in every step."""
         return self == DENSE
 
-    def count_sent_bytes(self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1) -> float:
-        """What a rank sends in a step, as a mean over a period, if each dtype is one bucket."""
+    def count_sent_bytes(
+        self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1, num_steps: int = 0
+    ) -> float:
+        """What a rank sends in a step, if each dtype is one bucket: as a mean over a period, or over the first
+        `num_steps` of a run, of which some come before the schedule begins, or before top-k has its density."""
         families: dict[tuple[str, str], list[Gradient]] = {}
         for gradient in gradients:
             families.setdefault(gradient.family, []).append(gradient)
-        traffic = (self.traffic(family, world_size, ranks_per_host) for family in families.values())
-        messages = [message for found in traffic for message in found]
-        return sum(message.sent_bytes(world_size) for message in messages) / self.period
+
+        def count(strategy: Strategy) -> float:
+            traffic = (strategy.traffic(family, world_size, ranks_per_host) for family in families.values())
+            messages = [message for found in traffic for message in found]
+            return sum(message.sent_bytes(world_size) for message in messages) / strategy.period
+
+        first = range(min(num_steps, max(self.after, self.warmup)))
+        early = [DENSE if self.outer else replace(self, amount=self.find_density(step)) for step in first]
+        later, sizes = count(self), {strategy: count(strategy) for strategy in dict.fromkeys(early)}
+        return later + sum(sizes[strategy] - later for strategy in early) / max(1, num_steps)
+
+    def find_density(self, step: int) -> float:
+        """The share of the elements that top-k sends in a step. DGC's warm-up: from a quarter down to it, in equal
+        factors."""
+        amount, warmup = self.amount, self.warmup
+        return max(amount, 0.25 * (amount / 0.25) ** (step / warmup)) if step < warmup else amount
 
     @property
     def is_hook(self) -> bool:
@@ -322,21 +350,25 @@ class _Part:
     options: Mapping[str, Any] = field(default_factory=dict)  # names to the values that they have without `=VALUE`
 
     def read(self, text: str, name: str, number: str, options: Sequence[str]) -> dict[str, Any]:
-        found = dict(self.fixed)
+        """`number` begins with its colon; empty where there is none."""
+        found, seen = dict(self.fixed), set[str]()
         if bool(number) != bool(self.number):
             needs = f"{name}:NUMBER" if self.number else name
             raise ConfigError(f"strategy {text!r}: write {needs}", code="strategy")
         if number:
-            found[self.number] = _read(text, self.number, number, name)
+            found[self.number] = _read(text, self.number, number[1:], name)
         for option in options:
-            key, _, value = option.partition("=")
+            key, sign, value = option.partition("=")
             if key not in self.options:
                 known = ", ".join(self.options) or "none"
                 raise ConfigError(f"strategy {text!r}: {name} has no option {key!r}; it has {known}", code="strategy")
+            if key in seen:
+                raise ConfigError(f"strategy {text!r}: {key} is there twice: leave out one of them", code="strategy")
+            seen.add(key)
             default = self.options[key]
-            if not value and default is None:
+            if not sign and default is None:
                 raise ConfigError(f"strategy {text!r}: write {key}=NUMBER", code="strategy")
-            found[key] = _read(text, key, value) if value else default
+            found[key] = _read(text, key, value) if sign else default
         return found
 
 
@@ -353,7 +385,10 @@ _DEFAULTS = {one.name: one.default for one in fields(Strategy)}
 
 
 def _show(value: float) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else str(int(value))
+    if not isinstance(value, float):
+        return str(int(value))
+    short = f"{value:.12g}"
+    return short if float(short) == value else repr(value)  # the text must give the same strategy again
 
 
 def _read(text: str, name: str, value: str, part: str = "") -> Any:

@@ -294,6 +294,9 @@ def use_in_many_ways() -> None:
             assert exchanges.sent_bytes == 3 * sum(message.sent_bytes(2) for message in messages), text
         # A model that is read again in mid-round has the parameters of all, and its momentum.
         trainee = Trainee(world.rank, "diloco:3").train(4)
+        held = sum(param.nbytes for param in trainee.model.parameters())
+        assert trainee.model.report().strategy.memory_bytes == 2 * held  # where the round began, and the momentum
+        assert str(trainee.model.report()).endswith("are not timed")
         before = world.share(trainee.vector())
         trainee.model.module[0].bias.requires_grad_(False)
         trainee.model.rebuild()

@@ -423,6 +423,43 @@ def test_accumulation_overflow_weights_and_uneven_data(job):
     job(2, do_special_steps)
 
 
+def weigh_by_samples() -> None:
+    """By samples the first step does not know the total. What it leaves is in the unit of the next one, also in a model
+    that is read again, and in one that continues from its state."""
+    with paceline.init(announce=None) as world:
+        sizes = [2, 5]
+        for text in LOSSY:
+            models = [DDP(Mixed(), strategy=text, average="samples") for _ in range(2)]
+            model, given, applied = models[0], {}, {}
+            for step in range(6):
+                alone = copy.deepcopy(model.module)
+                for rank, size in enumerate(sizes):
+                    alone.zero_grad()
+                    loss(alone, rank, step, size).backward()
+                    for name, param in alone.named_parameters():
+                        given[name] = given.get(name, 0) + param.grad.double() * size / sum(sizes)
+                model.zero_grad()
+                loss(model, world.rank, step, sizes[world.rank]).backward()
+                for name, param in model.module.named_parameters():
+                    applied[name] = applied.get(name, 0) + param.grad.double()
+                if step == 1:
+                    model.rebuild()
+                if step == 3:
+                    states, model = world.share(model.strategy_state()), models[1]
+                    model.load_strategy_state(states)
+            left = sum_errors(world, model)
+            for name, want in given.items():
+                stride = model.module.get_parameter(name).stride()
+                error = left[name].as_strided(want.size(), stride) if name in left else 0
+                torch.testing.assert_close(applied[name] + error, want, rtol=0, atol=1e-5, msg=f"{text}: {name}")
+            for each in models:
+                each.stop()
+
+
+def test_weights_by_samples_lose_nothing(job):
+    job(2, weigh_by_samples)
+
+
 def follow_rates() -> None:
     with paceline.init(announce=None) as world:
         num_hooks = len(_global_optimizer_pre_hooks)
@@ -604,6 +641,12 @@ def use_torchs_wrapper() -> None:
             ours.stop()
         kind, message = error_of(lambda: paceline.comm_hook("diloco:10", theirs))
         assert kind == "ConfigError strategy" and "diloco" in message
+        theirs = DistributedDataParallel(Mixed())
+        theirs.register_comm_hook(*paceline.comm_hook("int8", Mixed()))
+        kind, message = error_of(lambda: loss(theirs, world.rank, 0).backward())
+        assert kind == "ConfigError strategy" and "another model" in message
+        kind, message = error_of(lambda: DDP(Mixed(), strategy="int8" if world.rank else "int4"))
+        assert kind == "ConfigError mismatch" and "'int4' on rank 0 and 'int8' on rank 1" in message
         state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)
         for hook in (
             (state, powerSGD_hook.powerSGD_hook),

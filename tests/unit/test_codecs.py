@@ -307,8 +307,8 @@ def test_dgc_of_what_is_sent_whole_is_sgd_with_momentum(either):
 
 
 def test_the_density_warms_up_from_a_quarter_in_equal_factors():
-    codec = build("topk:0.001,dgc,warmup=4", 1)[0]
-    found = [codec._density(step) for step in range(6)]
+    strategy = Strategy.parse("topk:0.001,dgc,warmup=4")
+    found = [strategy.find_density(step) for step in range(6)]
     assert found[0] == 0.25 and found[4] == found[5] == 0.001
     ratios = [b / a for a, b in itertools.pairwise(found[:5])]
     assert all(math.isclose(ratio, ratios[0]) for ratio in ratios)

@@ -294,6 +294,11 @@ def test_the_next_command_has_the_options_of_the_job():
     result.folder = Path("a")
     job = "--model made --batch-size 4 --backend gloo --channels 2 4 --hidden 2048"
     assert result.next_steps == (f"paceline train {job} --ranks 2 --plan a/plan.json",)
+    times_s = {"default": 0.150, "recommended": 0.149}
+    noisy = tune(SLOW, (0.150, 0.149), times_s, NOISY, settings=replace(SETTINGS, strategies=("all",)))
+    result = make_result(noisy, data="synthetic")
+    result.folder = Path("a")
+    assert result.verdict == "undecided" and "--ranks 2 --strategy all --budget " in result.next_steps[0]
 
 
 @pytest.mark.parametrize("grid_s", [(), (0.150, 0.110, 0.100)])

@@ -31,6 +31,8 @@ def test_equal_strategies_have_one_text():
         assert Strategy.parse(one) == Strategy.parse(other) and Strategy.parse(one).text == other
     assert Strategy(codec="int8").text == "int8" and Strategy().text == "dense"
     assert Strategy.parse("diloco:8,lr=0.7,momentum=0.90").text == "diloco:8"
+    third = Strategy.parse(f"topk:{1 / 3!r}")  # resumed by its text
+    assert Strategy.parse(third.text) == Strategy.parse(third) == third
     for text in (
         "topk:0.001,dgc,warmup=400", "topk:0.1,feedback=0", "topk:0.1,dgc=0.5", "int8,feedback=0+hosts", "hosts",
         "diloco:8,after=3,lr=1,fragments=2,delay=3,mixing=0.25+int4", "slowmo:8,momentum=0", "localsgd:8,after=500",
@@ -67,6 +69,15 @@ def test_equal_strategies_have_one_text():
         ("diloco:8+int8+hosts", "each rank steps alone"),
         ("zero1+hosts", "cuts the optimizer's state"),
         ("", "'' is not known"),
+        ("diloco:8,lr=0", "above 0"),
+        ("int8:", "write int8"),
+        ("topk:", "must be a share"),
+        ("int8,feedback=", "'' must be 0 or 1"),
+        ("topk:0.1,dgc,dgc=0.5", "dgc is there twice"),
+        (4, "give its text"),
+        (Strategy(codec="int9"), "not defined"),
+        (Strategy(codec="topk"), "a share above 0"),
+        (Strategy(codec="int8", period=4), "not defined"),
     ],
 )
 def test_what_is_not_defined_is_refused_in_one_line(text, words):
@@ -122,3 +133,18 @@ def test_bytes_on_the_wire_and_the_all_reduce_that_moves_as_much():
     assert Message("all-reduce", 800).sent_bytes(1) == 0
     every = Strategy.parse("dense").count_sent_bytes([MATRIX, VECTOR], 2)
     assert Strategy.parse("localsgd:8").count_sent_bytes([MATRIX, VECTOR], 2) == every / 8 == 8232 / 8
+
+
+def test_the_bytes_of_a_run_include_the_steps_before_a_schedule_and_those_of_a_warm_up():
+    every = Strategy.parse("dense").count_sent_bytes([MATRIX, VECTOR], 2)
+    later = Strategy.parse("localsgd:8,after=10")
+    assert later.count_sent_bytes([MATRIX, VECTOR], 2) == every / 8
+    assert later.count_sent_bytes([MATRIX, VECTOR], 2, num_steps=40) == pytest.approx(
+        (10 * every + 30 * every / 8) / 40
+    )
+    assert later.count_sent_bytes([MATRIX, VECTOR], 2, num_steps=4) == every
+    first, last = (Strategy.parse(f"topk:{share}") for share in (0.25, 0.0025))
+    warm = Strategy.parse("topk:0.0025,warmup=2")  # by way of 0.025
+    middle = Strategy.parse("topk:0.025").count_sent_bytes([MATRIX], 2)
+    sent = [first.count_sent_bytes([MATRIX], 2), middle, *[last.count_sent_bytes([MATRIX], 2)] * 2]
+    assert warm.count_sent_bytes([MATRIX], 2, num_steps=4) == pytest.approx(sum(sent) / 4)

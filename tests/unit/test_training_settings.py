@@ -114,6 +114,10 @@ BAD = [
     ({"wrapper": "none", "plan": "p.json"}, "--plan needs --wrapper paceline or torch"),
     ({"wrapper": "dp", "sync_batchnorm": True}, "--sync-batchnorm does not work with --wrapper dp"),
     ({"trust_coefficient": 0.1}, "--trust-coefficient 0.1 with --optimizer sgd: leave it out, or use lars"),
+    (
+        {"strategy": "topk:0.1,dgc", "momentum": 0.5},
+        "--momentum 0.5 with --strategy topk:0.1,dgc, whose momentum is 0.9: write dgc=0.5",
+    ),
     ({"optimizer": "lamb", "trust_coefficient": 0.1}, "--optimizer lamb: leave it out"),
     ({"optimizer": "lars", "trust_coefficient": 0.0}, "--trust-coefficient 0.0: a finite number above 0"),
     ({"optimizer": "lars", "momentum": 1.0}, "--momentum 1.0: below 1"),

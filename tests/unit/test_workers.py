@@ -73,6 +73,16 @@ def test_a_schedule_lets_workers_differ_until_it_is_due_or_they_are_evaluated():
         torch.testing.assert_close(found, mean)
 
 
+def test_before_a_schedule_begins_gradients_pass_no_codec():
+    plain, learner = (
+        build_workers(make_learner(), 2, Strategy.parse(text)) for text in ("dense", "diloco:4,after=3+int4")
+    )
+    for each in (plain, learner):
+        run(each, 3)
+    assert all(map(torch.equal, parameters_of(plain)[0], parameters_of(learner)[0]))
+    assert not learner.workers._outers[0].errors
+
+
 def test_running_statistics_are_averaged():
     learner = build_workers(make_learner(nn.BatchNorm1d(16)), 2, Strategy.parse("bf16"))
     parts = [copy.deepcopy(learner.module) for _ in range(2)]

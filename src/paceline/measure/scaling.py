@@ -255,7 +255,9 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         epochs=epochs if settings.steps is None else num_samples / epoch_samples, num_updates=step,
         num_samples=num_samples, seed=settings.seed, lr=settings.lr, seconds=time.perf_counter() - begin_s,
         curve=tuple(curve), failure=failure, num_workers=num_workers,
-        sent_bytes=settings.parsed_strategy.count_sent_bytes(gradients, num_workers, world.local_world_size),
+        sent_bytes=settings.parsed_strategy.count_sent_bytes(
+            gradients, num_workers, world.local_world_size, step
+        ),
         num_classes=job.learner.form.num_classes,
     )  # fmt: skip
     return [record, *noise]

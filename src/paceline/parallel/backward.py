@@ -84,7 +84,7 @@ class GradientSync:
         self.futures: list[torch.futures.Future[Any]] = []  # of a buffer hook: backward waits for them
         self._is_announced, self._all_finished = False, False
         self._last_active = 0  # the first of the ranks that had data last
-        self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
+        self._weight, self.expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
         self._task: int | None = None  # autograd's number of the backward that is running
         self._syncing, self._warned, self._is_stopped = False, False, False
         self._completes, self._warned_of_drift = False, False
@@ -292,7 +292,7 @@ class GradientSync:
     @property
     def _factor(self) -> float:
         """The factor for this rank's gradients, with which the sum is the average if the total is as expected."""
-        return self._weight / self._expected_total
+        return self._weight / self.expected_total
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
         """Take part in a step with zeros; True when no rank has data any more. Collective. `keep_gradients` leaves the
@@ -482,10 +482,11 @@ class GradientSync:
         by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
         if not by_samples and (self.join is None or self.join.divide_by_world):
             total = self.channel.world_size
-        if total not in (0, self._expected_total) and take_part:
-            self.reducer.multiply(self._expected_total / total)
+        if total not in (0, self.expected_total) and take_part:
+            self.reducer.multiply(self.expected_total / total)
         if by_samples and total:
-            self._expected_total = total
+            self.reducer.rescale(self.expected_total / total)
+            self.expected_total = total
 
 
 def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _: object) -> None:
@@ -870,6 +871,11 @@ class BucketedReducer:
         for index in self._uncopied_strides:
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
+
+    def rescale(self, factor: float) -> None:
+        """The averages were multiplied, those of the next step are not: so is what a codec still has to send."""
+        if self._strategy is not None and factor != 1.0:
+            self._strategy.rescale(factor)
 
     def discard(self, indices: Sequence[int] | None = None) -> None:
         """The averages are not applied, or not those of these parameters: a codec still has to send them."""

@@ -271,7 +271,7 @@ class TopK(Codec):
     none."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        on_cpu, density = _is_on_cpu(vectors), self._density(self._step)
+        on_cpu, density = _is_on_cpu(vectors), self.strategy.find_density(self._step)
         chosen, others = ([k for k, s in enumerate(shapes) if is_sent_whole(s) == which] for which in (False, True))
         large, small = [vectors[k] for k in chosen], [vectors[k] for k in others]
         sizes = [vector.numel() for vector in large]
@@ -349,11 +349,6 @@ class TopK(Codec):
             if rest is not None:
                 rest.index_fill_(0, where, 0)
         return places, values
-
-    def _density(self, step: int) -> float:
-        """DGC's warm-up: from a quarter of the elements down to the share, in equal factors."""
-        amount, warmup = self.strategy.amount, self.strategy.warmup
-        return max(amount, 0.25 * (amount / 0.25) ** (step / warmup)) if step < warmup else amount
 
 
 class PowerSGD(Codec):

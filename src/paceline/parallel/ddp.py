@@ -203,6 +203,7 @@ class DDP(DistributedDataParallel):
     def _set_up(self) -> GradientSync:
         """Build everything that this rank needs for its steps. Sends nothing: one rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
+        total = None if self._sync is None else self._sync.expected_total
         self.stop()
         self._sync = None  # so that a failure below leaves nothing that seems to average gradients
         channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
@@ -243,6 +244,8 @@ class DDP(DistributedDataParallel):
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
         self._sync.do_sync = do_sync
+        if options.average == "samples" and total is not None:  # the unit of what a codec has not sent yet
+            self._sync.expected_total = total
         if placement is not None:
             placement.sync = weakref.ref(self._sync)
             placement.watch(self.module)
@@ -523,7 +526,8 @@ class DDP(DistributedDataParallel):
         plan = self.plan
         if self._strategy is None:
             return {}
-        return {**self._strategy.state(), "plan": None if plan is None else plan.to_json()}
+        unit = {"samples": self._ready.expected_total} if self._options.average == "samples" else {}
+        return {**self._strategy.state(), "plan": None if plan is None else plan.to_json(), **unit}
 
     def load_strategy_state(self, states: Sequence[dict[str, Any]], *optimizers: torch.optim.Optimizer) -> None:
         """Continue from the `strategy_state` of all ranks, in rank order, before the first step. From another number of
@@ -534,6 +538,8 @@ class DDP(DistributedDataParallel):
         if self._strategy is None or not states:
             return
         self._strategy.load(states, *optimizers)
+        if self._options.average == "samples":
+            self._ready.expected_total = states[0].get("samples", self._ready.expected_total)
         if states[0]["plan"] is not None:  # the buckets decide which numbers are rounded together
             plan = Plan.from_json(states[0]["plan"])
             reducer.adopt(check_plan(plan, reducer.replica.gradients, self._needs_whole))

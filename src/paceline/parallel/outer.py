@@ -307,6 +307,12 @@ class OuterState(StrategyState):
         """Those that differ between ranks until a sync, such as running statistics."""
         return [(name, b) for name, b in self._module.named_buffers() if name in self.replica.buffers]
 
+    @property
+    def memory_bytes(self) -> int:
+        outer = self.outer
+        held = [*outer.start, *outer.momentum.values(), *(value for mean in outer.means.values() for value in mean)]
+        return sum(codec.memory_bytes for codec in outer.codecs) + sum(tensor.nbytes for tensor in held)
+
     def stop(self) -> None:
         super().stop()
         self._handle.remove()

@@ -251,6 +251,7 @@ def check_same_model(replica: Replica, options: Options, channel: Channel) -> No
         facts = f"{kind} {tuple(tensor.shape)} {_name(tensor.dtype)} on {tensor.device.type}, strides {strides}"
         lines.append((name, facts))
     shared = {**vars(options), "plan": "" if options.plan is None else options.plan.to_json()}
+    shared["strategy"] = options.strategy.text
     lines += [(f"the option {name}", repr(value)) for name, value in shared.items()]
     if len(set(channel.share(hashlib.sha256(repr(lines).encode()).hexdigest()))) == 1:
         if not replica.params:

@@ -311,9 +311,12 @@ class StrategyState:
             self._scaler = (lambda: None) if scaler is None else weakref.ref(scaler)
         new = 1.0 if scaler is None else _read_scale(scaler)
         if new is not None and (isinstance(new, torch.Tensor) or new != self._scale):
-            # All that is kept, a momentum, too.
-            self.codec.rescale(list(self.codec.errors), new / self._scale)
+            self.rescale(new / self._scale)
         self._scale = None if scaler is None else self._scale if new is None else new
+
+    def rescale(self, factor: Any) -> None:
+        """Gradients are in another unit from now on: so is all that is kept, a momentum, too."""
+        self.codec.rescale(list(self.codec.errors), factor)
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
@@ -332,11 +335,15 @@ class StrategyState:
         """The messages so far, and the bytes that were passed to them."""
         return Sent(self.exchanges.num_messages, self.exchanges.num_bytes)
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.codec.memory_bytes
+
     def compute_costs(self, channel: Channel, num_steps: int, held_bytes: int = 0) -> StrategyCosts:
         """Of a step, in the mean over all since the model was wrapped; `channel` has sent what passed no codec."""
         exchanges, steps = self.exchanges, max(1, num_steps)
         plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
-        sent, memory = (exchanges.sent_bytes + plain) // steps, self.codec.memory_bytes + held_bytes
+        sent, memory = (exchanges.sent_bytes + plain) // steps, self.memory_bytes + held_bytes
         return StrategyCosts(
             self.strategy.text, sent, sent, memory, exchanges.encode_s / steps, exchanges.decode_s / steps
         )
@@ -428,8 +435,10 @@ class StrategyState:
         self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer, grads = bucket.buffer(), bucket.gradients()
-        names = [self._names[id(param)] for param in bucket.parameters()]
+        buffer, grads, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        if any(id(param) not in self._names for param in params):
+            raise ConfigError("comm_hook() was given another model than the one that is wrapped", code="strategy")
+        names = [self._names[id(param)] for param in params]
         if self._is_first:
             self._follow_rates()
             self._follow_scale()

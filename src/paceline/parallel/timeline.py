@@ -11,6 +11,7 @@ import torch
 
 from paceline.plan import Plan
 from paceline.report.table import Column, Table
+from paceline.strategy import Strategy
 from paceline.units import format_bytes, format_ms
 
 # Steps that are recorded: the first 4 with a plan, then every 32nd.
@@ -187,6 +188,8 @@ class Report:
         head += f"buckets: {num_buckets}, {format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
         head += f"\n{self.strategy}" if self.strategy is not None else ""
         head = "\n".join([head, *self.embeddings])
+        if times is None and self.strategy is not None and Strategy.parse(self.strategy.text).outer:
+            return f"{head}\nthe steps of a schedule send no buckets, and are not timed"
         if times is None:
             return f"{head}\nno step has been timed yet"
         table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)
@@ -216,5 +219,6 @@ class Report:
         if times.busy_s > times.backward_s:
             busy, backward = format_ms(times.busy_s), format_ms(times.backward_s)
             found = f"communication takes {busy} ms and backward {backward} ms: no plan can hide it all"
-            return f"{found}; accumulate, send fewer bytes (a bf16 hook), or use a faster transport"
+            fewer = "send fewer bytes (strategy='bf16')" if self.strategy is None else "send fewer bytes"
+            return f"{found}; accumulate, {fewer}, or use a faster transport"
         return "communication starts too late to be hidden: more, smaller buckets would start sooner"

@@ -792,7 +792,8 @@ class TuneResult(Result):
             assert race is not None
             spent_s, share = settings.race_s or settings.amount.confirm_s, race.rounds_to_decide / race.num_rounds
             effort = " --quick" if settings.effort == "quick" else ""
-            more = f"{effort} --budget {math.ceil(spent_s * (1 + share) / 10) * 10}"
+            more = f" --strategy {','.join(settings.strategies)}" if settings.strategies else ""
+            more += f"{effort} --budget {math.ceil(spent_s * (1 + share) / 10) * 10}"
             return (f"paceline tune {job}{ranks}{describe_network(settings)}{more}",)
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 

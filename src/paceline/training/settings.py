@@ -260,6 +260,8 @@ class TrainSettings:
              f"{sends} does more than a hook of torch's wrapper can do: use --wrapper paceline"),
             (strategy.dgc and self.optimizer != "sgd",
              f"{sends} has a momentum of its own, that of sgd: leave out dgc, or use --optimizer sgd"),
+            (strategy.dgc and self.momentum not in (TrainSettings.momentum, strategy.dgc),
+             f"--momentum {self.momentum} with {sends}, whose momentum is {strategy.dgc:g}: write dgc={self.momentum}"),
             (self.sync_batchnorm and self.wrapper == "dp",
              "--sync-batchnorm does not work with --wrapper dp: use paceline or torch"),
             # Options of another optimizer, schedule or norm would change nothing.

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import ConfigError
 from paceline.parallel.codecs import Codec, Exchange, build_codec, run_together
 from paceline.parallel.outer import Outer
-from paceline.strategy import Strategy
+from paceline.strategy import DENSE, Strategy
 from paceline.training.loader import LoadedBatch
 from paceline.training.step import Learner, Phases, StepOutcome, compute_gradients
 
@@ -31,6 +31,8 @@ class Workers:
     def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
         self.learners, self.strategy, count = learners, strategy, len(learners)
         self._codecs = [build(strategy, rank, count) for rank in range(count)]
+        # Before a schedule begins, gradients are sent as they are.
+        self._senders = [build(DENSE, rank, count) for rank in range(count)] if strategy.outer else self._codecs
         named = learners[0].module.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
         self._step, self._rate = 0, 0.0
@@ -70,11 +72,11 @@ class Workers:
 
     def _average_gradients(self, rate: float) -> None:
         if rate > 0 and rate != self._rate > 0:  # errors are in units of gradients
-            for codec in self._codecs:
+            for codec in self._senders:
                 codec.rescale(self._names, self._rate / rate)
         grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
         run_together(
-            [codec.average(self._names, own, self._step) for codec, own in zip(self._codecs, grads, strict=True)]
+            [codec.average(self._names, own, self._step) for codec, own in zip(self._senders, grads, strict=True)]
         )
 
     def _run(self, exchanges: Sequence[Exchange]) -> None:
