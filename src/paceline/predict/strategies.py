@@ -169,7 +169,8 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
     if any(one.outer for one in strategies):
         is_known = any(Strategy.parse(record.strategy).outer for record in records)
         costs = "takes as long as it did alone" if is_known else "is free: profile the layers again to measure it"
-        lines.append(f"with a period: the mean step; an exchange without delay blocks, and what a round computes {costs}")
+        blocks = "an exchange without delay blocks"
+        lines.append(f"with a period: the mean step; {blocks}, and what a round computes {costs}")
     if any(one.between_hosts for one in strategies):
         lines.append("+hosts: the ranks of a host share its link, and what they copy for their parts is free")
     if any(one.is_sharded for one in strategies):
