@@ -1,4 +1,4 @@
-"""`paceline faults` without a job: what is saved of it, what its trials say together, and the noise of a healthy rank."""
+"""`paceline faults` without a job: what is saved of it, what its trials say together, and noise."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_a_job_that_does_not_come_to_its_fault_is_a_wrong_trial(monkeypatch):
 
 
 def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
-    monkeypatch.setattr(verb, "measure_fault", lambda *arguments: make_trial(*arguments, recovered_s=arguments[4] + 1.0))
+    monkeypatch.setattr(
+        verb, "measure_fault", lambda *arguments: make_trial(*arguments, recovered_s=arguments[4] + 1.0)
+    )
     result = verb.faults("kill", systems="train,script", backend="gloo", on_fault="spare,shrink", trials=2)
     rows = [(row.system, row.policy, row.num_trials, row.recovered_s, row.recovered_p95_s) for row in result.rows]
     assert rows == [("paceline train", "spare", 2, 1.5, 2.0), ("script, paceline", "", 2, 1.5, 2.0),

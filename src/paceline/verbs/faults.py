@@ -64,7 +64,8 @@ def _build_config(
     """What is done, with everything checked that can be refused before it is."""
     named, policies = list_names(systems), list_names(on_fault)
     known = (*SYSTEMS, ATTACHED)
-    strange, unknown = ([one for one in some if one not in all_] for some, all_ in ((named, known), (policies, POLICIES)))
+    strange = [one for one in named if one not in known]
+    unknown = [one for one in policies if one not in POLICIES]
     refuse(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
         (ranks < 2, f"--ranks {ranks}: at least 2"),
@@ -84,7 +85,9 @@ def _build_config(
 def _list_tasks(config: dict[str, Any]) -> list[Task]:
     """All trials, in turns. Only `train` has a policy."""
     tasks, policies = list[Task](), config["on_fault"]
-    turns = itertools.product(range(config["trials"]), config["faults"], config["backends"], policies, config["systems"])
+    turns = itertools.product(
+        range(config["trials"]), config["faults"], config["backends"], policies, config["systems"]
+    )
     for trial, fault, backend, policy, system in turns:
         has_backend = backend != "shm" or system not in ("torch", ATTACHED)
         has_policy = system == "train" or policy == policies[0]
