@@ -77,7 +77,7 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend,
 
 def test_the_step_of_an_exception_is_named(warm_pool, tmp_path):
     with pytest.raises(LaunchError, match="rank 1 of 2 failed in step 20: ValueError: a bad sample"):
-        run(warm_pool, tmp_path, "gloo", "exception", "forward")
+        run(warm_pool, tmp_path, "gloo", "exception", "optimizer")
 
 
 def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path):

@@ -144,15 +144,13 @@ class _Job:
                     found.append(int(entry.name))
         return [pid for pid in found if pid != self.process.pid]
 
-    def find_line(self, pattern: str, before_s: float = math.inf) -> tuple[float, str, str] | None:
-        """When the pattern was complete, the line with its end, and the text from its begin to that end; it may go over
-        three lines."""
+    def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
+        """When the pattern was complete, the line with its end, and all its lines: it may go over three."""
         lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
             if found := re.search(pattern, text):
-                return when_s, line, text[found.start() :]
-        return None
+                yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
 
     def stop(self) -> None:
         """Ask it to end, as a person or a job manager does."""
@@ -256,7 +254,8 @@ def measure_fault(
             while (left := job.find_processes()) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
             pattern, code = _build_pattern(kind, rank), job.process.returncode
-            found = job.find_line(pattern, waited_s if is_through else math.inf)
+            matches = list(job.find_lines(pattern, waited_s if is_through else math.inf))
+            found = matches[0] if matches else None
             said = [line for _, line in job.lines]
         left_over = [f"{len(left)} processes"] if left and is_over else []
         left_over += sorted(_list_shared() - shared)
@@ -283,7 +282,8 @@ def measure_fault(
         steps_lost=None if is_pause else recovered.get("steps_lost", lost), restart_s=restart_s,
         left_over=tuple(left_over), said=text.strip()[:2000], policy=recovered.get("policy", "stop"),
         recovered_s=recovered.get("recovered_s"), on_fault=asked_policy,
-        names_step=_names_step(kind, found[2], noted) if found is not None and kind.names_rank else None,
+        names_step=any(_names_step(kind, lines, noted) for _, _, lines in matches)
+        if found and kind.cause and kind.names_rank else None,
     )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def build_failed(
 def _build_pattern(kind: Fault, rank: int) -> str:
     """Of what names the fault, or of what must not be said in a pause."""
     if not kind.cause:
-        return r"paceline: .*(rank|host)"
+        return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     return rf"(?i)rank\s*:?\s*{rank}\b[^\n]*(\n[^\n]*){{0,2}}({kind.cause})" if kind.names_rank else kind.cause
 
 
