@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gloo docs bench bench-exposed check sanitize wheels install clean
+.PHONY: help demo test test-all test-gloo docs bench bench-exposed bench-faults check sanitize wheels install clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -32,8 +32,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(STAMP) ## Run the tests, without the slow ones (minutes on two cores)
 	$(PYTEST) -m "not slow"
 
+# Attacks of another user (root) need the host for themselves.
 test-all: $(STAMP) ## Run all tests, the slow matrices too
 	$(PYTEST)
+	$(BIN)/python -m pytest tests/dist/test_trust.py
 
 test-gloo: $(STAMP) ## Run the tests with real ranks once more, all on gloo
 	PACELINE_TEST_BACKEND=gloo $(PYTEST) tests/dist
@@ -108,6 +110,9 @@ bench-exposed: $(STAMP) ## Measure what stays exposed: embeddings, the optimizer
 	$(BIN)/python benchmarks/two_ways.py overlap --rate 1gbit
 	$(BIN)/paceline bench allreduce --backend gloo,shm --ranks 2 --sizes 4B,256B,4KiB,16KiB --iters 300 --warmup 20
 	@test -z "$(CSV)" || $(BIN)/paceline predict --csv "$(CSV)"
+
+bench-faults: $(STAMP) ## Measure the bars of docs/faults.md, hours of faults and noise (root); results go to runs/faults
+	PYTHON=$(BIN)/python benchmarks/faults.sh runs/faults
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -11,7 +11,8 @@ with a policy that is done only where it has ended, for one fault came too soon 
 Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
 mean that was asked for, where independent draws would need hours. A fault is a kill of one rank. With `spare` and
 `shrink` it is a rank of the current world, not a spare or a process that is only being started; between two worlds the
-fault waits. It leaves a replica, so the prediction is for faults that nearly all do.
+fault waits. It leaves a replica, so the prediction is for faults that nearly all do. FILE is written after each run,
+with what was found so far.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,47 @@ def predict(asked: argparse.Namespace, healthy: Path, mtbf_s: float, recovery_s:
     return next(row for row in document["policies"] if row["policy"] == name)
 
 
+def compare(
+    asked: argparse.Namespace, alone: Sequence[Outcome], measured: Mapping[float, Sequence[Outcome]], saved: Outcome,
+    calibration: Outcome,
+) -> dict[str, Any]:  # fmt: skip
+    """What was measured so far, and what was predicted for it."""
+    step_s = sum(one.wall_s for one in alone) / sum(one.num_steps for one in alone)
+    rows = []
+    for rate, outcomes in measured.items():
+        if not outcomes:
+            continue
+        wall_s = sum(one.wall_s for one in outcomes)
+        share = step_s * sum(one.num_steps for one in outcomes) / wall_s
+        num_faults = sum(len(one.kills_s) for one in outcomes)
+        row = predict(asked, saved.folder, rate, calibration.recoveries_s)
+        as_drawn = predict(asked, saved.folder, wall_s / (num_faults or 1e-6), calibration.recoveries_s)
+        rows.append({
+            "mtbf_s": rate, "num_faults": num_faults, "wall_s": wall_s, "measured": share,
+            "predicted": row["useful_share"], "low": row["useful_low"], "high": row["useful_high"],
+            "predicted_for_the_faults_that_came": as_drawn["useful_share"],
+        })  # fmt: skip
+    about = {"on_fault": asked.on_fault, "job": asked.job, "ranks": asked.ranks, "step_s": step_s}
+    return about | {"recoveries_s": calibration.recoveries_s, "save_every": asked.save_every, "rows": rows}
+
+
+def show(asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    times = found["recoveries_s"]
+    print(
+        f"{asked.on_fault}, {asked.ranks} ranks, {asked.job}: a step takes {found['step_s'] * 1e3:.2f} ms, a recovery "
+        f"{statistics.fmean(times):.2f} s ({', '.join(f'{one:.1f}' for one in times)}), a save every "
+        f"{asked.save_every}\n| a fault every (s) | faults | useful, measured | predicted | 90 % | off (points) "
+        "| predicted for as many faults as came | off (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
+    )
+    for row in found["rows"]:
+        off, less = row["measured"] - row["predicted"], row["measured"] - row["predicted_for_the_faults_that_came"]
+        print(
+            f"| {row['mtbf_s']:g} | {row['num_faults']} | {row['measured']:.1%} | {row['predicted']:.1%} | "
+            f"{row['low']:.1%} to {row['high']:.1%} | {100 * off:+.1f} | "
+            f"{row['predicted_for_the_faults_that_came']:.1%} | {100 * less:+.1f} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on-fault", default="restart", help="restart, spare, shrink, or resume: a new command")
@@ -229,46 +271,20 @@ def main() -> None:
         saved = run("saves", min(steps, round(60 / asked.seconds * steps)), asked.save_every, iter(()))
         gap_s = 0.8 * asked.seconds / (asked.kills + 1)
         calibration = run("recovery", steps, asked.save_every, iter([gap_s] * asked.kills), calm=True)
-        alone: list[Outcome] = []
+        alone, found = list[Outcome](), dict[str, Any]()
         for number in range(asked.rounds):
             order = [0.0, *rates]
             for rate in order[:: 1 if number % 2 == 0 else -1]:
                 count = max(2, round(asked.seconds / rate)) if rate else 0
                 gaps_s = draw_gaps(rate, count, source) if rate else iter(())
-                found = run(f"a fault every {rate:g} s" if rate else "no faults", steps, "1000s" if not rate else
-                            asked.save_every, gaps_s)  # fmt: skip
-                measured[rate].append(found) if rate else alone.append(found)
-        step_s = sum(one.wall_s for one in alone) / sum(one.num_steps for one in alone)
-        lines = []
-        for rate, outcomes in measured.items():
-            wall_s = sum(one.wall_s for one in outcomes)
-            share = step_s * sum(one.num_steps for one in outcomes) / wall_s
-            num_faults = sum(len(one.kills_s) for one in outcomes)
-            row = predict(asked, saved.folder, rate, calibration.recoveries_s)
-            as_drawn = predict(asked, saved.folder, wall_s / (num_faults or 1e-6), calibration.recoveries_s)
-            lines.append({
-                "mtbf_s": rate, "num_faults": num_faults, "wall_s": wall_s, "measured": share,
-                "predicted": row["useful_share"], "low": row["useful_low"], "high": row["useful_high"],
-                "predicted_for_the_faults_that_came": as_drawn["useful_share"],
-            })  # fmt: skip
-        recovery_s = statistics.fmean(calibration.recoveries_s)
-        print(
-            f"{asked.on_fault}, {asked.ranks} ranks, {asked.job}: a step takes {step_s * 1e3:.2f} ms, a recovery "
-            f"{recovery_s:.2f} s ({', '.join(f'{one:.1f}' for one in calibration.recoveries_s)}), a save every "
-            f"{asked.save_every}\n| a fault every (s) | faults | useful, measured | predicted | 90 % | off (points) "
-            "| predicted for as many faults as came | off (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
-        )
-        for row in lines:
-            off, less = row["measured"] - row["predicted"], row["measured"] - row["predicted_for_the_faults_that_came"]
-            print(
-                f"| {row['mtbf_s']:g} | {row['num_faults']} | {row['measured']:.1%} | {row['predicted']:.1%} | "
-                f"{row['low']:.1%} to {row['high']:.1%} | {100 * off:+.1f} | "
-                f"{row['predicted_for_the_faults_that_came']:.1%} | {100 * less:+.1f} |"
-            )
-        if asked.out is not None:
-            about = {"on_fault": asked.on_fault, "job": asked.job, "ranks": asked.ranks, "step_s": step_s}
-            about |= {"recoveries_s": calibration.recoveries_s, "save_every": asked.save_every, "rows": lines}
-            asked.out.write_text(json.dumps(about, indent=1) + "\n")
+                label = f"a fault every {rate:g} s" if rate else "no faults"
+                outcome = run(label, steps, asked.save_every if rate else "1000s", gaps_s)
+                (measured[rate] if rate else alone).append(outcome)
+                if alone:
+                    found = compare(asked, alone, measured, saved, calibration)
+                    if asked.out is not None:
+                        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        show(asked, found)
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ RECORDS = {
         detected_s=st.none() | st.floats(0, 1e3), is_right=st.booleans(), ended_s=st.none() | st.floats(0, 1e3),
         limit_s=st.floats(0, 1e3), steps_lost=st.none() | COUNT, restart_s=st.none() | st.floats(0, 1e3),
         left_over=st.lists(TEXT, max_size=3).map(tuple), said=TEXT, policy=TEXT,
-        recovered_s=st.none() | st.floats(0, 1e3), **SHARED,
+        recovered_s=st.none() | st.floats(0, 1e3), on_fault=TEXT, names_step=st.none() | st.booleans(), **SHARED,
     ),
     "cost": st.builds(
         CostRecord, name=st.sampled_from(COSTS), seconds=st.lists(st.floats(0, 1e3), min_size=1, max_size=3).map(tuple),

@@ -254,6 +254,7 @@ def test_marks_on_a_page():
         sight = monitor._processes[0].look()
         assert sight is not None and sight.phase == LEFT and sight.num_steps == 1
         assert monitor.look() is None and not monitor.have_all_left()  # it failed
+        assert monitor.describe(0) == "in step 8"
         with Monitor([0], 1) as other:
             pulse.open_page(*other.find_pages(0))
             pulse.close_page()

@@ -257,7 +257,7 @@ add_command(
 )  # fmt: skip
 add_command(
     app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart "
-    "on_fault state device:faults",
+    "on_fault:faults state device:faults resume",
     "Which faults are named, and how soon? A small job is killed, stopped or made to hang, again and again.\n\n"
     "Compared with torchrun and torch's own wrapper, in turns; each job has processes of its own.",
 )  # fmt: skip

@@ -135,8 +135,9 @@ OPTIONS = {
         "kill,stop,gil,loop,exception,term,stall",
     ),
     "systems": Option(MEASUREMENT, "train, script (with Paceline's wrapper), torch, attached", "train,script,torch"),
-    "trials": Option(MEASUREMENT, "How often each fault is done.", 1),
-    "patience": Option(MEASUREMENT, "Seconds to wait for a fault to be named.", 30.0),
+    "trials": Option(MEASUREMENT, "How often each fault is done. Default: 1, or as the resumed run.", int),
+    "patience": Option(MEASUREMENT, "Seconds to wait for a fault to be named, and of noise.", 30.0),
+    "on_fault:faults": Option(JOB, "What train does then: stop, restart, spare, shrink; or several in turns.", "stop"),
     "restart": Option(MEASUREMENT, "Restart each job from its newest checkpoint, and time that.", False),
     "state": Option(JOB, "Model and optimizer of the job: 100MB. Default: a small one."),
     "mtbf:train": Option(
@@ -345,9 +346,9 @@ def add_command(
             refuse((flags, f"{flags} before {command} has no effect: give the options of {command} behind it"))
             return
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
-        if "resume" in given and isinstance(verb, str) and verb.startswith("scale:"):
+        if "resume" in given and isinstance(verb, str) and verb.startswith(("scale:", "faults:")):
             why = "with --resume: a study is resumed as it was started; leave it out"
-            typed = [name for name in given if name not in ("resume", "at_once", "runs")]
+            typed = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
             refuse(*((True, f"{find_flag(name)} {why}") for name in typed), code="resume")
         if "out" in options and "resume" not in given:
             given.setdefault("out", values["out"])

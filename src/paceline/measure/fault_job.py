@@ -12,10 +12,16 @@ import itertools
 import json
 import math
 import os
+import random
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +34,7 @@ from paceline.runtime.pulse import slow
 
 VARIABLE = "PACELINE_FAULT"
 NUM_INPUTS, WIDTH = 784, 256
+_LOAD_S = 10.0
 
 
 class Asked(NamedTuple):
@@ -120,6 +127,56 @@ def harm(fault: str) -> None:
             time.sleep(1.0)
 
 
+class Noise:
+    """What happens to a healthy rank, in random order at moments of its own: none of it is a fault. How often each was
+    done stands in `path`."""
+
+    # Where in a step it may happen.
+    PLACES = MappingProxyType({
+        "stall": "between", "evaluate": "between", "marked evaluation": "between", "straggle": "forward",
+        "compile": "forward", "loaded machine": "between",
+    })  # fmt: skip
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._path, self._draw, self._counts = path, random.Random(seed), Counter[str]()
+        self._due_s, self._next = 0.0, "compile"  # in the first step, as programs do
+
+    def reach(self, place: str) -> None:
+        if time.monotonic() < self._due_s or self.PLACES[self._next] != place:
+            return
+        self._counts[self._next] += 1
+        self._path.write_text(json.dumps(self._counts))
+        self._make(self._next)
+        self._due_s, self._next = time.monotonic() + self._draw.uniform(1.0, 5.0), self._draw.choice([*self.PLACES])
+
+    def _make(self, what: str) -> None:
+        match what:
+            case "marked evaluation":
+                with slow("evaluate"):
+                    harm("evaluate")
+            case "compile":
+                _compile(64 + self._counts[what])
+            case "loaded machine":
+                _load_machine(_LOAD_S)
+            case _:
+                harm(what)
+
+
+def _compile(size: int) -> None:
+    """Compile a function for a size that no cache knows."""
+    torch._dynamo.reset()
+    backend = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "eager"
+    torch.compile(lambda inputs: torch.softmax(inputs.sin() * 2, 1).sum(), backend=backend)(torch.ones(size, 32))
+
+
+def _load_machine(seconds: float) -> None:
+    """Keep all cores busy with other processes, for this long or until this one ends."""
+    goes_on = f"time.monotonic() < end and os.getppid() == {os.getpid()}"
+    text = f"import os, time; end = time.monotonic() + {seconds}\nwhile {goes_on}: sum(range(9999))"
+    for _ in range(os.cpu_count() or 1):
+        subprocess.Popen([sys.executable, "-S", "-c", text])
+
+
 class Net(nn.Module):
     """Three layers, and the harm."""
 
@@ -128,13 +185,20 @@ class Net(nn.Module):
         widths = (NUM_INPUTS, asked.width, asked.width, 10)
         layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1])
-        self._asked, self._is_mine = asked, int(os.environ.get("RANK", "0")) == asked.rank and bool(asked.fault)
+        rank = int(os.environ.get("RANK", "0"))
+        self._asked, self._is_mine = asked, rank == asked.rank and bool(asked.fault)
+        self._noise = Noise(Path(asked.folder) / f"noise-{rank}", rank) if asked.fault == "noise" else None
         self.num_steps, self._factor = 0, 1.0
         register_optimizer_step_pre_hook(lambda *_: self._reach("optimizer"))
         register_optimizer_step_post_hook(self._count)
 
     def _reach(self, place: str) -> None:
         asked = self._asked
+        if self._noise is not None:
+            self._note(self._is_mine)
+            self._is_mine = False
+            self._noise.reach(place)
+            return
         if (place, self.num_steps + 1) != (asked.place, asked.step):
             return
         if asked.fault == "other-shape":  # a call that all ranks make

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,12 +82,14 @@ FAULTS: dict[str, Fault] = {
     "stall": Fault("between", ""),
     "evaluate": Fault("between", ""),
     "straggle": Fault("forward", ""),
+    "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # all of these, for as long as is waited
 }
 _JOB = Path(__file__).with_name("fault_job.py")
 _LONG_STEPS = 1_000_000  # a job that ends by its fault
 _START_S = 120.0
 _WARM_S = 8.0  # how long a spare may take to get ready before the fault
-_SAVED_BYTES = 32 << 20  # of a state that takes a while to be written
+_SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # of a state that takes a while to be written
+_STOP_S = 60.0  # how long a job may take to end that was asked to
 _LEAVE_S = 2.0, 8.0  # how long processes may take to end after the command, on one host and on two
 
 
@@ -141,14 +144,19 @@ class _Job:
                     found.append(int(entry.name))
         return [pid for pid in found if pid != self.process.pid]
 
-    def find_line(self, pattern: str) -> tuple[float, str] | None:
-        """When the pattern was complete, and the line with its end; it may go over three lines."""
-        lines = list(self.lines)
+    def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
+        """When the pattern was complete, the line with its end, and all its lines: it may go over three."""
+        lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
-            if re.search(pattern, text):
-                return when_s, line
-        return None
+            if found := re.search(pattern, text):
+                yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
+
+    def stop(self) -> None:
+        """Ask it to end, as a person or a job manager does."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
 
     def end(self) -> None:
         for pid in (*self.find_processes(), self.process.pid):
@@ -206,22 +214,22 @@ def measure_fault(
     fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False,
     policy: str = "stop", state_bytes: int = 0, device: str = "cpu",
 ) -> FaultRecord:  # fmt: skip
-    """Do one fault to one job; `limit_s` is how long to wait, after it, for its cause to be named. `policy` is that of
-    `paceline train`, and `state_bytes` those of its model and momentum; 0: a small one."""
-    kind = FAULTS[fault]
+    """Do one fault to one job; `limit_s` is how long to wait, after it, for its cause to be named, and how long noise
+    lasts. `policy` is that of `paceline train`, and `state_bytes` those of its model and momentum; 0: a small one."""
+    kind, asked_policy, is_noise = FAULTS[fault], policy, fault == "noise"
     is_pause, step = not kind.cause, 40 + trial % 7
     rank = (trial + 1) % ranks if kind.rank is None else kind.rank
     policy = "stop" if kind.is_saved else policy
     goes_on = policy != "stop" and system == "train" and not is_pause and not kind.is_final
-    ends, more = is_pause or kind.place == "start", 1 if fault == "slow-link" else 40
+    ends, more = (is_pause and not is_noise) or kind.place == "start", 1 if fault == "slow-link" else 40
     asked = {
         "fault": "exception" if fault.startswith("exception") else fault, "place": kind.place, "rank": rank,
-        "step": step, "steps": step + more if ends else step + 4 if goes_on else _LONG_STEPS, "save_every": 10,
-        "batch_size": 8, "backend": backend, "device": device,
+        "step": step, "steps": step + more if ends else step + 4 if goes_on else _LONG_STEPS,
+        "save_every": 100 if is_noise else 10, "batch_size": 8, "backend": backend, "device": device,
         "wrapper": "torch" if system in ("torch", ATTACHED) else "paceline",
     }  # fmt: skip
     asked |= {"pause_s": _WARM_S} if goes_on else {}
-    state_bytes = state_bytes or (_SAVED_BYTES if fault == "kill-in-save" else 0)
+    state_bytes = state_bytes or _SAVED_BYTES.get(fault, 0)
     asked |= {"width": _find_width(state_bytes)} if state_bytes else {}
     shared = _list_shared()
     with tempfile.TemporaryDirectory(prefix="paceline-fault-") as name, contextlib.ExitStack() as stack:
@@ -237,39 +245,71 @@ def measure_fault(
             until_s = fault_s + limit_s
             while job.process.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.02)
+            waited_s = time.monotonic()
+            if is_through := is_noise and job.process.poll() is None:
+                job.stop()
             is_over = job.process.poll() is not None
-            ended_s = time.monotonic() - fault_s if is_over else None
+            ended_s = waited_s - fault_s if is_over else None
             deadline_s = time.monotonic() + (_LEAVE_S[kind.needs == "hosts"] if is_over else 0.0)
             while (left := job.find_processes()) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
-            found, code = job.find_line(_build_pattern(kind, rank)), job.process.returncode
+            pattern, code = _build_pattern(kind, rank), job.process.returncode
+            matches = list(job.find_lines(pattern, waited_s if is_through else math.inf))
+            found = matches[0] if matches else None
             said = [line for _, line in job.lines]
         left_over = [f"{len(left)} processes"] if left and is_over else []
         left_over += sorted(_list_shared() - shared)
+        left_over += sorted(path.name for path in (folder / "tmp").iterdir() if path.name.startswith("paceline"))
         lost = max(0, noted - 1 - _find_saved(system, folder)) if again is None else again
         restart_s, recovered = None, _find_recovered(folder) if goes_on else {}
         if (restart and not is_pause) or kind.is_saved:
             restart_s = _measure_restart(system, backend, ranks, asked, folder, step)
+        noises = Counter[str]()
+        for path in folder.glob("noise-*"):
+            with contextlib.suppress(ValueError):  # it was killed while it wrote
+                noises.update(json.loads(path.read_text()))
     if is_pause:
-        is_right, detected_s = code == 0 and found is None, None
+        is_right, detected_s = (is_through or code == 0) and found is None, None
     else:
         is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
         is_right = is_right and (not goes_on or code == 0) and (not kind.is_saved or restart_s is not None)
     text = found[1] if found is not None else next((line for line in reversed(said) if line.strip()), "")
+    if is_right and noises:
+        text = ", ".join(f"{name} {count}" for name, count in sorted(noises.items()))
     return FaultRecord(
         fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
         detected_s=detected_s, is_right=is_right, ended_s=ended_s, limit_s=limit_s,
         steps_lost=None if is_pause else recovered.get("steps_lost", lost), restart_s=restart_s,
         left_over=tuple(left_over), said=text.strip()[:2000], policy=recovered.get("policy", "stop"),
-        recovered_s=recovered.get("recovered_s"),
+        recovered_s=recovered.get("recovered_s"), on_fault=asked_policy,
+        names_step=any(_names_step(kind, lines, noted) for _, _, lines in matches)
+        if found and kind.cause and kind.names_rank else None,
+    )  # fmt: skip
+
+
+def build_failed(
+    why: str, fault: str, system: str, backend: str, ranks: int, trial: int, limit_s: float, restart: bool, policy: str,
+    *_: Any,
+) -> FaultRecord:  # fmt: skip
+    """Of a job that did not come to its fault: that counts as one which was not named rightly."""
+    return FaultRecord(
+        fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=0, step=0, detected_s=None,
+        is_right=False, ended_s=None, limit_s=limit_s, steps_lost=0 if FAULTS[fault].cause else None, restart_s=None,
+        left_over=(), said=why[:2000], on_fault=policy,
     )  # fmt: skip
 
 
 def _build_pattern(kind: Fault, rank: int) -> str:
     """Of what names the fault, or of what must not be said in a pause."""
     if not kind.cause:
-        return r"paceline: .*(rank|host)"
+        return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     return rf"(?i)rank\s*:?\s*{rank}\b[^\n]*(\n[^\n]*){{0,2}}({kind.cause})" if kind.names_rank else kind.cause
+
+
+def _names_step(kind: Fault, text: str, step: int) -> bool:
+    """Whether a verdict names this step; what is between two steps may be of either."""
+    found = re.search(r"(?i)\bstep (\d+)", text)
+    return found is not None and int(found[1]) - step in ((0, 1) if kind.place == "between" else (0,))
 
 
 def _make_damaged(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> int:

@@ -243,7 +243,8 @@ class FaultRecord(Record):
     were or, of a pause, nothing was. `ended_s`: until the command ended; None where it did not. `steps_lost`: since the
     newest checkpoint, or those that a run which went on has made again. `restart_s`: a restart, until the lost steps
     were made again. `said`: the line that named it, or the last one. `policy` says what followed in the run itself, and
-    `recovered_s` how long it took from the verdict to the end of the next step; None where there was none.
+    `recovered_s` how long it took from the verdict to the end of the next step; None where there was none. `on_fault`
+    is the policy that was asked for. `names_step`: whether the step that was named is right; None where none can be.
     """
 
     kind: ClassVar[str] = "fault"
@@ -264,6 +265,8 @@ class FaultRecord(Record):
     said: str
     policy: str = "stop"
     recovered_s: float | None = None
+    on_fault: str = "stop"
+    names_step: bool | None = None
 
 
 COSTS = ("step", "save", "write", "detect", "restart", "spare", "shrink")

@@ -13,6 +13,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -23,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -518,7 +519,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     if kind == "value":
                         values[rank] = content
                     else:
-                        failures.append(content)
+                        failures.append(content if monitor is None else _add_place(content, monitor.describe(rank)))
             is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
             if is_open and monitor is not None and (verdict := monitor.look()) is not None:
                 failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
@@ -571,6 +572,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
             text += chunk
         return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
+
+
+def _add_place(failure: Failure, where: str) -> Failure:
+    """The same, with the step of an error that is not ours, which has its own words."""
+    found = re.match(r"in step \d+", where) if failure.error is None and failure.trace else None
+    if found is None:
+        return failure
+    return replace(failure, summary=failure.summary.replace("failed:", f"failed {found[0]}:", 1))
 
 
 def _describe_death(rank: int, code: int, was_heard: bool, summary: str) -> Failure:

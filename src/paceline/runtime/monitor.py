@@ -485,8 +485,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         step, phase, bucket = (words[place] for place in (pulse.STEP, pulse.PHASE, pulse.BUCKET))
         if phase == START:
             return "before the first step" if words[pulse.PID] else ""
-        if phase == LEFT:
-            return f"after {step - 1} steps"
+        if phase == LEFT:  # by an error, or at its end
+            is_begun = words[pulse.COUNTED] or words[pulse.NUM_STEPS]
+            has_failed = bool(pulse.read_text(self._processes[rank].page, pulse.ERROR))
+            return f"in step {step}" if has_failed and is_begun else f"after {step - 1} steps"
         label = pulse.read_text(self._processes[rank].page, pulse.LABEL)
         text = {
             WAIT: f"while it waited for {'the other ranks' if bucket < 0 else f'bucket {bucket}'}",

@@ -2,73 +2,111 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from paceline.errors import refuse
-from paceline.measure.faults import ATTACHED, FAULTS, SYSTEMS, measure_fault, parse_faults
+from paceline.errors import MeasurementError, refuse
+from paceline.measure.faults import ATTACHED, FAULTS, SYSTEMS, build_failed, measure_fault, parse_faults
+from paceline.measure.settings import check_counts
 from paceline.records.kinds import FaultRecord
+from paceline.records.store import Study
 from paceline.report.faults import FaultsResult
 from paceline.runtime.session import Task, open_session
 from paceline.training.settings import POLICIES
 from paceline.units import parse_size
-from paceline.verbs.jobs import Names, Place, list_names
+from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
 
 _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 
 def faults(
-    faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2, trials: int = 1,
-    patience: float = 30.0, restart: bool = False, on_fault: str = "stop", state: str | None = None,
-    device: str = "cpu", out: Place = None, progress: bool | None = None,
+    faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2,
+    trials: int | None = None, patience: float = 30.0, restart: bool = False, on_fault: Names = "stop",
+    state: str | None = None, device: str = "cpu", out: Place = None, resume: Place = None,
+    progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
     """Do faults to a small job in processes of its own, under each system in turns, and return what followed.
 
     `faults`: names, or "all". `systems`: "train" (`paceline train`), "script" (a script with Paceline's wrapper and
     monitor, under torchrun), "torch" (one with torch's wrapper and torch.save), "attached" (that with
-    PACELINE_MONITOR=1). `patience`: how many seconds to wait for a fault to be named. `restart`: restart each job
-    once from its newest checkpoint. `on_fault`: what `paceline train` does after it ("stop", "restart", "spare" or
-    "shrink"), and `state` the size of its model and optimizer, such as "100MB"; a small one by default. `device`:
-    "cpu" or "cuda".
+    PACELINE_MONITOR=1). `trials`: how often each is done; once by default. `patience`: how many seconds to wait for a
+    fault to be named; the noise of a healthy job lasts as long. `restart`: restart each job once from its newest
+    checkpoint. `on_fault`: what `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several in
+    turns, and `state` the size of its model and optimizer, such as "100MB"; a small one by default. `device`: "cpu" or
+    "cuda". `out`: save the run in a new folder there, trial by trial. `resume`: the folder of an interrupted run, which
+    has its own settings, but for the number of `trials`: other arguments must be left out.
     """
-    backends, named = list_names(backend), list_names(systems)
+    given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
+    check_counts(trials=trials)
+    if resume is None:
+        config = _build_config(**{name: value for name, value in given.items() if name != "out"}, trials=trials or 1)
+    else:
+        check_resume(given, _get_defaults())
+        config = Study.load(Path(resume), "faults").config
+    with open_session("faults", config, out=out, resume=resume, progress=progress, cells=True, here=True) as session:
+        session.is_timed = False
+        session.config |= {} if trials is None else {"trials": trials}
+        tasks = [] if session.is_finished else _list_tasks(session.config)
+        return cast("FaultsResult", finish(session, session.run(tasks, describe=_describe)))
+
+
+def _get_defaults() -> dict[str, Any]:
+    return {name: one.default for name, one in inspect.signature(faults).parameters.items()}
+
+
+def _build_config(
+    *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
+    on_fault: Names, state: str | None, device: str,
+) -> dict[str, Any]:  # fmt: skip
+    """What is done, with everything checked that can be refused before it is."""
+    named, policies = list_names(systems), list_names(on_fault)
     known = (*SYSTEMS, ATTACHED)
-    strange = [name for name in named if name not in known]
+    strange = [one for one in named if one not in known]
+    unknown = [one for one in policies if one not in POLICIES]
     refuse(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
-        (trials < 1 or ranks < 2, f"--trials {trials} --ranks {ranks}: at least 1 trial, on at least 2 ranks"),
+        (ranks < 2, f"--ranks {ranks}: at least 2"),
         (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
         (patience <= 0, f"--patience {patience:g}: above 0"),
-        (on_fault not in POLICIES, f"--on-fault {on_fault!r} is unknown: known are {', '.join(POLICIES)}"),
-        (restart and on_fault != "stop", f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
+        (unknown, f"--on-fault {', '.join(unknown)}: unknown; there are {', '.join(POLICIES)}"),
+        (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
     chosen, skipped = parse_faults(faults, device, ranks)
-    state_bytes = 0 if state is None else parse_size(state)
-    cells = [
-        (fault, system, one, ranks, trial, patience, restart and trial == 0, on_fault, state_bytes, device)
-        for trial in range(trials)
-        for fault in chosen
-        for one in backends
-        for system in named
-        if system in FAULTS[fault].systems and not (system in ("torch", ATTACHED) and one == "shm")
-    ]
-    tasks = [
-        Task(f"{fault}-{one}-{system}-{trial}", _measure, (fault, system, one, *rest), ranks=1)
-        for fault, system, one, *rest in cells
-        for trial in [rest[1]]
-    ]
-    config = {"faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks, "trials": trials}
-    config |= {"on_fault": on_fault, "state_bytes": state_bytes, "device": device, "skipped": skipped}
-    with open_session("faults", config, out=out, progress=progress, here=True) as session:
-        session.is_timed = False
-        records = session.run(tasks, describe=_describe)
-        result = FaultsResult(session.save(records), session.folder)
-        session.write(result)
-        return result
+    return {
+        "faults": chosen, "backends": list(list_names(backend)), "systems": list(named), "ranks": ranks,
+        "trials": trials, "patience_s": patience, "restart": restart, "on_fault": list(policies),
+        "state_bytes": 0 if state is None else parse_size(state), "device": device, "skipped": skipped,
+    }  # fmt: skip
+
+
+def _list_tasks(config: dict[str, Any]) -> list[Task]:
+    """All trials, in turns. Only `train` has a policy."""
+    tasks, policies = list[Task](), config["on_fault"]
+    turns = itertools.product(
+        range(config["trials"]), config["faults"], config["backends"], policies, config["systems"]
+    )
+    for trial, fault, backend, policy, system in turns:
+        has_backend = backend != "shm" or system not in ("torch", ATTACHED)
+        has_policy = system == "train" or policy == policies[0]
+        if system in FAULTS[fault].systems and has_backend and has_policy:
+            policy = policy if system == "train" else "stop"
+            rest = config["patience_s"], config["restart"] and trial == 0, policy, config["state_bytes"]
+            name = "-".join((fault, backend, system, *([policy] if policy != "stop" else []), str(trial)))
+            arguments = fault, system, backend, config["ranks"], trial, *rest, config["device"]
+            tasks.append(Task(name, _measure, arguments))
+    return tasks
 
 
 def _measure(*arguments: Any) -> list[FaultRecord]:
-    return [measure_fault(*arguments)]
+    try:
+        return [measure_fault(*arguments)]
+    except MeasurementError as error:
+        if error.code != "no-fault":
+            raise
+        return [build_failed(str(error), *arguments)]
 
 
 def _describe(records: Sequence[Any]) -> str:

@@ -106,6 +106,13 @@ def finish(
     return result
 
 
+def check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
+    """Refuse what a resumed study would ignore."""
+    asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
+    why = "with --resume: a study is resumed as it was started; leave it out"
+    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
+
+
 def open_job(
     verb: str, model: Any, step: Callable[[Any], Any] | None, ranks: Counts | None, job: dict[str, Any], out: Place,
     progress: bool | None,

@@ -30,7 +30,17 @@ from paceline.runtime.session import Session, Task, open_session
 from paceline.strategy import parse_strategies
 from paceline.training.recipes import NO_RECIPE, Recipe
 from paceline.training.settings import TrainSettings, check_job
-from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, finish, list_counts, list_names
+from paceline.verbs.jobs import (
+    Counts,
+    Names,
+    Place,
+    brings_data,
+    check_resume,
+    choose_world,
+    finish,
+    list_counts,
+    list_names,
+)
 from paceline.workloads.data import parse_data
 
 if TYPE_CHECKING:
@@ -334,7 +344,7 @@ def report(
     if resume is not None:
         is_none = not any((Path(resume) / name).is_dir() for name in STUDIES)
         refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
-        _check_resume({"out": out})
+        check_resume({"out": out})
         known = ", ".join(STUDIES)
         refuse((is_none, f"--resume {resume}: it holds none of {known}; give the folder of a report"), code="missing")
     parts: list[Result] = [load_result(path) for path in runs]
@@ -400,7 +410,7 @@ def _run_study(name: str, given: dict[str, Any]) -> Any:
     if resume is None:
         settings = _build(name, **given, **job)
     else:
-        _check_resume({"out": out, **given, **job}, _get_defaults(name))
+        check_resume({"out": out, **given, **job}, _get_defaults(name))
         saved = Study.load(Path(resume), verb).config
         settings, at_once = STUDIES[name][0].from_json(saved), at_once or saved.get("at_once")
     config = settings.to_json() | ({} if at_once is None else {"at_once": at_once})
@@ -415,13 +425,6 @@ def _finish(session: Session, name: str, settings: StudySettings, at_once: int =
     """A finished study has its records in its run: no rank is started."""
     session.is_timed = settings.is_timed
     return finish(session, [] if session.is_finished else STUDIES[name][2](session, settings, at_once))
-
-
-def _check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
-    """Refuse what a resumed study would ignore."""
-    asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
-    why = "with --resume: a study is resumed as it was started; leave it out"
-    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
 
 
 def _choose_schedule(job: dict[str, Any]) -> None:
