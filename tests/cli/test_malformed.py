@@ -34,7 +34,7 @@ ABSURD = {
     "--batch-size": 10**12, "--hidden": 10**9, "--samples": 10**12, "--context": 10**8, "--iters": 10**24,
     "--steps": 10**24, "--epochs": 10**24, "--accumulate": 10**15, "--warmup": 10**24, "--threads": 10**9,
     "--global-batch-size": 10**17, "--ranks": 10**9, "--workers": 10**12, "--seeds": 10**12, "--channels": 10**9,
-    "--evaluations": 10**18,
+    "--evaluations": 10**18, "--trials": 10**12,
 }  # fmt: skip
 PREDICTED = {(("predict",), "--ranks"), (("profile", "comm-table"), "--ranks")}  # which starts none of them
 NEEDS = {"--hidden": ("--model", "mlp"), "--context": ("--model", "gpt2-tiny"), "--warmup": ("--iters", "5")}

@@ -14,11 +14,13 @@ from paceline.measure.settings import check_counts
 from paceline.records.kinds import FaultRecord
 from paceline.records.store import Study
 from paceline.report.faults import FaultsResult
+from paceline.runtime.launch import check_rank_count
 from paceline.runtime.session import Task, open_session
 from paceline.training.settings import POLICIES
 from paceline.units import parse_size
 from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
 
+_MOST_TRIALS = 10_000
 _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 
@@ -41,6 +43,7 @@ def faults(
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
     check_counts(trials=trials)
+    refuse(((trials or 1) > _MOST_TRIALS, f"--trials {trials}: at most {_MOST_TRIALS}, which take weeks"))
     if resume is None:
         config = _build_config(**{name: value for name, value in given.items() if name != "out"}, trials=trials or 1)
     else:
@@ -74,11 +77,13 @@ def _build_config(
         (unknown, f"--on-fault {', '.join(unknown)}: unknown; there are {', '.join(POLICIES)}"),
         (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
+    state_bytes = 0 if state is None else parse_size(state)
+    check_rank_count(ranks, 2 * state_bytes)
     chosen, skipped = parse_faults(faults, device, ranks)
     return {
         "faults": chosen, "backends": list(list_names(backend)), "systems": list(named), "ranks": ranks,
         "trials": trials, "patience_s": patience, "restart": restart, "on_fault": list(policies),
-        "state_bytes": 0 if state is None else parse_size(state), "device": device, "skipped": skipped,
+        "state_bytes": state_bytes, "device": device, "skipped": skipped,
     }  # fmt: skip
 
 
