@@ -14,6 +14,7 @@ from paceline.measure.settings import check_counts
 from paceline.records.kinds import FaultRecord
 from paceline.records.store import Study
 from paceline.report.faults import FaultsResult
+from paceline.runtime.launch import check_rank_count
 from paceline.runtime.session import Task, open_session
 from paceline.training.settings import POLICIES
 from paceline.units import parse_size
@@ -62,11 +63,12 @@ def _build_config(
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
     """What is done, with everything checked that can be refused before it is."""
-    named, policies = list_names(systems), list_names(on_fault)
+    named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     strange = [one for one in named if one not in known]
     unknown = [one for one in policies if one not in POLICIES]
     refuse(
+        (not named or not policies or not backends, "--systems, --backend and --on-fault: each needs a name"),
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
         (ranks < 2, f"--ranks {ranks}: at least 2"),
         (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
@@ -74,9 +76,10 @@ def _build_config(
         (unknown, f"--on-fault {', '.join(unknown)}: unknown; there are {', '.join(POLICIES)}"),
         (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
+    check_rank_count(ranks)
     chosen, skipped = parse_faults(faults, device, ranks)
     return {
-        "faults": chosen, "backends": list(list_names(backend)), "systems": list(named), "ranks": ranks,
+        "faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks,
         "trials": trials, "patience_s": patience, "restart": restart, "on_fault": list(policies),
         "state_bytes": 0 if state is None else parse_size(state), "device": device, "skipped": skipped,
     }  # fmt: skip
