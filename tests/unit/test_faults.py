@@ -99,6 +99,12 @@ def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
         verb.faults(on_fault="spare,hope")
 
 
+@pytest.mark.parametrize("changes", [{"on_fault": " "}, {"systems": ""}, {"backend": ","}, {"ranks": 10**10}])
+def test_what_nobody_can_do_is_refused(changes):
+    with pytest.raises(ConfigError):
+        verb.faults(**changes)
+
+
 @pytest.mark.parametrize(("num_missing", "p95_s"), [(0, 1.9), (1, 2.0), (2, None)])
 def test_the_95th_percentile_is_that_of_all_trials(num_missing, p95_s):
     trials = [make_trial(trial=trial) for trial in range(num_missing, 20)]

@@ -65,11 +65,12 @@ def _build_config(
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
     """What is done, with everything checked that can be refused before it is."""
-    named, policies = list_names(systems), list_names(on_fault)
+    named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     strange = [one for one in named if one not in known]
     unknown = [one for one in policies if one not in POLICIES]
     refuse(
+        (not named or not policies or not backends, "--systems, --backend and --on-fault: each needs a name"),
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
         (ranks < 2, f"--ranks {ranks}: at least 2"),
         (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
@@ -81,7 +82,7 @@ def _build_config(
     check_rank_count(ranks, 2 * state_bytes)
     chosen, skipped = parse_faults(faults, device, ranks)
     return {
-        "faults": chosen, "backends": list(list_names(backend)), "systems": list(named), "ranks": ranks,
+        "faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks,
         "trials": trials, "patience_s": patience, "restart": restart, "on_fault": list(policies),
         "state_bytes": state_bytes, "device": device, "skipped": skipped,
     }  # fmt: skip
