@@ -15,7 +15,7 @@ import nbformat  # noqa: E402
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.ipynb"))
 # One in `make test`; all of them in `make test-all`.
-CASES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path != CHAPTERS[0])) for path in CHAPTERS]
+CASES = [pytest.param(path, id=path.stem) for path in CHAPTERS]
 
 
 def get_tags(cell: nbformat.NotebookNode) -> set[str]:
@@ -40,6 +40,7 @@ def fill_in(notebook: nbformat.NotebookNode) -> int:
     return len(answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CASES)
 def test_a_chapter_runs_and_its_answers_are_right(path, tmp_path, monkeypatch):
     for name, value in (("JUPYTER_RUNTIME_DIR", tmp_path), ("IPYTHONDIR", tmp_path), ("PYTHONPATH", ROOT / "src")):
