@@ -97,13 +97,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--hidden", type=int)
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--rate", help="of a link between two hosts, such as 1gbit; then the backend is gloo")
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     settings = TrainSettings(
         model=asked.model, ranks=asked.ranks, backend="gloo" if asked.rate else asked.backend,
-        batch_size=asked.batch_size, samples=64, threads=1,
+        batch_size=asked.batch_size, samples=64, threads=1, hidden=asked.hidden,
     )  # fmt: skip
     if asked.is_rank:
         torch.set_num_threads(1)
