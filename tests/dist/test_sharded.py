@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -112,6 +113,19 @@ def clip_ours(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None
     optimizer.step()
 
 
+def clip_torch(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def list_warnings(rank: int, update: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        follow(rank, "sgd", "zero1", update, **options)
+    return [str(warning.message) for warning in found if "zero1" in str(warning.message)]
+
+
 def compare_on_shm() -> dict[str, bool]:
     found = {}
     with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=20) as world:
@@ -131,6 +145,7 @@ def compare_on_shm() -> dict[str, bool]:
             found[kind] = is_same(plain, sharded, rtol=1e-5, atol=1e-6)
         plain, sharded = (follow(rank, "sgd", strategy, clip_ours) for strategy in (None, "zero1"))
         found["clip"] = is_same(plain, sharded, rtol=1e-5, atol=1e-7)
+        found["torch's clip"] = list_warnings(rank, clip_torch) == []  # here every rank has all averages
         found["clip does something"] = not torch.equal(plain[0][-1], follow(rank, "sgd", None)[0][-1])
     return found
 
@@ -155,8 +170,15 @@ def compare_on_gloo() -> tuple[dict[str, bool], Any]:
                 found[f"{kind} {options}"] = is_same(plain, sharded, **close)
             found[f"{kind} bf16"] = is_same(follow(rank, kind, "bf16"), follow(rank, kind, "zero1+bf16"))
         found["lamb"] = is_same(follow(rank, "lamb", None), follow(rank, "lamb", "zero1"), rtol=1e-5, atol=1e-6)
-        plain, clipped = (follow(rank, "sgd", strategy, clip_ours) for strategy in (None, "zero1"))
+        plain = follow(rank, "sgd", None, clip_ours)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            clipped = follow(rank, "sgd", "zero1", clip_ours)
         found["clip"] = is_same(plain, clipped, rtol=1e-5, atol=1e-6)
+        warned = list_warnings(rank, clip_torch, bucket_cap_mb=4e-3)  # once, not in each step
+        found["torch's clip"] = [f"rank {rank}" in text and "model.clip_grad_norm_()" in text for text in warned] == [
+            True
+        ]
         found |= look_after_a_step(rank)
         return found, sharded[0][-1]
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +17,21 @@ import paceline
 from paceline import DDP
 from paceline.parallel import codecs
 from paceline.parallel.codecs import build_codec, run_together
+from paceline.records.training import load_metrics
 from paceline.strategy import Strategy
+from paceline.training import loop
+from paceline.training.settings import TrainSettings
+from tests.dist.test_training_resume import SMALL, STEPS, copy_until
 from tests.dist.wrapped import check_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 WORLDS = [("nccl", 1), ("gloo", 2)]
 LOSSY = ("int8", "int4", "topk:0.1", "powersgd:2")
+STRATEGIES = (
+    "dense", "bf16", *LOSSY, "topk:0.05,dgc,warmup=4", "localsgd:4", "localsgd:4,after=3", "slowmo:4+bf16", "diloco:4",
+    "diloco:4+int8", "diloco:4,fragments=2,delay=3+int8", "zero1", "zero1+bf16",
+)  # fmt: skip
 
 
 def build(device: torch.device) -> nn.Module:
@@ -136,3 +148,38 @@ def test_bf16_takes_no_memory_besides_its_message(dtype):
     assert torch.equal(flat, wanted)
     message = 2 * flat.numel() if dtype == torch.float32 else 0
     assert peak - before <= message + 4096
+
+
+def train_and_resume(settings: TrainSettings, folder: Path, resume: bool) -> int:
+    return loop.train(settings, folder, resume).step
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+@pytest.mark.parametrize(("backend", "num_ranks"), WORLDS)
+def test_every_strategy_trains_and_resumes_in_mid_round(on_ranks, tmp_path, backend, num_ranks, text):
+    changes = {
+        "ranks": num_ranks,
+        "backend": backend,
+        "device": "cuda",
+        "strategy": text,
+        "batch_size": 12 // num_ranks,
+    }
+    settings, whole = TrainSettings(**(SMALL | changes)), tmp_path / "whole"
+    whole.mkdir()
+    assert on_ranks(num_ranks, train_and_resume, settings, whole, False) == [STEPS] * num_ranks
+    folder = copy_until(6, whole, tmp_path / "broken")
+    assert on_ranks(num_ranks, train_and_resume, settings, folder, True) == [STEPS] * num_ranks
+    rows, others = ([row["loss"] for row in load_metrics(path / "metrics.jsonl")] for path in (whole, folder))
+    assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # sums of a GPU have no fixed order
+
+
+@pytest.mark.parametrize(("backend", "num_ranks"), WORLDS)
+def test_the_command_trains_with_a_schedule_and_a_codec(tmp_path, backend, num_ranks):
+    command = [
+        *(sys.executable, "-m", "paceline", "train", "--model", "mlp", "--samples", "64", "--batch-size", "8"),
+        *("--steps", "6", "--device", "cuda", "--backend", backend, "--ranks", str(num_ranks)),
+        *("--strategy", "diloco:3+int8", "--out", str(tmp_path), "--json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["settings"]["strategy"] == "diloco:3+int8"

@@ -254,6 +254,22 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
     assert drawn == found
 
 
+@pytest.mark.parametrize("text", ["zero1", "zero1+bf16"])
+def test_a_sharded_update_costs_its_copies_of_gradients_and_of_parameters(text):
+    known = [*CODECS, codec("zero1", 2, 1, 0.002, 0.003, 0.004), codec("dense", 2, 1, 0.005, 0.006)]
+    found = fit_sending(parse(text), 2, known)
+    assert found is not None and found.parts == ((0.0, pytest.approx(2e-6)), (0.0, pytest.approx(3e-6)))
+    assert found.round_s_per_byte == pytest.approx(4e-6) and find_codec(known, parse("bf16")) == "bf16"
+    assert find_codec([*CODECS, known[-1]], parse("zero1")) == ""  # a profile from before it was measured
+    # Nothing hides what is copied behind the last message, and in the forward that waits for parameters.
+    job = make_job([1000], [0.010], 0.010)
+    free = replace(found, parts=(), round_s_per_byte=0.0)
+    steps = [simulate(job, [1], replace(costs(text), sending=sending)).step_s for sending in (found, free)]
+    assert steps[0] - steps[1] == pytest.approx(0.002 + 0.003 + 0.004)
+    assert "what it copies is free" in describe_strategies(job, [parse(text)], CODECS)[-1]
+    assert "what it copies is free" not in describe_strategies(job, [parse(text)], known)[-1]
+
+
 def test_a_round_costs_what_its_schedule_computes_besides_the_codec():
     known = [*CODECS, codec("dense", 2, 1, 0.001, 0.002), codec("dense", 2, 5, 0.001, 0.003)]
     known += [codec("localsgd:1", 2, 1, 0.004, 0.003), codec("diloco:1", 2, 1, 0.004, 0.009)]

@@ -166,7 +166,7 @@ OPTIONS = {
     "strategy": Option(JOB, "bf16, int8, int4, topk:0.01, powersgd:4, diloco:100+int8, zero1, ...", "dense"),
     "strategy:several": Option(JOB, "Compare strategies: all, or some: bf16,powersgd:4,diloco:100+int8"),
     "ranks:study": Option(JOB, "Number of ranks, instead of --workers. Default: none.", read=read_one),
-    "strategies": Option(JOB, "bf16,int8,topk:0.01,powersgd:4,... dense and bf16 are always there."),
+    "strategies": Option(JOB, "all, or some: int8,topk:0.01,... dense and bf16 are always there."),
     "workers:study": Option(JOB, "Replicas in one process that exchange as ranks would. Default: 4.", int),
     "target": Option(MEASUREMENT, "A test accuracy (0 to 1), or loss: when does each strategy reach it?", float),
     "workers": Option(JOB, "Replicas in one process that exchange as ranks would, to study accuracy.", 1),

@@ -13,11 +13,13 @@ from torch.autograd.graph import get_gradient_edge
 from paceline.measure.engine import agree_on_max, synchronize
 from paceline.measure.steps import Replica, StepBench
 from paceline.parallel.codecs import GATHER, Exchange, build_codec
+from paceline.parallel.levels import SCATTER
 from paceline.parallel.outer import Outer
+from paceline.parallel.sharding import join, scatter
 from paceline.predict.simulate import LARGE_BYTES
 from paceline.predict.strategies import MEASURED
 from paceline.records import CodecRecord, Samples
-from paceline.strategy import Strategy
+from paceline.strategy import Strategy, count_each
 from paceline.training.step import NoPhases
 from paceline.units import MIB
 
@@ -58,8 +60,8 @@ def measure_codecs(
     bench: StepBench | None = None,
 ) -> list[CodecRecord]:  # fmt: skip
     """Each codec for all gradients in one bucket and in a bucket each; and in one on more ranks. Where one bucket is
-    large, also in several that are not. Of a schedule, a round of parameters as large as the gradients. All take turns.
-    With the bench of a job, on all its ranks at the same time: every rank must call this."""
+    large, also in several that are not. Of a schedule, a round of as many parameters; of a sharded update, them too.
+    All take turns. With the bench of a job, on all its ranks at the same time: every rank must call this."""
     grads = grads if bench is None else _choose_common(grads, bench)
     if not grads:
         return []
@@ -134,7 +136,10 @@ def _time(
             dist.barrier(group=bench.meeting)
         for number, bucket in enumerate(buckets):
             names, grads = [name for name, _ in bucket], [grad.clone() for _, grad in bucket]
-            exchange = _end_round(outers[number]) if outers else codec.average(names, grads, step)
+            if strategy.is_sharded:
+                exchange = _update(torch.cat([grad.reshape(-1) for grad in grads]), world_size)
+            else:
+                exchange = _end_round(outers[number]) if outers else codec.average(names, grads, step)
             for place, part_s in enumerate(_run(exchange, world_size, wait)):
                 parts += [0.0] * (place == len(parts))
                 parts[place] += part_s
@@ -145,6 +150,16 @@ def _end_round(outer: Outer) -> Exchange:
     outer.begin_round()
     outer.count()
     yield from outer.advance([1.0] * len(outer.names))
+
+
+def _update(vector: torch.Tensor, world_size: int) -> Exchange:
+    """What a sharded update does with a bucket of gradients, and then with as many parameters."""
+    yield from scatter(vector, 0, world_size, sums=vector.is_cuda)
+    each = count_each(vector.numel(), vector.element_size(), world_size)
+    rows = yield GATHER, join([vector[:each]], vector, each)
+    for rank in range(1, world_size):
+        piece = vector[rank * each : (rank + 1) * each]
+        piece.copy_(rows[rank, : piece.numel()])
 
 
 @torch.no_grad()
@@ -164,3 +179,4 @@ def _run(exchange: Exchange, world_size: int, wait: Callable[[], None]) -> list[
             return parts
         kind, tensor = message
         value = torch.stack([tensor] * world_size) if kind == GATHER else tensor.clone()
+        value = value[0] if kind == SCATTER else value

@@ -12,6 +12,7 @@ or take its norms from `compute_norms`, as LARS and LAMB do.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
@@ -81,6 +81,44 @@ def _flatten(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return alias(tensor.detach()).as_strided((tensor.numel(),), (1,))
 
 
+def scatter(
+    buffer: torch.Tensor, rank: int, world_size: int, rounds: bool = False, sums: bool = False, is_whole: bool = False
+) -> Exchange:
+    """Average a vector: this rank gets its piece, or `is_whole` all of it. `rounds`: to bfloat16. `sums`: the backend
+    adds up; if not, ranks do, in their order."""
+    n, each = world_size, count_each(buffer.numel(), buffer.element_size(), world_size)
+    flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    each *= flat.numel() // max(1, buffer.numel())
+    sent = flat.new_empty(n * each, dtype=torch.bfloat16 if rounds else flat.dtype)
+    torch.mul(flat, 1 / n, out=sent[: flat.numel()])
+    sent[flat.numel() :].zero_()
+    parts = sent.view(n, each)
+    if sums:
+        total = yield SCATTER, parts
+    else:
+        received = yield SWAP, parts
+        total = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
+        for row in received[1:]:
+            total = total + row
+        total = total.to(parts.dtype)
+    if is_whole:
+        gathered = yield GATHER, total
+        flat.copy_(gathered.view(-1)[: flat.numel()])
+    else:
+        mine = flat[rank * each : (rank + 1) * each]
+        mine.copy_(total[: mine.numel()])
+
+
+def join(pieces: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> torch.Tensor:
+    """Vectors one after the other, in a new one of this size, as all ranks send."""
+    given, at = like.detach().new_empty(size), 0
+    for piece in pieces:
+        given[at : at + piece.numel()] = piece
+        at += piece.numel()
+    given[at:].zero_()
+    return given
+
+
 class Placement:
     """Which elements each rank updates, where the parameters are, and the messages that this needs."""
 
@@ -97,6 +135,8 @@ class Placement:
         self._called: set[nn.Module] = set()  # blocks that forward has called while it was recorded
         self._needs: dict[nn.Module, set[int]] = {}  # of modules: the buckets to wait for
         self.is_reduced = False  # the gradients since `zero_grad` are averages, in this rank's pieces
+        self._mark: torch.Tensor | None = None  # an element of a gradient that is no average here
+        self._has_warned = False
         self.sync: Callable[[], Any] = lambda: None  # the step logic, to ask whether gradients wait to be averaged
 
     def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
@@ -133,6 +173,7 @@ class Placement:
         """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
         self.flat, self.plan, self.is_planned = flat, plan, is_planned
         self._needs.clear()
+        self._mark = None
         if is_planned and self.optimizer is not None:
             self.optimizer.cut(self.cut())
 
@@ -146,6 +187,31 @@ class Placement:
         self.is_reduced = True
         if self.optimizer is not None:
             self.optimizer.attach()
+        if (mark := self._find_mark()) is not None:
+            mark.fill_(1)
+
+    def _find_mark(self) -> torch.Tensor | None:
+        """Where this rank has averages in its pieces alone, the first element of another's. Its value is of no use, so
+        that it can show whether someone scaled whole gradients."""
+        channel = self.channel
+        if self._mark is None and self.is_planned and self.needs_hook and channel.device.type == "cpu":
+            others = (cut_plan(self.flat, self.plan, rank, channel.world_size) for rank in range(channel.world_size))
+            found = (part for rank, cut in enumerate(others) if rank != channel.rank for parts in cut for part in parts)
+            if (part := next((part for part in found if part.start < part.end), None)) is not None:
+                view = self.flat.views[part.param]
+                self._mark = alias(view.as_strided((1,), (1,), view.storage_offset() + part.start))
+        return self._mark
+
+    def check_mark(self) -> None:
+        """Warn once of gradients that were scaled as a whole since backward: torch's clipping takes the norm of what is
+        in memory here, which is another on each rank."""
+        if self._mark is None or not self.is_reduced or self._has_warned:
+            return
+        if (factor := self._mark.item()) not in (0, 1):
+            self._has_warned = True
+            text = f"rank {self.channel.rank} multiplied gradients by {factor:.3g} since backward, and a rank has"
+            advice = "clip with model.clip_grad_norm_(); a factor that is the same on all ranks is no mistake"
+            warnings.warn(f"zero1: {text} averages of its own pieces alone: {advice}", stacklevel=4)
 
     def find_misuse(self) -> ConfigError | None:
         """Gradients of which a rank may have averages in its pieces alone cannot be added to, unless they are zeros. In
@@ -170,27 +236,9 @@ class Placement:
         return future
 
     def _scatter(self, buffer: torch.Tensor, is_whole: bool) -> Exchange:
-        channel = self.channel
-        n, each = channel.world_size, count_each(buffer.numel(), buffer.element_size(), channel.world_size)
-        flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-        each *= flat.numel() // max(1, buffer.numel())
-        rounds = self.strategy.codec == "bf16" and flat.dtype == torch.float32
-        parts = functional.pad(flat, (0, n * each - flat.numel())).mul_(1 / n).view(n, each)
-        parts = parts.bfloat16() if rounds else parts
-        if channel.shares_memory or (channel.is_nccl and not rounds):  # NCCL rounds at every hop
-            total = yield SCATTER, parts
-        else:
-            received = yield SWAP, parts
-            total = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
-            for row in received[1:]:  # in the order of ranks, on every backend
-                total = total + row
-            total = total.to(parts.dtype)
-        if is_whole:
-            gathered = yield GATHER, total
-            flat.copy_(gathered.view(-1)[: flat.numel()])
-        else:
-            mine = flat[channel.rank * each : (channel.rank + 1) * each]
-            mine.copy_(total[: mine.numel()])
+        channel, rounds = self.channel, self.strategy.codec == "bf16" and buffer.dtype == torch.float32
+        sums = channel.shares_memory or (channel.is_nccl and not rounds)  # NCCL rounds at every hop
+        return scatter(buffer, channel.rank, channel.world_size, rounds, sums, is_whole)
 
     def gather_words(self, words: torch.Tensor) -> torch.Tensor:
         """A row of float64 of each rank. Collective: every rank must call this."""
@@ -311,10 +359,7 @@ class Placement:
             return
         params, rank, n = self.replica.params, self.channel.rank, self.channel.world_size
         first = params[next(part.param for parts in by_rank for part in parts)]
-        given = first.detach().new_zeros(most)
-        if mine := [self.piece(params[part.param], part) for part in by_rank[rank]]:
-            together = torch.cat(mine)
-            given[: together.numel()] = together
+        given = join([self.piece(params[part.param], part) for part in by_rank[rank]], first, most)
         self._gathers[number] = start_message(GATHER, given, self.channel.group, n)
         self.exchanges.count(GATHER, given.nbytes, n)
 
@@ -503,6 +548,7 @@ class ShardedOptimizer(Optimizer):
         if not placement.is_planned or getattr(placement.sync(), "is_pending", False):
             text = "the gradients are not averaged: step() must follow a backward that is synchronised"
             raise ConfigError(f"zero1: {text}", code="strategy")
+        placement.check_mark()
         self._num_steps, self._num_asked, self._whole = self._num_steps + 1, 0, None
         with torch.no_grad():
             placement.begin_step(self.members, list(self._parts.values()))

@@ -126,7 +126,8 @@ class Sending:
     each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
     share memory, so that a sharded update needs no gathering. `large_factor`: how many times as much a codec costs for
     a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host` ranks share the link of
-    their host. `round_s_per_byte`: what a round of a schedule computes besides, for each byte of parameters."""
+    their host. `round_s_per_byte`: what a round of a schedule, or a sharded update, computes besides, for each
+    byte of parameters."""
 
     strategy: Strategy
     world_size: int
@@ -330,6 +331,7 @@ def _estimate_gathering(job: Job, layout: Layout, costs: MachineCosts, sending: 
         (*_, message) = sending.strategy.traffic([Gradient("", num_bytes, 1)], sending.world_size)
         arrived_s += costs.curve.estimate_s(message.as_all_reduce(sending.world_size))
         passed_s = max(passed_s, arrived_s) + job.before_s * num_bytes / max(1, sum(layout.num_bytes))
+        passed_s += sending.round_s_per_byte * num_bytes
     return passed_s - job.before_s
 
 

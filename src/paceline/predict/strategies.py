@@ -23,7 +23,7 @@ ALL = (
 )  # fmt: skip
 EVERY = ("all",)
 # What a profile measures; another amount of a codec is taken to cost as much.
-MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1")
+MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
 # What a codec may take in a step, as a multiple of what it takes alone.
 _FACTORS, _HALVINGS = (0.5, 5.0), 12
@@ -35,7 +35,7 @@ def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
     """`all`, or some. Those to compare with come first: dense all-reduce, and bfloat16."""
     texts = given.strip(" ,;") if isinstance(given, str) else given
     if not texts:
-        raise ConfigError("--strategy names none: give all, or some such as bf16,powersgd:4", code="strategy")
+        raise ConfigError("no strategy is named: give all, or some such as bf16,powersgd:4", code="strategy")
     return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts in ("all", EVERY) else texts))))
 
 
@@ -64,9 +64,12 @@ def choose_fastest(steps_s: Mapping[str, float]) -> str:
 def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
     """The measured strategy whose codec stands for this one's: the same, or with the nearest amount; empty for none."""
     parsed = [Strategy.parse(record.strategy) for record in records]
-    alike = [one for one in parsed if one.codec == strategy.codec and not one.outer]
+    alike = [one for one in parsed if one.is_sharded] if strategy.is_sharded else []  # whatever it sends
+    alike = alike or [one for one in parsed if one.codec == strategy.codec and not (one.outer or one.is_sharded)]
     found = min(alike, key=lambda one: abs(math.log((one.amount or 1) / (strategy.amount or 1))), default=None)
-    return "" if found is None or (strategy.codec == "dense" and not strategy.outer) else found.text
+    if found is None or (strategy.codec == "dense" and not (strategy.outer or found.is_sharded)):
+        return ""
+    return found.text
 
 
 def fit_sending(
@@ -121,7 +124,9 @@ def fit_sending(
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = tuple(zip(fixed, rates, strict=True))
     round_s = _fit_round(strategy, records, resample)
-    sending = Sending(strategy, world_size, parts, is_in_place, large_factor, ranks_per_host)
+    if name and Strategy.parse(name).is_sharded:  # the last part is that of parameters
+        *parts, (_, round_s) = parts
+    sending = Sending(strategy, world_size, tuple(parts), is_in_place, large_factor, ranks_per_host)
     return replace(sending.scale(factor), round_s_per_byte=round_s)
 
 
@@ -175,7 +180,9 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
         lines.append("+hosts: the ranks of a host share its link, and what they copy for their parts is free")
     if any(one.is_sharded for one in strategies):
         gathers = "parameters are gathered behind the next forward, on one host with shared memory not at all"
-        lines.append(f"zero1: the optimizer takes 1/n of its time; {gathers}")
+        is_known = any(Strategy.parse(record.strategy).is_sharded for record in records)
+        copies = "" if is_known else "; what it copies is free: profile the layers again to measure it"
+        lines.append(f"zero1: the optimizer takes 1/n of its time; {gathers}{copies}")
     return lines
 
 

@@ -23,11 +23,11 @@ from paceline.measure.settings import (
     check_counts,
 )
 from paceline.predict.networks import find_links
+from paceline.predict.strategies import EVERY, list_strategies
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
-from paceline.strategy import parse_strategies
 from paceline.training.recipes import NO_RECIPE, Recipe
 from paceline.training.settings import TrainSettings, check_job
 from paceline.verbs.jobs import (
@@ -279,7 +279,7 @@ def strategies(
 
     Args:
         model: By default a small cnn, on synthetic images under so much noise that no strategy gets all of them right.
-        strategies: Such as "bf16,int8,powersgd:4". float32 (`dense`) and `bf16` are always there, to compare with.
+        strategies: "all", or such as "int8,powersgd:4". float32 (`dense`) and `bf16` are always there, to compare with.
         workers: Replicas in one process that exchange as ranks would, 4 by default.
         ranks: Run the job on ranks instead; then its times count.
         epochs: 6 by default, unless `steps` are given.
@@ -308,11 +308,12 @@ def _build_strategies(
     train = TrainSettings(
         model=model or "cnn", ranks=count, workers=(4 if ranks is None else 1) if workers is None else workers, **job
     )
-    names = parse_strategies(_STRATEGIES if strategies is None else strategies)
-    texts = dict.fromkeys(("dense", "bf16", *(strategy.text for strategy in names)))
+    names = list_strategies(_STRATEGIES if strategies is None else strategies)
+    if strategies in ("all", EVERY):  # of those that this job can have
+        names = tuple(strategy for strategy in names if train.workers == 1 or not strategy.is_sharded)
     return StrategiesSettings(
-        job=train, strategies=tuple(texts), seeds=tuple(train.seed + number for number in range(seeds)),
-        evaluations=evaluations, target=target,
+        job=train, strategies=tuple(strategy.text for strategy in names), evaluations=evaluations, target=target,
+        seeds=tuple(train.seed + number for number in range(seeds)),
     )  # fmt: skip
 
 
