@@ -178,8 +178,9 @@ def test_the_command_trains_with_a_schedule_and_a_codec(tmp_path, backend, num_r
     command = [
         *(sys.executable, "-m", "paceline", "train", "--model", "mlp", "--samples", "64", "--batch-size", "8"),
         *("--steps", "6", "--device", "cuda", "--backend", backend, "--ranks", str(num_ranks)),
-        *("--strategy", "diloco:3+int8", "--out", str(tmp_path), "--json"),
+        *("--strategy", "diloco:3+int8", "--out", str(tmp_path)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["settings"]["strategy"] == "diloco:3+int8"
+    (config,) = tmp_path.glob("*/config.json")
+    assert json.loads(config.read_text())["settings"]["strategy"] == "diloco:3+int8"

@@ -122,10 +122,10 @@ def fit_sending(
     if large:
         here_s, there_s = (sum(resample.median(part) for part in record.parts) for record in (one, large[0]))
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
-    parts = tuple(zip(fixed, rates, strict=True))
+    parts = list(zip(fixed, rates, strict=True))
     round_s = _fit_round(strategy, records, resample)
     if name and Strategy.parse(name).is_sharded:  # the last part is that of parameters
-        *parts, (_, round_s) = parts
+        _, round_s = parts.pop()
     sending = Sending(strategy, world_size, tuple(parts), is_in_place, large_factor, ranks_per_host)
     return replace(sending.scale(factor), round_s_per_byte=round_s)
 
