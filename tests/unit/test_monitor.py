@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from paceline.runtime.monitor import (
     describe_end,
     describe_frames,
     find_frames,
+    is_importing,
     why_not,
 )
 from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
@@ -226,6 +228,31 @@ def test_marks_without_a_monitor_do_nothing():
     with pulse.slow("evaluate"):
         assert pulse.waits(lambda value: value)(4) == 4
     assert not pulse.is_open()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_a_compilation_that_began_before_anyone_looked_is_a_pause(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the import sets it
+    callback = importlib.import_module("torch._dynamo.callback")
+    with Monitor([0], 1) as monitor:
+        pulse.open_page(*monitor.find_pages(0))
+        try:
+            pulse._rank._sees_compiler = True  # here nobody looks but this test
+            pulse.enter(FORWARD)
+            with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
+                assert "in forward" in monitor.describe(0)
+                pulse._rank._watch_compiler(callback)
+                assert "in 'torch.compile'" in monitor.describe(0)
+            assert "in forward" in monitor.describe(0)
+        finally:
+            pulse.close_page()
+
+
+def test_an_import_in_a_step_is_no_hang_and_a_step_in_an_import_may_be():
+    wait, module = 'File "/x/hang.py", line 3 in wait', 'File "/x/torch/nn/modules/module.py", line 9 in _call_impl'
+    loading = 'File "<frozen importlib._bootstrap>", line 1176 in _find_and_load'
+    for frames, wanted in (((wait, loading, module), True), ((wait, module, loading), False), ((wait, module), False)):
+        assert is_importing("Thread 0x1 (most recent call first):\n  " + "\n  ".join(frames)) == wanted
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")

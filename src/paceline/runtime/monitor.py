@@ -373,6 +373,16 @@ def is_in_collective(stack: str) -> bool:
     return any("torch/distributed/" in file or file.endswith("channel.py") for file, _, _ in find_frames(stack)[:6])
 
 
+def is_importing(stack: str) -> bool:
+    """Whether the main thread imports a module in the middle of a step: that takes as long as the disk does."""
+    for file, _, _ in find_frames(stack):
+        if file.endswith("torch/nn/modules/module.py"):
+            return False
+        if file.startswith("<frozen importlib"):
+            return True
+    return False
+
+
 def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
     """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was, whether the
     kernel has killed a process because memory ran out, and what a crash left as its stack."""
@@ -404,6 +414,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._processes = {rank: _Process() for rank in ranks}
         self._judge = Judge(has_others=len(ranks) < world_size)
         self._asked_s, self._left_s, self._num_oom_kills = 0.0, math.inf, count_oom_kills()
+        self._imports = False  # what was last taken for a hang was an import
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
@@ -518,12 +529,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             places = {other: describe_frames(stack, 2) for other, stack in stacks.items()}
             text = "; ".join(f"rank {other} is at {place}" for other, place in places.items() if place)
             return Verdict(kind, None, "all ranks wait for each other", self.describe_waiting(None), since_s, text)
-        if not is_certain and time.monotonic() - self._asked_s < 2.0:
+        if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
         self._asked_s = time.monotonic()
         where, waiting = self.describe(rank), self.describe_waiting(rank)  # a signal may wake it
         stack = self._processes[rank].read_stack()
-        if not is_certain and not is_in_collective(stack):
+        self._imports = kind in ("blocked", "loop") and since_s < _SLOW_S and is_importing(stack)
+        if self._imports or (not is_certain and not is_in_collective(stack)):
             return None
         what = {
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",

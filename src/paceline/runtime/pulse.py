@@ -227,6 +227,11 @@ class _Rank:
 
         handler.register_start_callback(begin)
         handler.register_end_callback(end)
+        # The first compilation follows the import at once, and may have begun before this thread looked.
+        count = f"_{type(handler).__name__}__pending_callbacks_counter"
+        with getattr(handler, f"{count}_lock", contextlib.nullcontext()):
+            if getattr(handler, count, 0):
+                begin()
         self._undo.callback(handler.remove_start_callback, begin)
         self._undo.callback(handler.remove_end_callback, end)
 
