@@ -334,6 +334,13 @@ def test_where_another_one_is_fastest():
     assert choose_fastest({"dense": 1.011, "bf16": 1.005, "int8": 1.0}) == "bf16"
 
 
+def test_all_strategies_are_those_that_a_job_can_have():
+    for given in ("all", ("all",), ["all"]):
+        assert [one.text for one in list_strategies(given)] == ["dense", *ALL]
+        assert [one.text for one in list_strategies(given, can_shard=False)] == ["dense", *ALL[:-2]]
+    assert list_strategies("zero1", can_shard=False)[-1].is_sharded  # what is named is refused, not left out
+
+
 def test_what_is_assumed_is_said():
     job = make_job([4000], [0.0], 0.0)
     unknown = describe_strategies(job, list_strategies("powersgd:4"), [])

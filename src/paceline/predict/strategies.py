@@ -31,12 +31,16 @@ _FACTORS, _HALVINGS = (0.5, 5.0), 12
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
 
 
-def list_strategies(given: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """`all`, or some. Those to compare with come first: dense all-reduce, and bfloat16."""
-    texts = given.strip(" ,;") if isinstance(given, str) else given
+def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple[Strategy, ...]:
+    """`all`, or some. Those to compare with come first: dense all-reduce, and bfloat16. Without `can_shard`, `all` are
+    those that keep the optimizer whole."""
+    texts = given.strip(" ,;") if isinstance(given, str) else tuple(given)
     if not texts:
         raise ConfigError("no strategy is named: give all, or some such as bf16,powersgd:4", code="strategy")
-    return tuple(dict.fromkeys((DENSE, BF16, *parse_strategies(ALL if texts in ("all", EVERY) else texts))))
+    named = parse_strategies(ALL if texts in ("all", EVERY) else texts)
+    if texts in ("all", EVERY) and not can_shard:
+        named = tuple(strategy for strategy in named if not strategy.is_sharded)
+    return tuple(dict.fromkeys((DENSE, BF16, *named)))
 
 
 # From the one that changes least to the one that changes most.

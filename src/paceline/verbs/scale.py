@@ -23,7 +23,7 @@ from paceline.measure.settings import (
     check_counts,
 )
 from paceline.predict.networks import find_links
-from paceline.predict.strategies import EVERY, list_strategies
+from paceline.predict.strategies import list_strategies
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
@@ -308,9 +308,7 @@ def _build_strategies(
     train = TrainSettings(
         model=model or "cnn", ranks=count, workers=(4 if ranks is None else 1) if workers is None else workers, **job
     )
-    names = list_strategies(_STRATEGIES if strategies is None else strategies)
-    if strategies in ("all", EVERY):  # of those that this job can have
-        names = tuple(strategy for strategy in names if train.workers == 1 or not strategy.is_sharded)
+    names = list_strategies(_STRATEGIES if strategies is None else strategies, can_shard=train.workers == 1)
     return StrategiesSettings(
         job=train, strategies=tuple(strategy.text for strategy in names), evaluations=evaluations, target=target,
         seeds=tuple(train.seed + number for number in range(seeds)),
