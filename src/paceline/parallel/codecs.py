@@ -439,6 +439,8 @@ class PowerSGD(Codec):
         """The factor of the step before, or a random one that is the same on all ranks, from a generator of its own."""
         known = self._common.get(name)
         if known is not None and known.shape == (rank, matrix.size(1)):
+            if known.device != matrix.device:  # loaded from a file
+                known = self._common[name] = known.to(matrix.device)
             return known.to(matrix)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         first = torch.randn(rank, matrix.size(1), generator=torch.Generator().manual_seed(seed)).to(matrix)

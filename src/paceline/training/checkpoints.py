@@ -27,6 +27,7 @@ from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
+from paceline.training.optimizers import match_strides
 from paceline.training.own import OwnState
 from paceline.training.settings import AUTO, FIRST_SAVE_S, HOST_MTBF_S, TrainSettings, parse_save_every
 from paceline.training.step import list_models
@@ -174,6 +175,8 @@ class RunFiles:
             learner.workers.load(state["workers"])
         parts = (learner.optimizer.parts or {}).values() if isinstance(learner.optimizer, OwnState) else ()
         optimizers = [part for part in (learner.optimizer, *parts) if isinstance(part, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            match_strides(optimizer)
         for number, model in enumerate(list_models(learner.model)):
             load = find_strategy(model)[1]
             load([states[number] for states in state.get("strategy", ())], *optimizers)

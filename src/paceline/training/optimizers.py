@@ -183,6 +183,15 @@ class LAMB(_LayerwiseOptimizer):
         torch._foreach_add_(params, moves, alpha=-group["lr"])
 
 
+def match_strides(optimizer: Optimizer) -> None:
+    """Give what an optimizer keeps of each parameter the order in memory of that parameter: files have the usual one,
+    and with `channels_last` fused optimizers refuse it."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                state[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
 def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups for an optimizer: matrices and filters with decay and trust ratios, biases and norms with neither.
 

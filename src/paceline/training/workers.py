@@ -20,6 +20,7 @@ from paceline.parallel.codecs import Codec, Exchange, build_codec, run_together
 from paceline.parallel.outer import Outer
 from paceline.strategy import DENSE, Strategy
 from paceline.training.loader import LoadedBatch
+from paceline.training.optimizers import match_strides
 from paceline.training.step import Learner, Phases, StepOutcome, compute_gradients
 
 BuildCodec = Callable[[Strategy, int, int], Codec]
@@ -113,6 +114,7 @@ class Workers:
         for learner, found in zip(self.learners[1:], state["others"], strict=True):
             learner.module.load_state_dict(found["model"])
             learner.optimizer.load_state_dict(found["optimizer"])
+            match_strides(learner.optimizer)
         for number, found in enumerate(state["memory"]):
             if self._outers:
                 self._outers[number].load(found, found["rank"])
