@@ -231,21 +231,33 @@ def test_marks_without_a_monitor_do_nothing():
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_a_compilation_that_began_before_anyone_looked_is_a_pause(monkeypatch, tmp_path):
+def test_a_compilation_is_a_pause_whatever_a_program_does_with_the_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the import sets it
     callback = importlib.import_module("torch._dynamo.callback")
     with Monitor([0], 1) as monitor:
         pulse.open_page(*monitor.find_pages(0))
         try:
-            pulse._rank._sees_compiler = True  # here nobody looks but this test
-            pulse.enter(FORWARD)
+            for _ in range(2):
+                pulse.enter(FORWARD)
+                with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
+                    await_text(monitor, "in 'torch.compile'")  # by the thread that beats
+                    pulse.enter(BACKWARD)
+                    assert "in 'torch.compile'" in monitor.describe(0) and monitor.is_busy(0)
+                await_text(monitor, "in backward")
+                importlib.import_module("torch._dynamo").reset()  # which removes all callbacks
             with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
-                assert "in forward" in monitor.describe(0)
-                pulse._rank._watch_compiler(callback)
-                assert "in 'torch.compile'" in monitor.describe(0)
-            assert "in forward" in monitor.describe(0)
+                await_text(monitor, "in 'torch.compile'")
+                pulse.close_page()
+            assert "after 0 steps" in monitor.describe(0)
         finally:
             pulse.close_page()
+
+
+def await_text(monitor, text):
+    until_s = time.monotonic() + 20
+    while text not in monitor.describe(0):
+        assert time.monotonic() < until_s, monitor.describe(0)
+        time.sleep(0.01)
 
 
 def test_an_import_in_a_step_is_no_hang_and_a_step_in_an_import_may_be():

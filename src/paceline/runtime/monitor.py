@@ -279,13 +279,20 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 self.handle = os.pidfd_open(self.pid)
         state, cpu_s = self._read_process()
-        phase, num_steps = words[pulse.PHASE], words[pulse.NUM_STEPS]
+        phase, num_steps = self.find_phase()[0], words[pulse.NUM_STEPS]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
         longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
         return Sight(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
             num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
         )  # fmt: skip
+
+    def find_phase(self) -> tuple[int, str]:
+        """And the label of a pause."""
+        phase = self._words[pulse.PHASE]
+        if self._words[pulse.IS_COMPILING] and phase != LEFT:
+            return SLOW, "torch.compile"
+        return phase, pulse.read_text(self.page, pulse.LABEL)
 
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
         """Of the last steps; only made anew where it is of use, for a rank that stays in one phase."""
@@ -486,21 +493,20 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def is_busy(self, rank: int) -> bool:
         """Whether a rank that does not wait for others may take longer still: it has marked a pause, or is within the
         limit that was learned."""
-        words = memoryview(self._processes[rank].page).cast("q")
-        phase, since_s = words[pulse.PHASE], (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
+        words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
+        since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
         return phase != WAIT and since_s <= (_SLOW_S if phase == SLOW else self._judge.limit_s)
 
     def describe(self, rank: int) -> str:
         """In which step and phase a rank is, or was when it ended; empty where it has not said."""
         words = memoryview(self._processes[rank].page).cast("q")
-        step, phase, bucket = (words[place] for place in (pulse.STEP, pulse.PHASE, pulse.BUCKET))
+        step, bucket, (phase, label) = words[pulse.STEP], words[pulse.BUCKET], self._processes[rank].find_phase()
         if phase == START:
             return "before the first step" if words[pulse.PID] else ""
         if phase == LEFT:  # by an error, or at its end
             is_begun = words[pulse.COUNTED] or words[pulse.NUM_STEPS]
             has_failed = bool(pulse.read_text(self._processes[rank].page, pulse.ERROR))
             return f"in step {step}" if has_failed and is_begun else f"after {step - 1} steps"
-        label = pulse.read_text(self._processes[rank].page, pulse.LABEL)
         text = {
             WAIT: f"while it waited for {'the other ranks' if bucket < 0 else f'bucket {bucket}'}",
             SLOW: f"in {label!r}", BETWEEN: "outside of forward, backward and optimizer",

@@ -26,6 +26,7 @@ PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_S
 LONGEST_NS = 16  # of each phase
 COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, 0 where nobody says where steps begin, and its values
 IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it waits for other ranks
+IS_COMPILING = 13  # whatever its phase is
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
 # Texts: their place and their size in bytes.
 LABEL, ERROR = (2048, 128), (2176, 1024)
@@ -156,9 +157,8 @@ class _Rank:
         self.page = map_page(descriptor)
         os.close(descriptor)
         self.stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self.counts_itself, self._sees_compiler = False, False
+        self.counts_itself = False
         self._stop, self._undo = threading.Event(), contextlib.ExitStack()
-        self._is_compiling: tuple[int, int] | None = None
 
     def start(self) -> None:
         global _words
@@ -205,35 +205,15 @@ class _Rank:
                 is_waiting = words[PHASE] == WAIT and now_ns - words[SINCE_NS] > _WAITED_NS
                 with contextlib.suppress(RuntimeError):  # an error of the GPU, which the main thread reports
                     words[IS_BUSY] = int(is_waiting and not _is_done())
-            if not self._sees_compiler and (module := sys.modules.get("torch._dynamo.callback")) is not None:
-                self._watch_compiler(module)
+            self._see_compiler(words, now_ns)
 
-    def _watch_compiler(self, module: Any) -> None:
-        handler = getattr(module, "callback_handler", None)
-        if handler is None:  # it is being imported
-            return
-        self._sees_compiler = True
-
-        def begin(*_: Any) -> None:
-            if _words is not None and self._is_compiling is None:
-                self._is_compiling = _words[PHASE], _words[BUCKET]
-                _write(LABEL, "torch.compile")
-                enter(SLOW)
-
-        def end(*_: Any) -> None:
-            if _words is not None and self._is_compiling is not None:
-                before, self._is_compiling = self._is_compiling, None
-                enter(*before)
-
-        handler.register_start_callback(begin)
-        handler.register_end_callback(end)
-        # The first compilation follows the import at once, and may have begun before this thread looked.
-        count = f"_{type(handler).__name__}__pending_callbacks_counter"
-        with getattr(handler, f"{count}_lock", contextlib.nullcontext()):
-            if getattr(handler, count, 0):
-                begin()
-        self._undo.callback(handler.remove_start_callback, begin)
-        self._undo.callback(handler.remove_end_callback, end)
+    def _see_compiler(self, words: Any, now_ns: int) -> None:
+        """Looks, for a program may remove torch's callbacks at any time: `torch._dynamo.reset` does."""
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        is_compiling = bool(getattr(handler, f"_{type(handler).__name__}__pending_callbacks_counter", 0))
+        if is_compiling != bool(words[IS_COMPILING]):
+            words[IS_COMPILING], words[SINCE_NS] = int(is_compiling), now_ns  # what it took does not count
+            words[SERIAL] += 1
 
 
 def is_open() -> bool:
