@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import LAMB, LARS, ConfigError
 from paceline.training.build import _build_optimizer
-from paceline.training.optimizers import split_parameters
+from paceline.training.optimizers import match_strides, split_parameters
 from paceline.training.schedules import Schedule
 from paceline.training.settings import TrainSettings
 
@@ -424,3 +424,23 @@ def test_where_the_strategy_has_the_momentum_weight_decay_is_that_much_larger(st
     matrices, others = _build_optimizer(nn.Linear(3, 2), settings, torch.device("cpu")).param_groups
     assert matrices["momentum"] == others["momentum"] == momentum
     assert matrices["weight_decay"] == pytest.approx(weight_decay) and others["weight_decay"] == 0
+
+
+def test_a_loaded_state_has_the_order_in_memory_of_its_parameter():
+    params = [nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)), nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.Adam(params)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    loose = {
+        place: {name: value.contiguous() for name, value in state.items()} for place, state in saved["state"].items()
+    }
+    other = torch.optim.Adam(params)
+    other.load_state_dict(saved | {"state": loose})
+    assert other.state[params[0]]["exp_avg"].stride() != params[0].stride()
+    match_strides(other)
+    for param in params:
+        for name, value in optimizer.state[param].items():
+            assert other.state[param][name].stride() == value.stride(), name
+            assert torch.equal(other.state[param][name], value), name

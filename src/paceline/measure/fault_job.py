@@ -242,8 +242,8 @@ class Net(nn.Module):
         harm("kill")
 
     def _count(self, *_: Any) -> None:
-        self._reach("between")
         self.num_steps += 1
+        self._reach("between")  # and the next step
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])

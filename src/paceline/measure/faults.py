@@ -307,9 +307,9 @@ def _build_pattern(kind: Fault, rank: int) -> str:
 
 
 def _names_step(kind: Fault, text: str, step: int) -> bool:
-    """Whether a verdict names this step; what is between two steps may be of either."""
+    """Whether a verdict names this step; what is between two steps, or in a save beside them, may be of either."""
     found = re.search(r"(?i)\bstep (\d+)", text)
-    return found is not None and int(found[1]) - step in ((0, 1) if kind.place == "between" else (0,))
+    return found is not None and int(found[1]) - step in ((-1, 0) if kind.place == "between" else (0,))
 
 
 def _make_damaged(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> int:
