@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import signal
 import subprocess
@@ -167,16 +168,17 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def list_below(pid: int) -> set[int]:
-    """The ids of the processes below this one; they may be gone already. A fifth of psutil's time: every test asks."""
-    children: dict[int, list[int]] = {}
-    for one in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it went while it was asked
-            stat = Path(f"/proc/{one}/stat").read_bytes()
-            children.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(one))
+    """The ids of the processes below this one; they may be gone already. In a hundredth of psutil's time, where the
+    kernel has lists of children: every test asks."""
+    if not Path(f"/proc/{pid}/task/{pid}/children").exists():
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     found, ask = set[int](), [pid]
     while ask:
-        ask += (below := children.get(ask.pop(), []))
-        found.update(below)
+        for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
+            with contextlib.suppress(OSError):  # it went while it was asked
+                below = [int(one) for one in Path(path).read_bytes().split()]
+                ask += below
+                found.update(below)
     return found
 
 

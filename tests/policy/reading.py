@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -66,13 +67,23 @@ def where(root: Path, path: Path, line: int) -> str:
     return f"{path.relative_to(root.parent)}:{line}"
 
 
+@functools.cache
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def parse(path: Path) -> ast.Module:
+    """The tree of a file, which is parsed once for all rules."""
+    return _parse(path.read_text(encoding="utf-8"))
+
+
 def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that a module imports: anywhere in it, and under TYPE_CHECKING too.
 
     `from a import b` gives `a.b`, since b may be a module. Imports by a literal name (`import_module("a")`) count.
     """
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

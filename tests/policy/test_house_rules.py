@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .reading import PACKAGE, REPOSITORY, STARRED, expect_none, modules, room, where, write_package
+from .reading import PACKAGE, REPOSITORY, STARRED, expect_none, modules, parse, room, where, write_package
 
 MAX_LINES = 1000
 MAX_SENTENCES = 2  # in the first line: what the module is and, where short, what does not belong in it
@@ -57,7 +57,7 @@ def find_lines(root: Path, files: Iterable[Path], pattern: re.Pattern[str]) -> l
 
 def parsed(root: Path) -> Iterator[tuple[str, Path, ast.Module]]:
     for name, path in modules(root).items():
-        yield name, path, ast.parse(path.read_text(encoding="utf-8"))
+        yield name, path, parse(path)
 
 
 def find_docstring_violations(root: Path) -> list[str]:

@@ -296,9 +296,11 @@ class Session:
             return []
         begun, here = self.study.config.get("machine", "unknown"), self.environment.machine_and_torch
         counts = Counter(self.study.find_machine(cell) or begun for cell in self._cells)
-        counts[here] += 0
-        if len(counts) == 1:
+        if counts.keys() <= {here}:
             return []
+        if len(counts) == 1:
+            (name,) = counts
+            return [f"measured on {name}; the environment in this run is that of {here}, where nothing was measured"]
         made = "; ".join(f"{format_number_of(count, 'cell')} on {name}" for name, count in counts.items())
         return [f"measured on more than one machine: {made}. A mean may mix them; the run names the last."]
 
