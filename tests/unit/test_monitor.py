@@ -268,6 +268,16 @@ def test_an_import_in_a_step_is_no_hang_and_a_step_in_an_import_may_be():
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_the_step_of_a_fault_is_that_of_its_rank_and_not_of_the_one_that_was_faster():
+    with Monitor([0, 1], 2) as monitor:
+        for rank, step in ((0, 14), (1, 15)):
+            pulse.open_page(*monitor.find_pages(rank))
+            pulse.begin_step(step)
+            pulse.close_page()
+        assert [monitor.find_step(rank) for rank in (0, 1, None)] == [(14, 14), (15, 14), (15, 14)]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_marks_on_a_page():
     with Monitor([0], 1) as monitor:
         pulse.open_page(*monitor.find_pages(0))

@@ -294,7 +294,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
                     error = make_error(first, size, sorted(values))
                     if recovery is not None:
-                        at = watched.find_step() if watched is not None else None
+                        at = watched.find_step(first.rank) if watched is not None else None
                         policy = recovery.decide(first, error, size, bool(values), at)
                 elif waiting and recovery is not None:
                     policy = recovery.policy

@@ -482,13 +482,18 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
-    def find_step(self) -> tuple[int, int] | None:
-        """The step that the first of the ranks is in, or was when it ended, and how many were complete; None before the
-        first step of this world."""
-        pages = [memoryview(one.page).cast("q") for one in self._processes.values()]
-        found = [(page[pulse.STEP], page[pulse.STEP] - (page[pulse.COUNTED] < pulse.COMPLETE)) for page in pages
-                 if page[pulse.COUNTED]]  # fmt: skip
-        return max(found, default=None)
+    def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
+        """The step that a rank is in, or was when it ended, and how many were complete, by the one that is furthest;
+        None before the first step of this world. Without a rank, or before its first step, that of the furthest."""
+        found = dict[int, tuple[int, int]]()
+        for number, one in self._processes.items():
+            page = memoryview(one.page).cast("q")
+            if page[pulse.COUNTED]:
+                found[number] = page[pulse.STEP], page[pulse.STEP] - (page[pulse.COUNTED] < pulse.COMPLETE)
+        if not found:
+            return None
+        step, done = max(found.values())
+        return (step if rank is None else found.get(rank, (step,))[0]), done
 
     def is_busy(self, rank: int) -> bool:
         """Whether a rank that does not wait for others may take longer still: it has marked a pause, or is within the
