@@ -64,7 +64,7 @@ FAULTS: dict[str, Fault] = {
     "exception-in-backward": Fault("backward", "ValueError: a bad sample"),
     "exception-in-optimizer": Fault("optimizer", "ValueError: a bad sample"),
     "exception-in-loader": Fault("between", "ValueError: a bad sample"),
-    "extra-collective": Fault("between", "collective"),
+    "extra-collective": Fault("between", "collective|a barrier"),
     "other-shape": Fault("between", "different operations|size doesn't match", names_rank=False),
     "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
     "early-end": Fault("between", "closed its world|has left", systems=("script", "torch")),
@@ -303,7 +303,8 @@ def _build_pattern(kind: Fault, rank: int) -> str:
     """Of what names the fault, or of what must not be said in a pause."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
-    return rf"(?i)rank\s*:?\s*{rank}\b[^\n]*(\n[^\n]*){{0,2}}({kind.cause})" if kind.names_rank else kind.cause
+    # No other rank may be named between the two.
+    return rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}({kind.cause})" if kind.names_rank else kind.cause
 
 
 def _names_step(kind: Fault, text: str, step: int) -> bool:
