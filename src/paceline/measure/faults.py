@@ -242,7 +242,7 @@ def measure_fault(
         with _open_job(command, folder, asked, system) as job:
             fault_s, noted = _await_fault(job, folder)
             place.act(fault, rank)
-            until_s = fault_s + limit_s
+            until_s = fault_s + limit_s * (2 if fault == "slow-link" else 1)  # it ends by itself, after a slow step
             while job.process.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.02)
             waited_s = time.monotonic()
@@ -303,8 +303,8 @@ def _build_pattern(kind: Fault, rank: int) -> str:
     """Of what names the fault, or of what must not be said in a pause."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
-    # No other rank may be named between the two.
-    return rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}({kind.cause})" if kind.names_rank else kind.cause
+    named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # and no other rank before the cause
+    return f"{named}({kind.cause})" if kind.names_rank else kind.cause
 
 
 def _names_step(kind: Fault, text: str, step: int) -> bool:

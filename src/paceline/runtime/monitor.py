@@ -32,7 +32,7 @@ LOOK_S = 0.1
 # Time counts only while the monitor itself gets to look: on a machine too loaded for that, ranks have more of it.
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
-_HANDLED_S = 30.0  # a process that goes on for so long after an error of its world has handled it; some take seconds to end
+_HANDLED_S = 30.0  # a process that goes on for so long after an error of its world has handled it; an end takes seconds
 # One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same before there are enough steps to learn from: none, and a few.

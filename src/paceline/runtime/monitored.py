@@ -185,7 +185,10 @@ class _Host:
             if verdict is not None:
                 self._conclude(self._tell(verdict), verdict.rank if verdict.kind != "ended" else None)
                 return
-            if (heard := self.links.look()) is not None:
+            heard = self.links.look()
+            if heard is None and (lost := self.links.find_lost()) is not None:
+                heard = self._add_place(lost)
+            if heard is not None:
                 self._conclude(heard, None)
                 return
             if self.monitor.have_all_left() and not self._failed_s:
@@ -205,6 +208,14 @@ class _Host:
         for rank in (*causes, *late):
             return Verdict("ended", rank, ended[rank][0], "")
         return None
+
+    def _add_place(self, text: str) -> str:
+        """And where the ranks of this host are, which wait or have an error by now."""
+        first = min(self.monitor.pids(), default=None)
+        where = self.monitor.describe_waiting(None)
+        if not where and first is not None:
+            where = f"rank {first} was {self.monitor.describe(first)}"
+        return f"{text}; {where}" if where else text
 
     def _tell(self, verdict: Verdict) -> str:
         if (rank := verdict.rank) is None:
@@ -284,7 +295,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self.send({"left": [self._mine]})
 
     def look(self) -> str | None:
-        """Answer and listen, without waiting; what another host found, or that it is lost."""
+        """Answer and listen, without waiting; what another host found."""
         if len(self._hosts) == 1:
             return None
         now_s = time.monotonic()
@@ -297,6 +308,11 @@ class Links(contextlib.AbstractContextManager["Links"]):
                 self._unknown.append(link.accept()[0])
             elif (text := self._receive(link, now_s)) is not None:
                 return text
+        return None
+
+    def find_lost(self) -> str | None:
+        """A host that is not there any more, and did not leave."""
+        now_s = time.monotonic()
         for number, heard_s in self._heard_s.items():
             if number in self._left:
                 continue
