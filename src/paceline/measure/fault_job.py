@@ -229,6 +229,8 @@ class Net(nn.Module):
                     param.grad = None
             case "disk-full":
                 _fill_disk(Path(self._asked.folder) / OUT)
+            case "link-down" | "slow-link" | "host-lost" | "store-lost":
+                time.sleep(1.0)  # the laboratory does it, in this step
             case "oom":
                 _run_out_of_memory(Path(self._asked.group))
             case _:
