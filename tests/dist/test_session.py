@@ -162,7 +162,7 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
     ("machines", "expected"),
     [
         (("here", "here"), None),
-        (("there", "there"), "2 cells on there; 0 cells on here"),
+        (("there", "there"), "measured on there; the environment in this run is that of here, where nothing"),
         (("here", "there"), "1 cell on here; 1 cell on there"),
         ((None, "here"), "1 cell on begun; 1 cell on here"),  # a cell from before machines were named
     ],

@@ -32,7 +32,8 @@ LOOK_S = 0.1
 # Time counts only while the monitor itself gets to look: on a machine too loaded for that, ranks have more of it.
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
-_HANDLED_S = 30.0  # a process that goes on for so long after an error of its world has handled it; an end takes seconds
+# A process that goes on for so long after an error of its world has handled it; one that ends by it may take longer.
+_HANDLED_S, _ENDED_S = 1.0, 30.0
 # One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same before there are enough steps to learn from: none, and a few.
@@ -309,6 +310,10 @@ class _Process:
         return bool(self._words[pulse.IS_SECONDARY])
 
     @property
+    def is_ending(self) -> bool:
+        return bool(self._words[pulse.IS_ENDING])
+
+    @property
     def has_left(self) -> bool:
         return self._words[pulse.PHASE] == LEFT
 
@@ -464,8 +469,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return False
         self._left_s = min(self._left_s, time.monotonic())
         # One that has an error may be about to end with it; one that does not has handled it.
-        is_open = any(pulse.read_text(one.page, pulse.ERROR) and not one.is_gone for one in self._processes.values())
-        return not is_open or time.monotonic() - self._left_s > _HANDLED_S
+        having = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
+        limit_s = _ENDED_S if any(one.is_ending for one in having) else _HANDLED_S
+        return not having or time.monotonic() - self._left_s > limit_s
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
         """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""

@@ -5,6 +5,7 @@ A mark is a few stores into memory, without a lock, a message or a system call. 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -27,6 +28,7 @@ LONGEST_NS = 16  # of each phase
 COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, 0 where nobody says where steps begin, and its values
 IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it waits for other ranks
 IS_COMPILING = 13  # whatever its phase is
+IS_ENDING = 14  # the interpreter ends, which may take seconds
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
 # Texts: their place and their size in bytes.
 LABEL, ERROR = (2048, 128), (2176, 1024)
@@ -229,6 +231,8 @@ def open_page(page: str, stacks: str) -> None:
             _before[ERROR[0] : sum(ERROR)] = bytes(ERROR[1])
         _rank = _Rank(page, stacks)
         _rank.start()
+        atexit.unregister(_note_end)
+        atexit.register(_note_end)
 
 
 def close_page() -> None:
@@ -240,9 +244,14 @@ def close_page() -> None:
         _before, _rank = _rank.page, None
 
 
+def _note_end() -> None:
+    if (page := _rank.page if _rank is not None else _before) is not None:
+        memoryview(page).cast("q")[IS_ENDING] = 1
+
+
 def _forget() -> None:
-    global _rank, _words, _is_done
-    _rank = _words = _is_done = None
+    global _rank, _words, _is_done, _before
+    _rank = _words = _is_done = _before = None
 
 
 os.register_at_fork(after_in_child=_forget)  # workers of a data loader are no ranks
