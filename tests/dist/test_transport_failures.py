@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_named_by_every_survivor(forked):
     assert min(took) > STOPPED_S  # or a rank that is stopped for a moment would be lost
 
 
-@pytest.mark.slow  # its limit is one second, which a loaded machine may need
+@pytest.mark.slow  # it asserts a time, which a loaded machine may not keep
 def test_a_stopped_rank_is_named_at_a_shorter_limit(forked):
     took = forked(HERE + "harm", 3, 20, signal.SIGSTOP, 0.5, "timeout", 0.5)
     assert min(took) < STOPPED_S

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from paceline.runtime import monitor as monitor_module
 from paceline.runtime import pulse
 from paceline.runtime.monitor import (
     Judge,
@@ -275,6 +276,22 @@ def test_the_step_of_a_fault_is_that_of_its_rank_and_not_of_the_one_that_was_fas
             pulse.begin_step(step)
             pulse.close_page()
         assert [monitor.find_step(rank) for rank in (0, 1, None)] == [(14, 14), (15, 14), (15, 14)]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_not(monkeypatch):
+    monkeypatch.setattr(monitor_module, "_HANDLED_S", 0.0)
+    with Monitor([0], 1) as monitor:
+        pulse.open_page(*monitor.find_pages(0))
+        monitor.look()
+        pulse.fail("failed: ValueError", is_secondary=False)
+        pulse.close_page()
+        monitor.look()
+        monitor.have_all_left()  # since now
+        time.sleep(0.01)
+        assert monitor.have_all_left()  # this process goes on
+        pulse._note_end()
+        assert not monitor.have_all_left()
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")

@@ -57,7 +57,7 @@ FAULTS: dict[str, Fault] = {
     "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
     "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
     "gil": Fault("forward", "GIL"),
-    "loop": Fault("forward", "does not come to an end"),
+    "loop": Fault("forward", "keeps computing"),
     "deadlock": Fault("backward", "hangs"),
     "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
     "exception": Fault("forward", "ValueError: a bad sample"),
@@ -242,7 +242,7 @@ def measure_fault(
         with _open_job(command, folder, asked, system) as job:
             fault_s, noted = _await_fault(job, folder)
             place.act(fault, rank)
-            until_s = fault_s + limit_s * (2 if fault == "slow-link" else 1)  # it ends by itself, after a slow step
+            until_s = fault_s + limit_s * (2 if fault == "slow-link" else 1)  # its last step is slow
             while job.process.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.02)
             waited_s = time.monotonic()
@@ -308,7 +308,7 @@ def _build_pattern(kind: Fault, rank: int) -> str:
 
 
 def _names_step(kind: Fault, text: str, step: int) -> bool:
-    """Whether a verdict names this step; what is between two steps, or in a save beside them, may be of either."""
+    """Whether a verdict names this step; what is between two steps, or during a save, may be of either."""
     found = re.search(r"(?i)\bstep (\d+)", text)
     return found is not None and int(found[1]) - step in ((-1, 0) if kind.place == "between" else (0,))
 

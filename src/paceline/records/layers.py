@@ -71,7 +71,7 @@ class ParameterTimes:
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
     Older profiles have no `shape`. Of a weight of embeddings `num_rows` is how many rows a step looked up, and `rest_s`
-    when the part of the gradient that does not come from lookups was ready, if it has one.
+    when the part of the gradient that lookups did not make was ready, if it has one.
     """
 
     name: str

@@ -469,9 +469,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return False
         self._left_s = min(self._left_s, time.monotonic())
         # One that has an error may be about to end with it; one that does not has handled it.
-        having = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
-        limit_s = _ENDED_S if any(one.is_ending for one in having) else _HANDLED_S
-        return not having or time.monotonic() - self._left_s > limit_s
+        failed = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
+        limit_s = _ENDED_S if any(one.is_ending for one in failed) else _HANDLED_S
+        return not failed or time.monotonic() - self._left_s > limit_s
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
         """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
@@ -556,7 +556,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return None
         what = {
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
-            "loop": "does not come to an end", "blocked": "hangs", "collective": "waits in a collective of its own",
+            "loop": "keeps computing", "blocked": "hangs", "collective": "waits in a collective of its own",
             "left": "has left, and others wait", "kernel": "has a GPU that does not finish",
         }[kind]  # fmt: skip
         return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)
