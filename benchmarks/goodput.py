@@ -104,7 +104,7 @@ def read_step(path: Path) -> int:
     """The step of the last row; 0 where there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 500_000))
+            file.seek(max(0, path.stat().st_size - 50_000))
             *lines, _ = file.read().split(b"\n")
         return int(json.loads(lines[-1])["step"]) if lines else 0
     except (OSError, ValueError, KeyError):
