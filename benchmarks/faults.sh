@@ -56,8 +56,8 @@ row() {
       tests sequences tests/dist/test_recovery.py ;;
     goodput) # useful time with a fault every 120 s, and three rates that are predicted
       for policy in restart spare; do
-        "$python" benchmarks/goodput.py --on-fault "$policy" --mtbf 120,60,30 --seconds "${SPAN:-600}" \
-          --out "$out/goodput-$policy.json" | tee "$out/goodput-$policy.md" || return 1
+        "$python" benchmarks/goodput.py --on-fault "$policy" --mtbf 120,60,30 --seconds "${SPAN:-90}" \
+          --rounds "${TRIALS:-6}" --out "$out/goodput-$policy.json" | tee "$out/goodput-$policy.md" || return 1
       done ;;
     saves) # 200 kills during a save, and 1,000 checkpoints with flipped bytes
       faults saves --faults kill-in-save --systems train --trials "${TRIALS:-100}" &&

@@ -4,21 +4,24 @@ python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 2
 
 Every round has a run without faults and one for each mean time between faults, the other way round in the next. Before
 the first, a few kills at fixed times measure a recovery; no other number of these runs goes into the prediction. Useful
-time is the steps that count, times the seconds of a step without faults and saves; it is divided by the time from the
-first step to the last. With `--on-fault resume` the command itself is started again, by `paceline train --resume`;
-with a policy that is done only where it has ended, for one fault came too soon after another.
+time is the steps that count, times the seconds of a step without faults and saves in the same round; it is divided by
+the time from the first step to the last. With `--on-fault resume` the command itself is started again, by
+`paceline train --resume`; with a policy that is done only where it has ended, for one fault came too soon after
+another.
 
 Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
-mean that was asked for, where independent draws would need hours. A fault is a kill of one rank. With `spare` and
-`shrink` it is a rank of the current world, not a spare or a process that is only being started; between two worlds the
-fault waits. It leaves a replica, so the prediction is for faults that nearly all do. FILE is written after each run,
-with what was found so far.
+mean that was asked for, where independent draws would need hours. The rounds of a rate continue one sequence of faults:
+many short rounds, in which the speed of a machine changes less, are as good as one long round. A fault is a kill of one
+rank. With `spare` and `shrink` it is a rank of the current world, not a spare or a process that is only being started;
+between two worlds the fault waits. It leaves a replica, so the prediction is for faults that nearly all do. FILE is
+written after each run, with what was found so far.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -40,7 +43,7 @@ from paceline.runtime import pulse
 
 _PACELINE = (sys.executable, "-m", "paceline")
 _LOOK_S = 0.02
-_BLIND_S = 0.2  # after a kill, in which a step that was nearly done may still be written
+_BLIND_S = 0.1  # after a kill, in which a step that was nearly done may still be written
 _MOST_S = 1800.0
 
 
@@ -57,6 +60,7 @@ class Outcome:
     kills_s: list[float] = field(default_factory=list)
     recoveries_s: list[float] = field(default_factory=list)
     num_resumed: int = 0
+    left_s: float = math.inf  # until the next fault would have come
 
     @property
     def wall_s(self) -> float:
@@ -127,7 +131,7 @@ def run_job(
     outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
     has_spares = asked.on_fault in ("spare", "shrink")
     command = build_command(asked, steps, save_every, out)
-    due_s, recovering, seen = math.inf, False, (0, 0)
+    due_s, recovering, seen = math.inf, False, 0
     log = (out / "log").open("ab")
     process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -139,9 +143,9 @@ def run_job(
             has_ended = process.poll() is not None
             if files:
                 found = files[0].stat()
-                # A new row; the file is replaced by a shorter one when a run resumes.
-                if (found.st_ino, found.st_size) != seen and found.st_size:
-                    grows, seen = found.st_size > seen[1] or found.st_ino == seen[0], (found.st_ino, found.st_size)
+                # A new row; rows that will be repeated are cut off when a run resumes.
+                if found.st_size not in (0, seen):
+                    grows, seen = found.st_size > seen, found.st_size
                     step = read_step(files[0])
                     if not outcome.first_s and step:
                         outcome.folder, outcome.first_s, outcome.first_step = files[0].parent, now_s, step
@@ -152,6 +156,7 @@ def run_job(
                         due_s = now_s + next(gaps_s, math.inf) if calm else due_s
                     outcome.last_s, outcome.last_step = now_s, step
             if has_ended and outcome.last_step >= steps:
+                outcome.left_s = max(0.0, due_s - outcome.last_s)
                 return outcome
             if has_ended and (not files or not outcome.kills_s):
                 raise SystemExit(f"the job did not train: {(out / 'log').read_text()[-2000:]}")
@@ -205,7 +210,8 @@ def compare(
         if not outcomes:
             continue
         wall_s = sum(one.wall_s for one in outcomes)
-        share = step_s * sum(one.num_steps for one in outcomes) / wall_s
+        healthy_s = [one.wall_s / one.num_steps for one in alone]  # in each round
+        share = sum(each_s * one.num_steps for each_s, one in zip(healthy_s, outcomes, strict=False)) / wall_s
         num_faults = sum(len(one.kills_s) for one in outcomes)
         row = predict(asked, saved.folder, rate, calibration.recoveries_s)
         as_drawn = predict(asked, saved.folder, wall_s / (num_faults or 1e-6), calibration.recoveries_s)
@@ -239,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on-fault", default="restart", help="restart, spare, shrink, or resume: a new command")
     parser.add_argument("--mtbf", default="20,40,80", help="mean seconds between faults")
-    parser.add_argument("--seconds", type=float, default=200.0, help="of steps that count, in each run")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of steps that count, in each run of a round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--kills", type=int, default=4, help="that measure a recovery")
     parser.add_argument("--ranks", type=int, default=2)
@@ -267,20 +273,23 @@ def main() -> None:
             return outcome
 
         short = run("how long a step takes", 500, "1000s", iter(()))
-        steps = max(500, round(asked.seconds * short.num_steps / short.wall_s))
-        saved = run("saves", min(steps, round(60 / asked.seconds * steps)), asked.save_every, iter(()))
+        saved = run("saves", max(500, round(40 * short.num_steps / short.wall_s)), asked.save_every, iter(()))
+        # From the longer run: where momentum becomes denormal, steps get slower after a thousand.
+        steps = max(500, round(asked.seconds * saved.num_steps / saved.wall_s))
         gap_s = 0.8 * asked.seconds / (asked.kills + 1)
         calibration = run("recovery", steps, asked.save_every, iter([gap_s] * asked.kills), calm=True)
         alone, found = list[Outcome](), dict[str, Any]()
+        draws = {rate: draw_gaps(rate, max(2, round(asked.seconds * asked.rounds / rate)), source) for rate in rates}
+        left_s = {rate: next(draws[rate]) for rate in rates}
         for number in range(asked.rounds):
             order = [0.0, *rates]
             for rate in order[:: 1 if number % 2 == 0 else -1]:
-                count = max(2, round(asked.seconds / rate)) if rate else 0
-                gaps_s = draw_gaps(rate, count, source) if rate else iter(())
                 label = f"a fault every {rate:g} s" if rate else "no faults"
+                gaps_s = itertools.chain([left_s[rate]], draws[rate]) if rate else iter(())
                 outcome = run(label, steps, asked.save_every if rate else "1000s", gaps_s)
                 (measured[rate] if rate else alone).append(outcome)
-                if alone:
+                left_s[rate] = outcome.left_s
+                if len(alone) == number + 1:
                     found = compare(asked, alone, measured, saved, calibration)
                     if asked.out is not None:
                         asked.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -213,13 +213,34 @@ def test_resume_begins_a_file_where_there_is_none(tmp_path):
 def test_a_resume_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     write(tmp_path / "m", 0, 1, 2)
 
-    def fail(handle):
-        raise OSError(28, "No space left on device")
+    def fail(path, size):
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(RecordError, match="No space left"):
+    monkeypatch.setattr("os.truncate", fail)
+    with pytest.raises(RecordError, match="Input/output error"):
         MetricsLog(tmp_path / "m", 0)
     assert steps(tmp_path / "m") == [0, 1, 2] and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("after", "last"), [(9, 3), (2, 2), (-1, 0)])
+def test_a_log_knows_the_step_of_its_last_row(tmp_path, after, last):
+    write(tmp_path / "m", 1, 2, 3)
+    with closing(MetricsLog(tmp_path / "m", after)) as log:
+        assert log.last_step == last
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path):
+    (tmp_path / "m").write_text('damaged\n{"step": 6}\n{"step": 7}\n')
+    with closing(MetricsLog(tmp_path / "m", 6)) as log:
+        assert log.last_step == 6
+    assert (tmp_path / "m").read_text() == 'damaged\n{"step": 6}\n'
+
+
+def test_a_log_does_not_continue_after_a_damaged_row(tmp_path):
+    (tmp_path / "m").write_text('{"step": 6}\ndamaged\n')
+    with pytest.raises(RecordError, match="m, byte 12: no row with a step"):
+        MetricsLog(tmp_path / "m", 6)
+    assert (tmp_path / "m").read_text() == '{"step": 6}\ndamaged\n'
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"loss": 1}', '{"step": "1"}', '{"step": 1, "not_finite": 3}', "\0\0"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples, check_known, group_by
 from paceline.records.steps import StepRecord
-from paceline.records.store import load_json, write_new
+from paceline.records.store import load_json
 from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
@@ -478,14 +480,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, after_step: float = math.inf) -> None:
         """Continue a file, or create one. The incomplete last line of a killed run is removed, and so are rows of steps
-        after `after_step`, which the run will repeat."""
-        self.path = path
+        after `after_step`, which the run will repeat. `last_step` is that of the last row, 0 where there is none."""
+        self.path, self.last_step = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                kept = _render(row for row in load_metrics(path) if row["step"] <= after_step)
-                if kept != path.read_bytes():
-                    write_new(path, kept, replace=True)
+            if path.exists() and path.stat().st_size:
+                self.last_step = _cut_off(path, after_step)
             # Unbuffered: the rows of one `append` reach the system in one write, and a kill loses none before it.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -511,14 +511,42 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
-            if type(row["step"]) is not int:
-                raise TypeError(f"step {row['step']!r}")
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            rows.append(_parse_row(line))
+        except _NO_ROW as error:
             raise RecordError(f"{path}, line {number} is no row with a step: {type(error).__name__} {error}") from None
-        rows.append(row)
     return rows
+
+
+_NO_ROW = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+def _parse_row(line: bytes) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(line)
+    row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
+    if type(row["step"]) is not int:
+        raise TypeError(f"step {row['step']!r}")
+    return row
+
+
+def _cut_off(path: Path, after_step: float) -> int:
+    """Shorten a file, whose steps are in order, to its complete rows up to this step; the step of the last one. It is
+    read from its end: a run recovers as fast after a million steps as after ten."""
+    step = 0
+    with path.open("rb+") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = text.rfind(b"\n") + 1
+        while end:
+            begin = text.rfind(b"\n", 0, end - 1) + 1
+            try:
+                step = _parse_row(text[begin:end])["step"]
+            except _NO_ROW as error:
+                raise RecordError(f"{path}, byte {begin}: no row with a step: {type(error).__name__} {error}") from None
+            if step <= after_step:
+                break
+            step, end = 0, begin
+        size = len(text)
+    if end < size:
+        os.truncate(path, end)
+    return step
 
 
 def _render(rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -201,8 +201,9 @@ class RunFiles:
         for name in (METRICS_FILE, WEIGHTS):
             for path in self._folder.glob(f".{name}.*"):
                 path.unlink(missing_ok=True)
-        self._logs.append(MetricsLog(self._folder / METRICS_FILE, step))
-        self.written = max((row["step"] for row in load_metrics(self._folder / METRICS_FILE)), default=0)
+        log = MetricsLog(self._folder / METRICS_FILE, step)
+        self._logs.append(log)
+        self.written = log.last_step
         self._saves = SaveTimes(self._folder / SAVES_FILE, step)
         self._choose_interval()
         if self._tensorboard:
