@@ -3,11 +3,12 @@
 python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 200] [--rounds 1] [--out FILE]
 
 Every round has a run without faults and one for each mean time between faults, the other way round in the next. Before
-the first, a few kills at fixed times measure a recovery; no other number of these runs goes into the prediction. Useful
-time is the steps that count, times the seconds of a step without faults and saves in the same round; it is divided by
-the time from the first step to the last. With `--on-fault resume` the command itself is started again, by
-`paceline train --resume`; with a policy that is done only where it has ended, for one fault came too soon after
-another.
+the first, a few kills at fixed times measure a recovery; no other number of these runs goes into the prediction.
+Useful time is what the steps that count took themselves, with what comes between two steps in a run without faults and
+saves; it is divided by the time from the first step to the last. So a machine that is slower in one run than in another
+changes nothing. What that would hide is said with the result: how much slower steps are after a recovery than before
+the fault. With `--on-fault resume` the command itself is started again, by `paceline train --resume`; with a policy
+that is done only where it has ended, for one fault came too soon after another.
 
 Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
 mean that was asked for, where independent draws would need hours. The rounds of a rate continue one sequence of faults:
@@ -39,12 +40,14 @@ from typing import Any
 
 import psutil
 
+from paceline.records.training import METRICS_FILE, load_config, load_metrics
 from paceline.runtime import pulse
 
 _PACELINE = (sys.executable, "-m", "paceline")
 _LOOK_S = 0.02
 _BLIND_S = 0.1  # after a kill, in which a step that was nearly done may still be written
 _MOST_S = 1800.0
+_AFTER = 300  # steps after a recovery, and before a fault, that are compared
 
 
 @dataclass
@@ -61,6 +64,8 @@ class Outcome:
     recoveries_s: list[float] = field(default_factory=list)
     num_resumed: int = 0
     left_s: float = math.inf  # until the next fault would have come
+    busy_s: float = 0.0  # in the steps that count, after the first
+    slower_s: list[float] = field(default_factory=list)  # the steps after each recovery, all together
 
     @property
     def wall_s(self) -> float:
@@ -69,6 +74,18 @@ class Outcome:
     @property
     def num_steps(self) -> int:
         return self.last_step - self.first_step
+
+    def read_steps(self) -> None:
+        """How long the steps took that count."""
+        rows = load_metrics(self.folder / METRICS_FILE)
+        faults = load_config(self.folder).get("faults", ())
+        steps_s = [row["step_s"] for row in rows]
+        self.busy_s = sum(steps_s[self.first_step :])
+        for fault in faults:
+            at = fault["step"] - fault["steps_lost"]
+            before, after = steps_s[max(0, at - _AFTER) : at], steps_s[at : at + _AFTER]
+            if len(before) == len(after) == _AFTER:
+                self.slower_s.append(sum(after) - sum(before))
 
 
 def find_ranks(pid: int, in_world: bool = False) -> list[int]:
@@ -157,6 +174,7 @@ def run_job(
                     outcome.last_s, outcome.last_step = now_s, step
             if has_ended and outcome.last_step >= steps:
                 outcome.left_s = max(0.0, due_s - outcome.last_s)
+                outcome.read_steps()
                 return outcome
             if has_ended and (not files or not outcome.kills_s):
                 raise SystemExit(f"the job did not train: {(out / 'log').read_text()[-2000:]}")
@@ -205,13 +223,13 @@ def compare(
 ) -> dict[str, Any]:  # fmt: skip
     """What was measured so far, and what was predicted for it."""
     step_s = sum(one.wall_s for one in alone) / sum(one.num_steps for one in alone)
+    around = sum(one.wall_s for one in alone) / sum(one.busy_s for one in alone)
     rows = []
     for rate, outcomes in measured.items():
         if not outcomes:
             continue
         wall_s = sum(one.wall_s for one in outcomes)
-        healthy_s = [one.wall_s / one.num_steps for one in alone]  # in each round
-        share = sum(each_s * one.num_steps for each_s, one in zip(healthy_s, outcomes, strict=False)) / wall_s
+        share = around * sum(one.busy_s for one in outcomes) / wall_s
         num_faults = sum(len(one.kills_s) for one in outcomes)
         row = predict(asked, saved.folder, rate, calibration.recoveries_s)
         as_drawn = predict(asked, saved.folder, wall_s / (num_faults or 1e-6), calibration.recoveries_s)
@@ -220,7 +238,9 @@ def compare(
             "predicted": row["useful_share"], "low": row["useful_low"], "high": row["useful_high"],
             "predicted_for_the_faults_that_came": as_drawn["useful_share"],
         })  # fmt: skip
+    slower_s = [one_s for outcomes in (*measured.values(), [calibration]) for one in outcomes for one_s in one.slower_s]
     about = {"on_fault": asked.on_fault, "job": asked.job, "ranks": asked.ranks, "step_s": step_s}
+    about["slower_after_s"] = statistics.median(slower_s) if slower_s else None
     return about | {"recoveries_s": calibration.recoveries_s, "save_every": asked.save_every, "rows": rows}
 
 
@@ -229,8 +249,10 @@ def show(asked: argparse.Namespace, found: dict[str, Any]) -> None:
     print(
         f"{asked.on_fault}, {asked.ranks} ranks, {asked.job}: a step takes {found['step_s'] * 1e3:.2f} ms, a recovery "
         f"{statistics.fmean(times):.2f} s ({', '.join(f'{one:.1f}' for one in times)}), a save every "
-        f"{asked.save_every}\n| a fault every (s) | faults | useful, measured | predicted | 90 % | off (points) "
-        "| predicted for as many faults as came | off (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
+        f"{asked.save_every}; the {_AFTER} steps after a recovery take {found['slower_after_s'] or 0.0:+.2f} s, "
+        "compared with those before the fault (median)\n"
+        "| a fault every (s) | faults | useful, measured | predicted | 90 % | off (points) | predicted for as many "
+        "faults as came | off (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
     )
     for row in found["rows"]:
         off, less = row["measured"] - row["predicted"], row["measured"] - row["predicted_for_the_faults_that_came"]

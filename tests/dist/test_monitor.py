@@ -90,6 +90,12 @@ def test_a_collective_of_one_rank_is_named(warm_pool, tmp_path):
         run(warm_pool, tmp_path, "gloo", "extra-collective", "between")
 
 
+@pytest.mark.skipif(BACKEND != "shm", reason="no shm here")
+def test_the_step_of_a_failed_collective_is_named(warm_pool, tmp_path):
+    with pytest.raises(CollectiveError, match=r"^in step (19|20): .*different operations"):
+        run(warm_pool, tmp_path, "shm", "extra-collective", "between")
+
+
 @pytest.mark.parametrize(
     ("fault", "place"),
     [("flipped-weight", "between"), pytest.param("skipped-step", "optimizer", marks=pytest.mark.slow)],

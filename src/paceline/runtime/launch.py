@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 from paceline import machine
-from paceline.errors import ConfigError, LaunchError
+from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.runtime import by_value, pulse, store_server
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.monitor import LOOK_S, Monitor, describe_end
@@ -575,11 +575,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
 
 def _add_place(failure: Failure, where: str) -> Failure:
-    """The same, with the step of an error that is not ours, which has its own words."""
-    found = re.match(r"in step \d+", where) if failure.error is None and failure.trace else None
+    """The same, with the step, for an error of a collective or of the user's code; others have it in their own words,
+    or have none."""
+    found = re.match(r"in step \d+", where)
     if found is None:
         return failure
-    return replace(failure, summary=failure.summary.replace("failed:", f"failed {found[0]}:", 1))
+    if isinstance(failure.error, CollectiveError) and not re.search(r"\bstep \d", str(failure.error)):
+        failure.error.args = (f"{found[0]}: {failure.error}",)
+    elif failure.error is None and failure.trace:
+        return replace(failure, summary=failure.summary.replace("failed:", f"failed {found[0]}:", 1))
+    return failure
 
 
 def _describe_death(rank: int, code: int, was_heard: bool, summary: str) -> Failure:
