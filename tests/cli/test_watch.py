@@ -29,11 +29,7 @@ def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subpr
     words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")], 60)
     watcher = next(process for process in psutil.process_iter() if _is_watcher(process, out))
     try:
-        wait_until(lambda: list(out.glob("*/metrics.jsonl")), 60)
-        with ask(words[0]) as answer:
-            live = read_data(answer.read().decode())["live"]
-        assert live["how"] == "running"
-        events = f"/events?{words[0].partition('?')[2]}&from={max(1, live['from'])}"
+        events = f"/events?{words[0].partition('?')[2]}&from={wait_until(lambda: _find_place(words[0]), 60)}"
         with ask(words[0], events) as viewer:
             while not (event := read_event(viewer))["rows"]:
                 pass
@@ -63,7 +59,8 @@ def test_a_program_has_a_live_page_until_it_is_killed(start: Callable[..., subpr
     words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")], 60)
     with ask(words[0], "/") as answer:
         assert answer.status == 403
-    with ask(words[0], f"/events?{words[0].partition('?')[2]}&from=1") as viewer:
+    place = wait_until(lambda: _find_place(words[0]), 60)
+    with ask(words[0], f"/events?{words[0].partition('?')[2]}&from={place}") as viewer:
         while not (event := read_event(viewer))["rows"]:
             pass
         assert "Running" in event["status"] and "ms a step" in event["status"]
@@ -96,6 +93,14 @@ with open(sys.argv[1], "w") as file:
     open(os.path.join(os.path.dirname(sys.argv[1]), "pid"), "w").write(str(job.pid))
     job.wait()
 """
+
+
+def _find_place(address: str) -> int:
+    """How many bytes of rows a page has that is loaded now; it is that of a run that goes on."""
+    with ask(address) as answer:
+        live = read_data(answer.read().decode())["live"]
+    assert live["how"] == "running"
+    return int(live["from"])
 
 
 def _is_watcher(process: psutil.Process, out: Path) -> bool:

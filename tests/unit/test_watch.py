@@ -102,7 +102,19 @@ def test_a_row_that_is_half_written_waits_for_its_end(running):
     follower = Follower(folder)
     with (folder / METRICS_FILE).open("ab") as file:
         file.write(b'{"step": 11, "ep')
-    assert follower.read(follower.place) == ([], follower.place)
+    assert follower.read(follower.place) == ([], follower.place, follower.place)
+
+
+def test_rows_that_a_recovery_cut_off_are_forgotten_though_the_file_is_longer_again(running):
+    folder, _ = running
+    follower = Follower(folder)
+    place = follower.place
+    with contextlib.closing(MetricsLog(folder / METRICS_FILE, 8)) as log:
+        log.append(*({**ROWS[number], "again": "x" * 40} for number in range(8, 13)))
+    lines, begin, end = follower.read(place)
+    assert begin == 0 and end > place and [json.loads(line)["step"] for line in lines] == list(range(1, 14))
+    follower.update()
+    assert [row["step"] for row in follower._recent] == list(range(1, 14))
 
 
 def test_a_page_without_steps_is_loaded_again_when_there_are_some(tmp_path):
@@ -133,7 +145,7 @@ def test_how_a_run_ended_is_said(running, monkeypatch, how, words):
     with serve(folder) as server:
         server.follower.update()
         assert server.follower.how == "running"
-        with ask(server.address, f"/events?token={server.token}&from=1") as viewer:
+        with ask(server.address, f"/events?token={server.token}&from={server.follower.place}") as viewer:
             assert not read_event(viewer)["reload"]
             if how == "finished":
                 _finish(folder, 10)
@@ -223,7 +235,7 @@ def test_a_program_is_followed_by_steps_that_all_ranks_took_and_recording_did_no
             assert "no step was taken yet" in answer.read().decode()
         write_steps(viewer.folder, 0, 2, 12)
         viewer.follow(files)
-        assert viewer.read(0) == ([], 0)  # the other rank has none yet
+        assert viewer.read(0) == ([], 0, 0)  # the other rank has none yet
         write_steps(viewer.folder, 1, 2, 9)
         viewer.follow(files)
         rows = [json.loads(line) for line in viewer.read(0)[0]]

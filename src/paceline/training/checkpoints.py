@@ -198,9 +198,8 @@ class RunFiles:
         if self._store is None:
             return
         self._store.remove_leftovers()
-        for name in (METRICS_FILE, WEIGHTS):
-            for path in self._folder.glob(f".{name}.*"):
-                path.unlink(missing_ok=True)
+        for path in self._folder.glob(f".{WEIGHTS}.*"):
+            path.unlink(missing_ok=True)
         log = MetricsLog(self._folder / METRICS_FILE, step)
         self._logs.append(log)
         self.written = log.last_step

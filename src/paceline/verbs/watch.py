@@ -67,26 +67,30 @@ class Follower:
             return "stopped", f"Ended early: {ended}"
         return "killed", "Killed, or its machine stopped: it ended without a word"
 
-    def read(self, place: int) -> tuple[list[str], int]:
-        """The whole lines of its metrics from this byte on, and where they end; from the start where it is shorter."""
+    def read(self, place: int) -> tuple[list[str], int, int]:
+        """The whole lines of its metrics from this byte on, and where they begin and end. They begin at 0 where rows
+        were cut off, after a fault or a resume: the file is shorter, or no row begins at this byte."""
         try:
             with (self.folder / METRICS_FILE).open("rb") as file:
-                place = 0 if file.seek(0, os.SEEK_END) < place else place
-                file.seek(place)
+                file.seek(max(0, place - 1))
                 content = file.read()
+                if place and content[:1] != b"\n":
+                    file.seek(0)
+                    place, content = 0, file.read()
         except FileNotFoundError:
-            return [], 0
+            return [], 0, 0
+        content = content[1:] if place else content
         whole = content[: content.rfind(b"\n") + 1]
-        return whole.decode().splitlines(), place + len(whole)
+        return whole.decode().splitlines(), place, place + len(whole)
 
     def update(self) -> None:
         """Look at what is new."""
         with self.lock:
-            lines, place = self.read(self.place)
-            if place < self.place:
+            lines, begin, end = self.read(self.place)
+            if begin < self.place:
                 self._recent.clear()
             self._recent.extend(map(json.loads, lines[-_RECENT:]))
-            now_s, self.place = time.monotonic(), place
+            now_s, self.place = time.monotonic(), end
             self._seen_s = now_s if lines else self._seen_s
             if not lines and self.text and now_s - self._seen_s < _SILENT_S:
                 return
@@ -203,7 +207,7 @@ class _Request(BaseHTTPRequestHandler):
             self._answer(200, "text/event-stream")
             is_new = place == 0
             while not self.server.is_closing.is_set():
-                lines, end = follower.read(place)
+                lines, begin, end = follower.read(place)
                 if lines:
                     follower.update()  # so that the status has them, too
                 is_over = follower.how != "running" and not lines
@@ -211,7 +215,7 @@ class _Request(BaseHTTPRequestHandler):
                     message: dict[str, Any] = {"rows": lines, "status": follower.text}
                     message["verdict"] = follower.verdict if follower.verdict[0] else None
                     message["now"] = render_table(follower.now) if lines else ""
-                    message["reload"] = int(is_over or end < place or (is_new and end > 0))
+                    message["reload"] = int(is_over or begin < place or (is_new and end > 0))
                     self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
                     self.wfile.flush()
                     place, sent_s = end, time.monotonic()
