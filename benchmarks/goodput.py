@@ -11,11 +11,10 @@ the fault. With `--on-fault resume` the command itself is started again, by `pac
 that is done only where it has ended, for one fault came too soon after another.
 
 Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
-mean that was asked for, where independent draws would need hours. The rounds of a rate continue one sequence of faults:
-many short rounds, in which the speed of a machine changes less, are as good as one long round. A fault is a kill of one
-rank. With `spare` and `shrink` it is a rank of the current world, not a spare or a process that is only being started;
-between two worlds the fault waits. It leaves a replica, so the prediction is for faults that nearly all do. FILE is
-written after each run, with what was found so far.
+mean that was asked for, where independent draws would need hours. The rounds of a rate continue one sequence of faults,
+as if they were one long run. A fault is a kill of one rank. With `spare` and `shrink` it is a rank of the current
+world, not a spare or a process that is only being started; between two worlds the fault waits. It leaves a replica, so
+the prediction is for faults that nearly all do. FILE is written after each run, with what was found so far.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class GoodputResult(Result):
             "the time more than the best",
             "the 90 % interval covers the spread of the measured costs, and how many faults come in "
             f"{format_duration(self.config['horizon_s'])} (--horizon), and when; it does not cover the error of the "
-            "model itself, which has not been measured yet",
+            "model itself (measured in docs/faults.md)",
         ]
 
     def _list_assumptions(self) -> list[str]:
