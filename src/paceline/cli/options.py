@@ -15,6 +15,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperCommand
 
 from paceline.errors import ConfigError, refuse
 from paceline.training.schedules import parse_growths
@@ -361,7 +362,22 @@ def add_command(
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    (app.command(name, help=help) if name else app.callback(invoke_without_command=True, help=help))(run)
+    added = app.command(name, cls=_Command, help=help) if name else app.callback(invoke_without_command=True, help=help)
+    added(run)
+
+
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # of click, or of the copy in typer
+
+
+class _Command(TyperCommand):
+    """A command whose errors all say how it is used: where a value is missing, the parser does not know for which."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except _USAGE_ERROR as error:
+            error.ctx = error.ctx or ctx
+            raise
 
 
 def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:
