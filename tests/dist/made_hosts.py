@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
-# The verbs beside train, which each way of starting runs.
+# The verbs other than train, which each way of starting runs.
 VERBS = (
     "bench allreduce --sizes 64KiB --iters 5", "bench wrappers --model cnn --batch-size 2 --iters 3",
     f"profile phases {TINY} --iters 3", f"profile trace {TINY} --steps 2",

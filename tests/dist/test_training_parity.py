@@ -317,14 +317,14 @@ def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, numb
 
     load = loop.load_windows
 
-    def load_spoilt(*args: Any) -> Any:
+    def load_damaged(*args: Any) -> Any:
         world = worlds.current_world()
         for window in load(*args):
             if world is not None and (world.rank, window.number) == (rank, number):
                 window.batches[0].batch.inputs[0] = float("nan")
             yield window
 
-    loop.load_windows = load_spoilt
+    loop.load_windows = load_damaged
     try:
         loop.train(settings, folder, False)
     except TrainingError as error:

@@ -85,7 +85,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
                         keys = [f"paceline/0/gather-{number}/failed", f"paceline/0/gather-{number}/value/1"]
                         for key in keys:
                             link.sendall(store_server.pack(store_server.SET, [key.encode(), evil]))
-                    with (loot / "told").open("ab") as file:
+                    with (loot / "said").open("ab") as file:
                         file.write(link.recv(1024))
                     kept.append(link)
                     continue
@@ -172,7 +172,7 @@ def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set
     assert not (attacker / "joined").exists()
     read = (attacker / "read").read_bytes() if (attacker / "read").exists() else b""
     assert struct.pack("<f", SECRET) * 4 not in read, "another user has read gradients"
-    assert not (attacker / "told").exists() or (attacker / "told").read_bytes() == b""
+    assert not (attacker / "said").exists() or (attacker / "said").read_bytes() == b""
     return {how for how, _ in found}
 
 
@@ -198,9 +198,9 @@ def test_fifty_tries_of_another_user_are_refused(on_ranks, attacker, backend, at
 
 
 def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
-    listener, told = socket.create_server(("127.0.0.1", 0)), []
+    listener, said = socket.create_server(("127.0.0.1", 0)), []
     port, place = listener.getsockname()[1], rendezvous.Place(1, 2, 0, 1, "torchrun")
-    server = store_server.Server(listener, b"the secret", told.append)
+    server = store_server.Server(listener, b"the secret", said.append)
     thread = server.start()
     try:
         store = rendezvous.PrivateStore(lambda: rendezvous._call_host("127.0.0.1", port, b"the secret", place, 5.0))
@@ -214,8 +214,8 @@ def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
             with contextlib.suppress(OSError):
                 while link.recv(1024):  # its nonce, and then the end
                     pass
-        wait_until(lambda: len(told) == 2)
-        assert all("127.0.0.1, which does not know the secret of the job" in line for line in told)
+        wait_until(lambda: len(said) == 2)
+        assert all("127.0.0.1, which does not know the secret of the job" in line for line in said)
         assert store.get("a") == b"1" and store.num_keys() == 1
         store.close()
     finally:

@@ -38,7 +38,7 @@ def test_compiled_gradients_are_averaged(on_ranks, kind):
 
 
 class Small(torch.nn.Module):
-    """Dynamo does not compile a layer of torch by itself, but the code of a program."""
+    """Dynamo does not compile a layer of torch alone, but the code of a program."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -161,8 +161,8 @@ def test_the_verdict_is_one_paragraph():
     assert find_frames(stack)[0] == ("/a/model.py", "12", "forward")
     place = describe_frames(stack)
     verdict = Verdict("gil", 1, "holds", "in step 4, in forward", 3.25, "rank 0 waits", place, stack)
-    told = verdict.summary
-    assert "\n" not in told and "3.2 s" in told and "forward (model.py:12) < <module> (train.py:40)" in told
+    said = verdict.summary
+    assert "\n" not in said and "3.2 s" in said and "forward (model.py:12) < <module> (train.py:40)" in said
     assert find_frames("") == []
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
     assert "by the kernel, as" in describe_end(-signal.SIGKILL, is_oom=True)
@@ -174,8 +174,8 @@ def test_a_crash_tells_where_it_was():
     stack += (
         'recent call first):\n  File "/x/torch/distributed/c10d.py", line 9 in all_reduce\n\nExtension modules: numpy'
     )
-    told = describe_end(-signal.SIGABRT, "in step 4", stack=stack)
-    assert "it was at all_reduce (c10d.py:9)" in told and "another size" in told
+    said = describe_end(-signal.SIGABRT, "in step 4", stack=stack)
+    assert "it was at all_reduce (c10d.py:9)" in said and "another size" in said
     assert "another size" not in describe_end(-signal.SIGSEGV, stack=stack)
     assert "another size" not in describe_end(-signal.SIGABRT, stack=stack.replace("torch/distributed", "mine"))
 
