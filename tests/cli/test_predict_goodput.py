@@ -94,7 +94,9 @@ def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, 
     # 8 samples per rank: a batch of 4,096, which 511 ranks cannot share.
     assert any("256 of 512 ranks continue" in line for line in document["findings"])
     (train,) = load_result(document["run"]).next_steps
-    assert train.endswith(" --mtbf 15188s --on-fault spare")
+    assert train.startswith("paceline run --hosts HOSTS -- paceline train --model gpt2-tiny --batch-size 8 ")
+    assert train.endswith(" --save-every auto --mtbf 15188s")
+    assert any(line.startswith("spare and shrink are there for ranks of one host") for line in document["findings"])
     assert any(line.startswith("spare wins over restart") for line in document["findings"])
     restart = next(row for row in document["costs"] if row["name"] == "restart")
     assert restart["source"] == "imported" and restart["mean_s"] == 30
@@ -130,8 +132,9 @@ def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():
 
 def test_what_to_do_next_has_the_interval_where_auto_would_choose_another():
     costs = {"step_seconds": 1, "save_seconds": 1, "restart_seconds": 9, "spare_seconds": 1}
-    found = predict_goodput(mtbf="3h", ranks=1024, all_lost="20%", repair="1d", **costs)
+    found = predict_goodput(mtbf="3h", ranks=16, all_lost="20%", repair="1d", **costs)
     assert f" --save-every {found.save_interval_s:.0f}s --on-fault spare --spares 16" in found.next_steps[0]
+    assert found.next_steps[0].startswith("paceline train --ranks 16 ")
 
 
 def test_the_wait_for_the_save_before_is_no_part_of_a_stall(sketched, trained):

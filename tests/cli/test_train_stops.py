@@ -5,7 +5,9 @@ The real command, mostly in a process of its own; what ranks do is tested in `te
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import random
@@ -13,6 +15,8 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 
@@ -150,6 +154,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, t
         (signal.SIGTERM, os.killpg),
         pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, os.kill, marks=pytest.mark.slow),  # from Slurm, before the time limit
+        pytest.param(signal.SIGHUP, os.killpg, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
@@ -165,6 +170,35 @@ def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
     assert f"interrupted: step {last} saved; resume with: paceline train --resume" in err
     assert f"paceline train --resume {Path('out') / folder.name}" in err
     wait_until(lambda: gone(ranks), 10)
+    assert_nothing_temporary(folder)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path):
+    master, slave = os.openpty()
+    job = subprocess.Popen(
+        [sys.executable, *COMMAND, *TRAIN, "--ranks", "2", "--out", "out"], cwd=tmp_path, stdin=slave, stdout=slave,
+        stderr=slave, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    os.set_blocking(master, False)
+
+    def has_steps() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(master, 1 << 16)
+        return read_steps(tmp_path / "out") >= 12
+
+    try:
+        wait_until(has_steps, 60)
+        ranks = descendants(job.pid)
+        os.close(master)
+        assert job.wait(30) == 129
+    finally:
+        if job.poll() is None:
+            job.kill()
+    wait_until(lambda: gone(ranks), 10)
+    folder = the_run(tmp_path / "out")
+    assert newest(folder).name == f"step-{load_metrics(folder / 'metrics.jsonl')[-1]['step']:08}"
     assert_nothing_temporary(folder)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -132,10 +134,36 @@ def test_the_laboratory_names_every_fault(fault, system):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "gil", "loop", "deadlock", "extra-collective", "stall", "noise"])
 def test_a_script_that_knows_nothing_of_the_monitor(fault):
-    record = measure_fault(fault, "attached", "gloo", limit_s=60.0)
+    record = measure_fault(fault, "attached", "gloo", limit_s=20.0 if fault == "noise" else 60.0)
     assert record.is_right and not record.left_over and record.ended_s is not None, record
+
+
+BUFFERS = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(40):
+    if step in (20, 30) and dist.get_rank() == step // 10 - 2:
+        time.sleep(5)
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_buffers_of_torchs_wrapper_wait_for_a_rank_that_pauses(tmp_path):
+    """It makes them equal in forward."""
+    (tmp_path / "train.py").write_text(BUFFERS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "paceline:" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -199,6 +227,52 @@ def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
         while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
     assert heard is not None and "the host b (rank 1) is lost: its monitor is gone" in heard
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.0\r\n\r\n", b"SSH-2.0-scan\r\n", b'"x"\n', b"[1]\n", b"\xff\n", b"[" * 4000 + b"\n",
+        b"x" * 100_000, b'{"host": 1}\n', '{"token": "\u00e9", "host": 1}\n'.encode(),
+        f'{{"token": "{"1" * 32}", "host": []}}\n'.encode(), f'{{"token": "{"1" * 32}", "host": 7}}\n'.encode(), b"",
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
+    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
+        host, _, port = hub.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + 10
+            accepted = False
+            while time.monotonic() < deadline and not (accepted and not hub._unknown):
+                assert (hub.look() or hub.find_lost()) is None
+                accepted = accepted or bool(hub._unknown)
+            assert accepted and not hub._unknown and not hub._peers
+        with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
+            other.send({"verdict": "rank 1 is stopped"})
+            while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert heard == "rank 1 is stopped"
+
+
+def test_strangers_do_not_pile_up(monkeypatch):
+    from paceline.runtime import monitored
+
+    monkeypatch.setattr(monitored, "_MOST_UNKNOWN", 3)
+    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub, contextlib.ExitStack() as stack:
+        host, _, port = hub.address.rpartition(":")
+        for _ in range(10):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
+            deadline = time.monotonic() + 1
+            while time.monotonic() < deadline and hub.look() is None and len(hub._unknown) < 3:
+                time.sleep(0.001)
+        assert len(hub._unknown) == 3
+        monkeypatch.setattr(monitored.time, "monotonic", lambda now=time.monotonic: now() + 6.0)
+        assert hub.look() is None and not hub._unknown
 
 
 def test_the_monitor_imports_no_torch():

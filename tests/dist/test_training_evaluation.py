@@ -81,7 +81,7 @@ def evaluate_alone(settings: TrainSettings, num_test: int) -> tuple[float, float
     return torch.cat(losses).mean().item(), torch.cat(right).mean().item() if right else None, f1
 
 
-@pytest.mark.parametrize("num_test", [2, 67, 200])
+@pytest.mark.parametrize("num_test", [2, 67, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_is_that_of_one_process(on_ranks, name, num_test):
     """On 3 ranks, 2 samples leave one without any; 67 and 200 are in batches of 64 and what is left."""

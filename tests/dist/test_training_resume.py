@@ -212,8 +212,7 @@ CASES = {
 
 
 # One of each kind; the others are slow.
-QUICK = ("adamw", "accumulate", "torch", "gloo", "normed", "synced", "lars", "diloco")
-QUICK += ("dgc", "zero1", "hooked", "workers")
+QUICK = ("adamw", "accumulate", "gloo", "normed", "lars", "diloco", "dgc", "zero1", "hooked")
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])

@@ -60,6 +60,10 @@ def test_an_interrupted_run_is_resumed_where_it_was(interrupted):
     assert names == list(itertools.product((0, 1), ("kill", "stop"), ("gloo", "shm")))
     assert len(done) == 9 and done[3] == done[2] and (folder / "faults.md").exists()
     assert len(verb.faults(resume=folder).records) == 8 and len(done) == 9  # it is finished
+    assert len(verb.faults(resume=folder, trials=2).records) == 8
+    with pytest.raises(ConfigError, match=r"--trials 3: the run in .* is finished, with --trials 2") as caught:
+        verb.faults(resume=folder, trials=3)
+    assert caught.value.code == "resume"
 
 
 def test_a_run_may_end_with_fewer_trials(interrupted):
@@ -97,6 +101,14 @@ def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
                     ("paceline train", "shrink", 2, 1.5, 2.0)]  # fmt: skip
     with pytest.raises(ConfigError, match="--on-fault hope: unknown"):
         verb.faults(on_fault="spare,hope")
+
+
+def test_columns_of_one_trial_keep_their_names():
+    (table,) = make_result(make_trial()).tables()
+    *title, header, _, row = table.terminal(80).splitlines()
+    assert " ".join(title).endswith("(kill, gloo, paceline train)")
+    assert header.split()[0] == "right" and "steps lost" in header and "left over" in header
+    assert row.split()[:4] == ["1", "of", "1", "0.10"]
 
 
 @pytest.mark.parametrize("changes", [{"on_fault": " "}, {"systems": ""}, {"backend": ","}, {"ranks": 10**10}])

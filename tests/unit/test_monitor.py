@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from paceline.errors import ConfigError
 from paceline.runtime import monitor as monitor_module
 from paceline.runtime import pulse
 from paceline.runtime.monitor import (
@@ -23,6 +25,7 @@ from paceline.runtime.monitor import (
     describe_frames,
     find_frames,
     is_importing,
+    is_in_collective,
     why_not,
 )
 from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
@@ -50,6 +53,7 @@ class Scene:
                     state=given.get("state", "R"), cpu_s=sight.cpu_s + 0.1 * given.get("cpu", 0.0),
                     serial=sight.serial + (phase != sight.phase or steps > 0), phase=phase,
                     bucket=given.get("bucket", -1), beat_ns=sight.beat_ns + given.get("beats", True),
+                    most_s=given.get("most_s", math.inf),
                     step=sight.step + steps, num_steps=sight.num_steps + steps, is_busy=given.get("is_busy", False),
                 )  # fmt: skip
             found = self.judge.look(self.now_s, dict(enumerate(self.sights)))
@@ -72,6 +76,8 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
         (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, 3.5),
         (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 601.0),
         (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 1800.0, 1801.0),
+        (dict(state="D", phase=FORWARD), "disk", 60.0, 60.5),
+        (dict(state="R", phase=SLOW, cpu=1.0, most_s=40.0), "loop", 40.0, 40.5),
     ],
 )
 def test_a_rank_that_hangs_is_to_blame(culprit, kind, at_least_s, at_most_s):
@@ -103,6 +109,62 @@ def test_a_pause_is_no_hang(pause):
         found = scene.run(0.1, WAITS, pause)
         assert found is None or not found.is_certain
     assert scene.run(2.0, *(dict(cpu=0.5, steps=1, phase=FORWARD) for _ in range(2))) is None
+
+
+def test_a_pause_that_is_marked_takes_as_long_as_it_takes():
+    for pause in (dict(state="R", cpu=1.0), dict(state="S"), dict(state="S", beats=False), dict(state="D")):
+        assert Scene().run(2000.0 if "cpu" in pause else 200.0, WAITS, dict(phase=SLOW) | pause) is None
+
+
+def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame():
+    """As torch's wrapper does in forward, where it makes buffers equal; its stack says so."""
+    waits, pause = dict(state="S", phase=FORWARD), dict(state="R", phase=BETWEEN, cpu=1.0)
+    scene = Scene()
+    found = scene.run(100.0, waits, pause)
+    assert found is not None and (found.kind, found.rank) == ("blocked", 0)
+    scene.judge.seen[0].is_in_collective = True
+    assert scene.run(1000.0, waits, pause) is None
+    # Until the other one does something else, and waits for what this one does not make.
+    found = scene.run(100.0, waits, WAITS)
+    assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 0, True)
+    # In the next phase nothing is known of it.
+    assert scene.run(1.0, dict(state="R", phase=BACKWARD), WAITS) is None
+    found = scene.run(100.0, dict(state="S", phase=BACKWARD), WAITS)
+    assert found is not None and (found.kind, found.rank) == ("blocked", 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "train.py"), True),
+        (("torch/nn/parallel/distributed.py", "torch/nn/modules/module.py"), True),  # buffers, in C++
+        (("model.py", "torch/nn/modules/module.py", "torch/nn/parallel/distributed.py"), False),
+        (("upload.py", "torch/distributed/checkpoint/state_dict_saver.py", "train.py"), False),
+        (("my_channel.py", "train.py"), False),
+        (("paceline/parallel/channel.py", "train.py"), True),
+        (("a.py",) * 6 + ("torch/distributed/distributed_c10d.py",), False),
+        ((), False),
+    ],
+)
+def test_a_stack_is_in_a_collective_or_not(files, expected):
+    frames = "".join(f'  File "/x/{file}", line 3 in call\n' for file in files)
+    assert is_in_collective(f"Current thread 0x2 (most recent call first):\n{frames}") is expected
+
+
+def test_a_kill_for_memory_is_that_of_the_rank_only_at_that_time(monkeypatch):
+    kills, now_s = [7], [100.0]
+    monkeypatch.setattr(monitor_module, "count_oom_kills", lambda: kills[0])
+    monkeypatch.setattr(monitor_module.time, "monotonic", lambda: now_s[0])
+    with Monitor([0], 1) as found:
+        for _ in range(30):
+            now_s[0] += 0.1
+            assert found.look() is None
+        kills[0] += 1
+        assert "as memory ran out" in found.describe_end(0, -signal.SIGKILL)
+        for _ in range(30):
+            now_s[0] += 0.1
+            assert found.look() is None
+        assert "by hand" in found.describe_end(0, -signal.SIGKILL)
 
 
 def test_a_suspended_job_is_no_hang():
@@ -172,10 +234,10 @@ def test_the_verdict_is_one_paragraph():
 def test_a_crash_tells_where_it_was():
     stack = 'Aborted\n\nThread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in beat\n\nThread 0x2 (most '
     stack += (
-        'recent call first):\n  File "/x/torch/distributed/c10d.py", line 9 in all_reduce\n\nExtension modules: numpy'
+        'recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 9 in call\n\nExtension modules'
     )
     said = describe_end(-signal.SIGABRT, "in step 4", stack=stack)
-    assert "it was at all_reduce (c10d.py:9)" in said and "another size" in said
+    assert "it was at call (distributed_c10d.py:9)" in said and "another size" in said
     assert "another size" not in describe_end(-signal.SIGSEGV, stack=stack)
     assert "another size" not in describe_end(-signal.SIGABRT, stack=stack.replace("torch/distributed", "mine"))
 
@@ -220,6 +282,12 @@ def test_pages_stacks_and_ends_of_real_processes():
                 rank.communicate()
         monitor.look()
         assert monitor.are_all_gone() and monitor.have_all_left()
+
+
+@pytest.mark.parametrize("at_most", [0, -1.0, math.nan])
+def test_a_pause_of_no_time_is_refused(at_most):
+    with pytest.raises(ConfigError, match="at_most"), pulse.slow("evaluate", at_most=at_most):
+        pytest.fail("it began")
 
 
 def test_marks_without_a_monitor_do_nothing():
@@ -310,7 +378,17 @@ def test_marks_on_a_page():
             assert "step 7" in monitor.describe(0) and "bucket 3" in monitor.describe(0)
             with pulse.slow("evaluate"):
                 assert "'evaluate'" in monitor.describe(0) and monitor.is_busy(0)
+                assert monitor._processes[0].look().most_s == math.inf
+                with pulse.slow("download", at_most=90):
+                    before = monitor._processes[0].look()
+                    pulse.progress()
+                    after = monitor._processes[0].look()
+                    assert before.most_s == after.most_s == 90.0 and after.serial > before.serial
+                assert monitor._processes[0].look().most_s == math.inf
             assert "bucket 3" in monitor.describe(0)
+            before = monitor._processes[0].look().serial
+            pulse.progress()  # of no pause
+            assert monitor._processes[0].look().serial == before
             pulse.begin_step(8)
             pulse.fail("failed: ValueError: no", is_secondary=False)
             pulse.fail("later", is_secondary=True)

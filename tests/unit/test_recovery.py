@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +71,20 @@ def test_faults_before_the_first_step_of_a_world_are_in_no_step():
     recovery = make()
     assert [decide(recovery, step) for step in (None, None, 5, None)] == ["spare"] * 4
     assert decide(recovery, 5).startswith("stop: ")
+
+
+def test_a_run_that_does_not_get_past_its_start_is_not_tried_for_ever():
+    heard: list[str] = []
+    recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
+    assert [decide(recovery, None) for _ in range(2)] == ["restart", "restart"]
+    assert decide(recovery, None).startswith("stop: so were the 2 faults before it")
+    assert heard[0].endswith("all ranks start again")  # there is no checkpoint
+    # After a step, faults may come as fast as they like.
+    recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
+    assert decide(recovery, None) == "restart"
+    recovery.note_step(0, time.monotonic(), 2)
+    assert [decide(recovery, None) for _ in range(5)] == ["restart"] * 5
+    assert heard[-1].endswith("all ranks start again from the last checkpoint")
 
 
 def test_of_faults_before_one_step_the_last_has_the_time_until_it():

@@ -217,10 +217,14 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def list_published():
-    """All of them; the curves of more ranks take seconds to predict again."""
+    """All of them; one of each verb and version is not slow, and the curves of more ranks take seconds to predict."""
+    known = set()
     for path in sorted(RESULTS.rglob("run.json")):
-        marks = [pytest.mark.slow] * path.parent.name.startswith("scale-ranks")
-        yield pytest.param(path, id=str(path.parent.relative_to(RESULTS)), marks=marks)
+        document = json.loads(path.read_text())
+        kind = document["verb"], document["version"]
+        is_slow = kind in known or path.parent.name.startswith("scale-ranks")
+        known.add(kind)
+        yield pytest.param(path, id=str(path.parent.relative_to(RESULTS)), marks=[pytest.mark.slow] * is_slow)
 
 
 @pytest.mark.parametrize("path", [*list_published()])

@@ -348,9 +348,9 @@ def add_command(
             return
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
         if "resume" in given and isinstance(verb, str) and verb.startswith(("scale:", "faults:")):
-            why = "with --resume: a study is resumed as it was started; leave it out"
+            jobs = importlib.import_module("paceline.verbs.jobs")  # here: it takes as long as the verb
             typed = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
-            refuse(*((True, f"{find_flag(name)} {why}") for name in typed), code="resume")
+            jobs.check_resume({find_flag(name).removeprefix("--"): True for name in typed})
         if "out" in options and "resume" not in given:
             given.setdefault("out", values["out"])
         if isinstance(verb, str):

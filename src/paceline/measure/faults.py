@@ -27,6 +27,7 @@ from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure import fault_places
 from paceline.measure.fault_places import OUT, Place, open_place
 from paceline.records.kinds import FaultRecord
+from paceline.runtime.agent import build_guard
 
 SYSTEMS = ("train", "script", "torch")
 ATTACHED = "attached"  # torch's wrapper, in a script that knows nothing of the monitor
@@ -123,8 +124,8 @@ class _Job:
         variables |= {"PACELINE_MONITOR": "1"} if is_attached else {}
         (folder / "tmp").mkdir(exist_ok=True)
         self.process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
+            [*build_guard(signal.SIGTERM), *command], cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -151,6 +152,12 @@ class _Job:
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
             if found := re.search(pattern, text):
                 yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
+
+    def find_last(self) -> str:
+        """What it said in the end: its error, or the last line with a word."""
+        lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
+        errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
+        return next(iter((*errors, *lines)), "").strip()
 
     def stop(self) -> None:
         """Ask it to end, as a person or a job manager does."""
@@ -256,7 +263,7 @@ def measure_fault(
             pattern, code = _build_pattern(kind, rank), job.process.returncode
             matches = list(job.find_lines(pattern, waited_s if is_through else math.inf))
             found = matches[0] if matches else None
-            said = [line for _, line in job.lines]
+            text = job.find_last() if found is None else found[1].strip()
         left_over = [f"{len(left)} processes"] if left and is_over else []
         left_over += sorted(_list_shared() - shared)
         left_over += sorted(path.name for path in (folder / "tmp").iterdir() if path.name.startswith("paceline"))
@@ -273,14 +280,13 @@ def measure_fault(
     else:
         is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
         is_right = is_right and (not goes_on or code == 0) and (not kind.is_saved or restart_s is not None)
-    text = found[1] if found is not None else next((line for line in reversed(said) if line.strip()), "")
     if is_right and noises:
         text = ", ".join(f"{name} {count}" for name, count in sorted(noises.items()))
     return FaultRecord(
         fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
         detected_s=detected_s, is_right=is_right, ended_s=ended_s, limit_s=limit_s,
         steps_lost=None if is_pause else recovered.get("steps_lost", lost), restart_s=restart_s,
-        left_over=tuple(left_over), said=text.strip()[:2000], policy=recovered.get("policy", "stop"),
+        left_over=tuple(left_over), said=text[:2000], policy=recovered.get("policy", "stop"),
         recovered_s=recovered.get("recovered_s"), on_fault=asked_policy,
         names_step=any(_names_step(kind, lines, noted) for _, _, lines in matches)
         if found and kind.cause and kind.names_rank else None,
@@ -351,8 +357,8 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
     while not path.exists() or not path.read_text():
         if job.process.poll() is not None or time.monotonic() > until_s:
             job.end()
-            last = next((line for _, line in reversed(job.lines) if line.strip()), "nothing")
-            raise MeasurementError(f"the job did not come to its fault; it said: {last}", code="no-fault")
+            said = job.find_last() or "nothing"
+            raise MeasurementError(f"the job did not come to its fault; it said: {said}", code="no-fault")
         time.sleep(0.01)
     when_s, step = path.read_text().split()
     return float(when_s), int(step)

@@ -139,21 +139,21 @@ class FaultsResult(Result):
     def tables(self) -> list[Table]:
         columns = (
             *text_columns("fault", "backend", "system", is_key=True),
-            Column("named", "right", "text", key="named_right", priority=2),
+            Column("right", "right", str, key="named_right", priority=2),
             Column("median (s)", "median_s", _format_s, key="detected_median_s", priority=2),
             Column("p95 (s)", "p95_s", _format_s, key="detected_p95_s", priority=2),
-            Column("ended", "ended", "text", key="ended"),
-            Column("lost", "steps_lost", "number", key="steps_lost", priority=1),
+            Column("ended", "ended", str, key="ended"),
+            Column("steps lost", "steps_lost", "number", key="steps_lost", priority=1),
             Column("restart (s)", "restart_s", _format_s, key="restart_s"),
             Column("restart p95 (s)", "restart_p95_s", _format_s, key="restart_p95_s", priority=-1),
             Column("then", "policy", "text", key="policy", priority=1),
             Column("recovered (s)", "recovered_s", _format_s, key="recovered_s", priority=1),
             Column("recovered p95 (s)", "recovered_p95_s", _format_s, key="recovered_p95_s", priority=1),
-            Column("left", "left_over", "number", key="left_over", priority=1),
-            Column("step", "step_right", "text", key="step_right", priority=-1),
+            Column("left over", "left_over", "number", key="left_over", priority=1),
+            Column("step right", "step_right", str, key="step_right", priority=-1),
             *raw_columns("num_trials", "num_right"),
         )
-        title = "Seconds until rank and cause were named; steps lost; recovery, from there; what was left"
+        title = "Seconds until a fault was named, and from there until the job had recovered"
         return [Table("faults", title, columns, self.rows)]
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POINTS = 60  # of a line
+_MOST_ON_A_HOST = 16  # GPUs
 _NAMES = {
     "step": "a step", "save": "the stall of a save", "write": "the write after it", "detect": "until a fault is known",
     "restart": "a restart", "spare": "a spare's take-over", "shrink": "continuing on fewer ranks",
@@ -146,6 +147,8 @@ class GoodputResult(Result):
         if len(self.rows) > 1:
             share = f"{100 * self.faults.all_lost:.3g} %"
             lines.append(f"assumed: {share} of the faults leave no replica, as where a host has all (--all-lost)")
+        if len(self.rows) > 1 and not self.is_on_one_host:
+            lines.append("spare and shrink are there for ranks of one host; across hosts the launcher restarts the job")
         if any(row.policy.name == "shrink" for row in self.rows):
             missing = format_duration(self.faults.repair_s + average_costs(self.only(CostRecord))["restart"])
             lines.append(f"assumed: with shrink a lost rank is back after {missing}, in a pause as long as the first")
@@ -171,9 +174,20 @@ class GoodputResult(Result):
         every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
         if policy.lost not in (1.0, ALL_LOST):  # which auto does not know
             every = f"{max(1.0, self.best.best_interval_s):.0f}s"
-        train = f"paceline train --ranks {self.faults.ranks} --save-every {every} --on-fault {policy.name}"
-        train += f" --spares {policy.num_idle}" if policy.num_idle > 1 else ""
+        train = " ".join(filter(None, ("paceline train", self.config.get("job"))))
+        if self.is_on_one_host:
+            train += f" --ranks {self.faults.ranks} --save-every {every} --on-fault {policy.name}"
+            train += f" --spares {policy.num_idle}" if policy.num_idle > 1 else ""
+        else:
+            mtbf = f"{max(1.0, self.faults.mtbf_s):.0f}s"
+            train = f"paceline run --hosts HOSTS -- {train} --save-every auto --mtbf {mtbf}"
         return (train,) if self.share >= 0.01 else ()
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether one host can have all ranks: this one, one on which they were measured, or one of many GPUs."""
+        known = self.run.environment.cores, self.config.get("measured_ranks") or 1
+        return self.faults.ranks <= max(_MOST_ON_A_HOST, *known)
 
     def to_json(self) -> dict[str, Any]:
         low, high = self.interval

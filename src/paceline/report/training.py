@@ -147,7 +147,23 @@ class TrainRunResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        return [*self._describe_phases(), *self._describe_saves()]
+        return [*self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
+
+    def _describe_faults(self) -> Sequence[str]:
+        """What the run recovered from; one that ended it is not among them."""
+        faults = [fault for fault in self.faults if fault["policy"] != "stop"]
+        if not faults:
+            return ()
+        told = []
+        for fault in faults[:_MOST_FAULTS]:
+            who = "all ranks" if fault["rank"] is None else f"rank {fault['rank']}"
+            where = "before the first step" if fault["step"] is None else f"in step {fault['step']}"
+            told.append(f"{who} {where} ({fault['policy']})")
+        told += [f"{len(faults) - _MOST_FAULTS} more"] * (len(faults) > _MOST_FAULTS)
+        lost = format_number_of(sum(fault.get("steps_lost") or 0 for fault in faults), "step")
+        took_s = sum(fault.get("recovered_s") or 0.0 for fault in faults)
+        many = format_number_of(len(faults), "fault")
+        return (f"Recovered from {many} in {took_s:.1f} s, and took {lost} again: {_join(told)}.",)
 
     def _describe_saves(self) -> Sequence[str]:
         saves = [row for row in self.saves if "next_s" in row]  # by --save-every auto
@@ -228,6 +244,7 @@ def _join(words: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
+_MOST_FAULTS = 3  # that are told one by one
 _SAME = 0.01  # the share of the mean loss by which the loss of a step may differ where runs learn the same
 
 

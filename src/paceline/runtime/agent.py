@@ -34,12 +34,17 @@ MARK = "paceline-agent "
 # Words of a command, which no argument can contain, for what only the host knows: a folder that is removed at its end,
 # and a program that runs the words behind it, and is killed when its parent ends.
 LOGS, GUARD = "\0logs", "\0guard"
-_GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+_GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {}, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SILENCE_S = 30.0  # a launcher that is silent for so long is lost
 _LOOK_S = 0.1
 _MESSAGE_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _listeners: list[socket.socket] = []
+
+
+def build_guard(number: int) -> list[str]:
+    """The first words of a command that gets this signal when its parent ends."""
+    return [sys.executable, "-IS", "-c", _GUARD.format(int(number))]
 
 
 def find_version(package: str) -> str:
@@ -233,7 +238,7 @@ def serve(logs: str) -> NoReturn:
         os.write(1, f"\n{MARK}{text}\n".encode())  # after what a login script printed
     code = 0
     if request.pop("ask") == "run":
-        words = {LOGS: [logs], GUARD: [sys.executable, "-IS", "-c", _GUARD]}
+        words = {LOGS: [logs], GUARD: build_guard(signal.SIGKILL)}
         request["arguments"] = [word for given in request["arguments"] for word in words.get(given, [given])]
         try:
             code = run(requests=requests, **request)

@@ -17,6 +17,7 @@ import re
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -245,7 +246,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         job, size = _pickle_job(fn, args), num_ranks
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
-        with unwind_on_sigterm():
+        with unwind_on_signals():
             try:
                 if recovery is not None:
                     self._end(self._ranks[num_ranks:])
@@ -708,15 +709,26 @@ def defer_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unwind_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind this process as Ctrl-C does, instead of ending it on the spot."""
+def unwind_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process as Ctrl-C does, instead of ending it on the spot."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
+        forget_terminal(number)
         raise SystemExit(128 + number)
 
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with handle_signals(unwind, *([signal.SIGTERM] if is_default else [])):
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    with handle_signals(unwind, *numbers):
         yield
+
+
+def forget_terminal(number: int) -> None:
+    """After a SIGHUP the terminal is gone: what is still said must not fail."""
+    for descriptor in (1, 2) if number == signal.SIGHUP else ():
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.runtime import pulse
-from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
+from paceline.runtime.pulse import BETWEEN, LEFT, SLOW, START, WAIT
 from paceline.units import name_ranks
 
 LOOK_S = 0.1
 # Time counts only while the monitor itself gets to look: on a machine too loaded for that, ranks have more of it.
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
+_OOM_S = 1.0  # a kill for memory within the last one or two of these is that of the rank that was killed
 # A process that goes on for so long after an error of its world has handled it; one that ends by it may take longer.
 _HANDLED_S, _ENDED_S = 1.0, 30.0
 # One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
@@ -42,13 +43,19 @@ _NUM_FIRST = 3
 # Between steps a program loads, evaluates or saves, on one rank maybe: at least this long, and longer where it already
 # was. A pickle of a large state holds Python's lock.
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
-_SLOW_S = 1800.0
+# A disk, a network file system or a driver that does not answer may only be slow: this long, and as many limits.
+_DISK_S, _DISK_LIMITS = 60.0, 5.0
 _PATIENCE = 5.0  # times as long where no other rank waits for this one
 _CPU_S = 1.5  # at least, before a rank that computes is in an endless loop
 # The share of looks at which a blocked process sleeps. One that waits for a core is runnable, and that is no hang.
 _BLOCKED = 0.8
-_COMPUTE = frozenset((FORWARD, BACKWARD, OPTIMIZER))
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+# Files of functions that wait for other ranks; and those that call such of torch's C++, as the innermost frame.
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py", "paceline/parallel/channel.py",
+)  # fmt: skip
+_CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
 
 _ADVICE = {
     "ended": "its own output says more, or what the kernel says of it (dmesg)",
@@ -56,6 +63,7 @@ _ADVICE = {
     "gil": "a call in this stack holds Python's lock and does not return: it must release the lock, or end",
     "loop": "it computes without end: look for the loop in this stack",
     "blocked": "it waits for something that is no other rank: a lock, a file, a child process",
+    "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack says where)",
     "kernel": "a kernel that it launched runs without end, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all must make the same calls in one order",
     "left": "give all ranks the same number of batches, or train inside `with model.join():`",
@@ -73,8 +81,8 @@ def why_not() -> str:
 class Verdict:
     """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
 
-    `kind` is "ended", "stopped", "gil", "loop", "blocked", "kernel", "collective", "left" or "all-wait"; with
-    the last one there is no rank to blame.
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "left" or "all-wait";
+    with the last one there is no rank to blame.
     """
 
     kind: str
@@ -109,6 +117,7 @@ class Sight(NamedTuple):
     p99_s: float = 0.0  # of the recent steps, without what is between them
     longest_s: float = 0.0  # between two steps, so far
     is_busy: bool = False  # its GPU, while it waits for other ranks
+    most_s: float = math.inf  # that a marked pause may take
 
 
 class _History:
@@ -117,7 +126,8 @@ class _History:
     def __init__(self, sight: Sight) -> None:
         self.sight = sight
         self.stopped_s = 0.0
-        self.phase_s = self.phase_asleep_s = self.silent_s = self.silent_asleep_s = 0.0
+        self.phase_s = self.phase_asleep_s = self.phase_disk_s = self.silent_s = self.silent_asleep_s = 0.0
+        self.is_in_collective = False  # in this phase, by its stack: it waits for other ranks
         self.phase_cpu_s = self.silent_cpu_s = sight.cpu_s  # when it began
         self._step_cpu_s = collections.deque[float](maxlen=31)  # of a step, on the average of each second
         self._window = 0.0, 0, 0.0  # seconds that were looked at, and steps and seconds of CPU time when it began
@@ -127,8 +137,10 @@ class _History:
         asleep_s = took_s if sight.state == "S" else 0.0
         self.stopped_s = self.stopped_s + took_s if sight.state == "T" else 0.0
         if sight.serial != before.serial:
-            self.phase_s, self.phase_asleep_s, self.phase_cpu_s = 0.0, 0.0, sight.cpu_s
+            self.phase_s, self.phase_asleep_s, self.phase_disk_s, self.phase_cpu_s = 0.0, 0.0, 0.0, sight.cpu_s
+            self.is_in_collective = False
         self.phase_s, self.phase_asleep_s = self.phase_s + took_s, self.phase_asleep_s + asleep_s
+        self.phase_disk_s += took_s if sight.state == "D" else 0.0
         if sight.beat_ns != before.beat_ns:
             self.silent_s, self.silent_asleep_s, self.silent_cpu_s = 0.0, 0.0, sight.cpu_s
         self.silent_s, self.silent_asleep_s = self.silent_s + took_s, self.silent_asleep_s + asleep_s
@@ -155,7 +167,11 @@ class _History:
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for other ranks, or may: a program's own collectives are not marked."""
-        return self.phase_s > 1.0 and (self.sight.phase == WAIT or self.is_blocked)
+        return self.phase_s > 1.0 and (self.waits or self.is_blocked)
+
+    @property
+    def waits(self) -> bool:
+        return self.sight.phase == WAIT or self.is_in_collective
 
 
 class Suspicion(NamedTuple):
@@ -212,21 +228,24 @@ class Judge:
             waits = self.has_others or any(other.is_waiting for number, other in there.items() if number != rank)
             if (suspicion := self._suspect(rank, one, 1.0 if waits else _PATIENCE)) is not None:
                 found.append(suspicion)
-        order = ("gil", "loop", "blocked")
+        order = ("gil", "loop", "blocked", "disk")
         return min(found, key=lambda one: (order.index(one.kind), -one.since_s), default=None)
 
     def _suspect(self, rank: int, one: _History, patience: float) -> Suspicion | None:
         sight, step_s = one.sight, self.limit_s
         between_s = max(step_s, _TIMES * sight.longest_s)
-        limits = {SLOW: (_SLOW_S, _SLOW_S), START: (_FIRST_S, _FIRST_S)}
+        limits = {SLOW: (sight.most_s, sight.most_s), START: (_FIRST_S, _FIRST_S)}
         limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
         held_s, limit_s = (patience * each for each in limits.get(sight.phase, (step_s, step_s)))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
         silent_cpu_s, phase_cpu_s = sight.cpu_s - one.silent_cpu_s, sight.cpu_s - one.phase_cpu_s
         if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
             return Suspicion("gil", rank, one.silent_s)
-        if sight.phase == WAIT or one.phase_s <= limit_s:
+        if one.waits or one.phase_s <= limit_s:
             return None
+        if one.phase_disk_s >= _BLOCKED * one.phase_s:
+            is_lost = one.phase_s > max(_DISK_S, _DISK_LIMITS * limit_s)
+            return Suspicion("disk", rank, one.phase_s) if is_lost else None
         if phase_cpu_s >= cpu_s and not one.is_blocked:
             return Suspicion("loop", rank, one.phase_s)
         return Suspicion("blocked", rank, one.phase_s) if one.is_blocked else None
@@ -235,7 +254,7 @@ class Judge:
         """Ranks that wait for one whose GPU does not finish, for one that left, for one that is in a collective of its
         own, or for each other."""
         there, limit_s = self._there(), self.limit_s
-        waiting = {rank: one for rank, one in there.items() if one.sight.phase == WAIT and one.phase_s > limit_s}
+        waiting = {rank: one for rank, one in there.items() if one.waits and one.phase_s > limit_s}
         for rank, one in waiting.items():
             if one.sight.is_busy:
                 return Suspicion("kernel", rank, one.phase_s)
@@ -247,8 +266,12 @@ class Judge:
         for rank, one in there.items():
             if one.sight.phase in (BETWEEN, START) and one.phase_s > limit_s and one.is_blocked:
                 return Suspicion("collective", rank, one.phase_s, is_certain=False)
-        if len(waiting) == len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
-            return Suspicion("all-wait", None, since_s)
+        if len(waiting) == len(there) > 1:
+            own = [rank for rank, one in waiting.items() if one.is_in_collective]
+            if len(own) == 1:  # in one that the wrapper does not make, and all others wait for the wrapper's
+                return Suspicion("collective", own[0], waiting[own[0]].phase_s)
+            if min(one.phase_s for one in waiting.values()) > 2 * limit_s:
+                return Suspicion("all-wait", None, since_s)
         return None
 
 
@@ -286,6 +309,7 @@ class _Process:
         return Sight(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
             num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
+            self.find_most_s(),
         )  # fmt: skip
 
     def find_phase(self) -> tuple[int, str]:
@@ -294,6 +318,11 @@ class _Process:
         if self._words[pulse.IS_COMPILING] and phase != LEFT:
             return SLOW, "torch.compile"
         return phase, pulse.read_text(self.page, pulse.LABEL)
+
+    def find_most_s(self) -> float:
+        """How long a marked pause may take; a compilation takes as long as it takes."""
+        most_ns = self._words[pulse.MOST_NS]
+        return math.inf if self._words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
 
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
         """Of the last steps; only made anew where it is of use, for a rank that stays in one phase."""
@@ -382,7 +411,9 @@ def describe_frames(stack: str, most: int = 4) -> str:
 
 
 def is_in_collective(stack: str) -> bool:
-    return any("torch/distributed/" in file or file.endswith("channel.py") for file, _, _ in find_frames(stack)[:6])
+    """Whether the main thread is in a function that waits for other ranks."""
+    frames = [file for file, _, _ in find_frames(stack)[:6]]
+    return any(file.endswith(_COLLECTIVES) for file in frames) or any(one.endswith(_CALLERS) for one in frames[:1])
 
 
 def is_importing(stack: str) -> bool:
@@ -425,7 +456,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.world_size = world_size
         self._processes = {rank: _Process() for rank in ranks}
         self._judge = Judge(has_others=len(ranks) < world_size)
-        self._asked_s, self._left_s, self._num_oom_kills = 0.0, math.inf, count_oom_kills()
+        self._asked_s, self._left_s = 0.0, math.inf
+        self._oom_kills = collections.deque([(time.monotonic(), count_oom_kills())] * 2, maxlen=2)
         self._imports = False  # what was last taken for a hang was an import
 
     def __exit__(self, *_: object) -> None:
@@ -441,7 +473,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def look(self) -> Verdict | None:
         sights = {rank: one.look() for rank, one in self._processes.items()}
         there = {rank: sight for rank, sight in sights.items() if sight is not None}
-        found = self._judge.look(time.monotonic(), there)
+        now_s = time.monotonic()
+        if now_s - self._oom_kills[-1][0] > _OOM_S:
+            self._oom_kills.append((now_s, count_oom_kills()))
+        found = self._judge.look(now_s, there)
         return None if found is None else self._make_verdict(found)
 
     def pids(self) -> dict[int, int]:
@@ -480,11 +515,15 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             error = pulse.read_text(one.page, pulse.ERROR)
             if not one.is_gone or (status := one.find_status()) == 0:  # an error of its world that it has handled
                 continue
-            code = 1 if status is None else os.waitstatus_to_exitcode(status)
             where, waiting = self.describe(rank), self.describe_waiting(rank)
             if status is None and not error and one.has_left:
                 continue
-            how = f"{error} {where}" if error else self.describe_end(rank, code)
+            if error:
+                how = f"{error} {where}"
+            elif status is None:  # before Linux 6.15, where its parent has asked for it already
+                how = f"has ended {where}, and its exit code is not known"
+            else:
+                how = self.describe_end(rank, os.waitstatus_to_exitcode(status))
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
@@ -506,7 +545,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         limit that was learned."""
         words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
-        return phase != WAIT and since_s <= (_SLOW_S if phase == SLOW else self._judge.limit_s)
+        return phase != WAIT and since_s <= (
+            self._processes[rank].find_most_s() if phase == SLOW else self._judge.limit_s
+        )
 
     def describe(self, rank: int) -> str:
         """In which step and phase a rank is, or was when it ended; empty where it has not said."""
@@ -526,7 +567,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def describe_end(self, rank: int, code: int) -> str:
         """How a rank ended, by its exit code, and where it was."""
-        is_oom = count_oom_kills() > self._num_oom_kills
+        is_oom = count_oom_kills() > self._oom_kills[0][1]
         return describe_end(code, self.describe(rank), is_oom, self._processes[rank].read_fatal())
 
     def describe_waiting(self, rank: int | None) -> str:
@@ -551,12 +592,16 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._asked_s = time.monotonic()
         where, waiting = self.describe(rank), self.describe_waiting(rank)  # a signal may wake it
         stack = self._processes[rank].read_stack()
-        self._imports = kind in ("blocked", "loop") and since_s < _SLOW_S and is_importing(stack)
+        if kind == "blocked" and is_in_collective(stack):  # torch's wrapper makes buffers equal in forward
+            self._judge.seen[rank].is_in_collective = True
+            return None
+        self._imports = kind in ("blocked", "loop", "disk") and since_s < _FIRST_S and is_importing(stack)
         if self._imports or (not is_certain and not is_in_collective(stack)):
             return None
         what = {
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
-            "loop": "keeps computing", "blocked": "hangs", "collective": "waits in a collective of its own",
+            "loop": "keeps computing", "blocked": "hangs", "disk": "waits for a disk or a driver (state D)",
+            "collective": "waits in a collective of its own",
             "left": "has left, and others wait", "kernel": "has a GPU that does not finish",
         }[kind]  # fmt: skip
         return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)

@@ -36,6 +36,8 @@ _AFTERMATH_S = 0.5
 # The culprit is killed first, so that its launcher reports it; then the others have this long to end, and to obey.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # between hosts
+# Of connections that have not proved that they are a monitor's: how many, how long, and how much they may say.
+_MOST_UNKNOWN, _UNKNOWN_S, _UNKNOWN_BYTES = 64, 5.0, 4096
 _started: subprocess.Popen[bytes] | None = None
 
 
@@ -145,10 +147,19 @@ def attach() -> None:
         self.register_forward_pre_hook(lambda *_: pulse.enter(pulse.FORWARD))
         self.register_forward_hook(lambda *_: pulse.enter(pulse.BETWEEN))
 
+    def wait_in_the_end(_: Any) -> None:
+        """In the first hook of a backward pass: after all gradients, and before torch's wrapper waits for its buckets,
+        which it asks for later."""
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
+
     @functools.wraps(backward)
-    def run_backward(*args: Any, **kwargs: Any) -> None:
+    def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         pulse.enter(pulse.BACKWARD)
-        backward(*args, **kwargs)
+        first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+        with contextlib.ExitStack() as undo:
+            if pulse.is_open() and isinstance(first, torch.Tensor) and first.requires_grad:
+                undo.callback(first.register_hook(wait_in_the_end).remove)
+            backward(tensors, *args, **kwargs)
         pulse.enter(pulse.BETWEEN)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = open_and_monitor
@@ -251,7 +262,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self._names = [place.split()[0] for place in hosts]
         self._listener: socket.socket | None = None
         self._peers: dict[int, socket.socket] = {}  # by the number of the host
-        self._unknown: list[socket.socket] = []
+        self._unknown: dict[socket.socket, float] = {}  # and until when each has time to prove itself
         self._heard_s: dict[int, float] = {}
         self._data: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
@@ -305,10 +316,24 @@ class Links(contextlib.AbstractContextManager["Links"]):
         readable = [link for link in (self._listener, *self._unknown, *self._peers.values()) if link is not None]
         for link in select.select(readable, [], [], 0)[0]:
             if link is self._listener:
-                self._unknown.append(link.accept()[0])
+                self._accept(now_s)
             elif (text := self._receive(link, now_s)) is not None:
                 return text
+        for link in [one for one, until_s in self._unknown.items() if now_s > until_s]:
+            self._drop(link)
         return None
+
+    def _accept(self, now_s: float) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            link = self._listener.accept()[0]  # type: ignore[union-attr]
+            self._unknown[link] = now_s + _UNKNOWN_S
+        if len(self._unknown) > _MOST_UNKNOWN:
+            self._drop(next(iter(self._unknown)))
+
+    def _drop(self, link: socket.socket) -> None:
+        self._unknown.pop(link, None)
+        self._data.pop(link, None)
+        link.close()
 
     def find_lost(self) -> str | None:
         """A host that is not there any more, and did not leave."""
@@ -331,29 +356,36 @@ class Links(contextlib.AbstractContextManager["Links"]):
             data = b""
         number = next((number for number, one in self._peers.items() if one is link), None)
         if not data:
-            if number is None:
-                self._unknown.remove(link)
-            else:  # if it did not leave, it is lost
+            if number is not None:  # if it did not leave, it is lost
                 self._peers.pop(number)
                 self._closed_s[number] = now_s
-            link.close()
+            self._drop(link)
             return None
         *lines, self._data[link] = (self._data.get(link, b"") + data).split(b"\n")
+        if number is None and max(map(len, (*lines[:1], self._data[link]))) > _UNKNOWN_BYTES:
+            self._drop(link)
+            return None
         for line in lines:
-            message = json.loads(line)
             if number is None:
-                self._unknown.remove(link)
-                number = message.get("host")
-                if not hmac.compare_digest(str(message.get("token")), self._token) or number not in self._heard_s:
-                    link.close()
+                if (number := self._prove(line)) is None:
+                    self._drop(link)
                     return None
+                self._unknown.pop(link)
                 self._peers[number] = link
+            message = json.loads(line)
             self._heard_s[number] = now_s
             self._left |= set(message.get("left", ()))
             if "verdict" in message:
                 self.send(message, but=number)
                 return str(message["verdict"])
-        if number is None and len(self._data[link]) > 4096:  # no monitor of ours
-            self._unknown.remove(link)
-            link.close()
         return None
+
+    def _prove(self, line: bytes) -> int | None:
+        """The host whose monitor this is, by its first line; None: it does not know the secret."""
+        try:
+            message = json.loads(line)
+            token, host = str(message["token"]), message["host"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        is_known = hmac.compare_digest(token.encode(errors="replace"), self._token.encode())
+        return host if is_known and isinstance(host, int) and host in self._heard_s else None

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from paceline.errors import ConfigError
+
 PAGE_BYTES = 4096
 # The numbers of phases. BETWEEN is everything that is not marked: loading, logging, what a program does after a step.
 START, BETWEEN, FORWARD, BACKWARD, WAIT, OPTIMIZER, SLOW, LEFT = range(8)
@@ -29,6 +31,7 @@ COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, 0 where nobody says where steps b
 IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it waits for other ranks
 IS_COMPILING = 13  # whatever its phase is
 IS_ENDING = 14  # the interpreter ends, which may take seconds
+MOST_NS = 15  # how long a marked pause may take without progress; 0: as long as it takes
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
 # Texts: their place and their size in bytes.
 LABEL, ERROR = (2048, 128), (2176, 1024)
@@ -112,11 +115,27 @@ def within(phase: int, label: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slow(label: str) -> Iterator[None]:
-    """Mark a pause that is as long as it is: an evaluation, a download, a save. The monitor does not take it for a
-    hang, nor the ranks that wait for this one. It changes nothing else, and works where there is no monitor."""
+def slow(label: str, at_most: float | None = None) -> Iterator[None]:
+    """Mark a pause that takes as long as it takes: an evaluation, a download, a save. The monitor does not take it for
+    a hang, nor the ranks that wait for this one. With `at_most`, it does after so many seconds. It changes nothing
+    else, and works where there is no monitor."""
+    if at_most is not None and not at_most > 0:
+        raise ConfigError(f"at_most is a number of seconds above 0, and not {at_most!r}", code="at_most")
     with within(SLOW, label):
-        yield
+        words, before = _words, 0
+        if words is not None:
+            before, words[MOST_NS] = words[MOST_NS], 0 if at_most is None else int(at_most * 1e9)
+        try:
+            yield
+        finally:
+            if words is not None and words is _words:
+                words[MOST_NS] = before
+
+
+def progress() -> None:
+    """A part of a pause is done: its time counts from here."""
+    if _words is not None and _words[PHASE] == SLOW:
+        enter(SLOW)
 
 
 def waits(function: _Function) -> _Function:

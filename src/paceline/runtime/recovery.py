@@ -18,6 +18,8 @@ from paceline.units import format_number_of
 
 # How many processes that were to become ranks again may fail before no more are started.
 _MOST_FAILED = 3
+# How many faults there may be before the first step of a run.
+_MOST_EARLY = 2
 
 
 @dataclass
@@ -69,6 +71,11 @@ class Recovery:
             return 0
         return self.num_ranks + (self.spares if self.policy == "spare" else 0)
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a step was begun, so far as is known."""
+        return any(fault.step is not None or fault.recovered_s is not None for fault in self.faults)
+
     def check_over(self) -> None:
         """Raise where the run was asked to stop: what is started now would not know."""
         if self.is_over():
@@ -89,6 +96,8 @@ class Recovery:
             policy, why = "stop", f"it is fault {len(self.faults) + 1}, and --max-faults is {self.max_faults}"
         elif step is not None and step in [fault.step for fault in self.faults if fault.step is not None][-1:]:
             policy, why = "stop", f"the fault before it was in step {step}, too: the run does not get past it"
+        elif step is None and not self._has_begun and len(self.faults) >= _MOST_EARLY:
+            policy, why = "stop", f"so were the {_MOST_EARLY} faults before it: the run does not get past its start"
         elif failure.code not in ("killed", "died", "hung") or failure.rank is None or has_values:
             policy = "restart"
         self.faults.append(Fault(time.time(), failure.rank, step, cause, policy, size))
@@ -96,8 +105,8 @@ class Recovery:
         if why:
             error.add_note(why)
         then = {
-            "restart": "all ranks start again from the last checkpoint", "spare": "a spare takes its place",
-            "shrink": "the others continue", "stop": why,
+            "restart": f"all ranks start again{' from the last checkpoint' * self._has_begun}",
+            "spare": "a spare takes its place", "shrink": "the others continue", "stop": why,
         }[policy]  # fmt: skip
         self.report(self.faults, f"{cause}; {then}")
         return policy

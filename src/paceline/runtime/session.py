@@ -34,7 +34,13 @@ from paceline.records.store import (
     write_new,
 )
 from paceline.runtime.environment import Place, is_launched, read_place
-from paceline.runtime.launch import RankPool, check_rank_count, handle_requests, unwind_on_sigterm
+from paceline.runtime.launch import (
+    RankPool,
+    check_rank_count,
+    forget_terminal,
+    handle_requests,
+    unwind_on_signals,
+)
 from paceline.runtime.recovery import Recovery
 from paceline.runtime.worker import find_function, listen
 from paceline.units import format_duration, format_number_of
@@ -232,10 +238,11 @@ class Session:
 
     @contextlib.contextmanager
     def _forward_signals(self, pool: RankPool) -> Iterator[None]:
-        """The first Ctrl-C, SIGTERM or SIGUSR1 asks the ranks to save and stop; the second ends them."""
+        """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop; the second ends them."""
 
         def forward(number: int) -> None:
             self.signal = number
+            forget_terminal(number)
             self._say("stopping after this step, with a checkpoint; interrupt once more after a second to stop at once")
             for pid in pool.pids():
                 with contextlib.suppress(ProcessLookupError):
@@ -244,7 +251,10 @@ class Session:
         def end(number: int) -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-        with handle_requests(forward, end, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is
+            numbers.append(signal.SIGHUP)
+        with handle_requests(forward, end, *numbers):
             yield
 
     def share_load(self, whole: Session) -> None:
@@ -421,13 +431,13 @@ def open_session(
             is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=cells or can_resume,
         )  # fmt: skip
         stack.callback(session.close)
-        stack.enter_context(unwind_on_sigterm())
+        stack.enter_context(unwind_on_signals())
         try:
             yield session
         except BaseException as error:
             what = session._save_unfinished()
             if not is_part:
-                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (0, 130, 138, 143):
+                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (0, 129, 130, 138, 143):
                     if what or not getattr(error, "was_reported", False):  # a run inside of this one may have said it
                         session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]

@@ -168,7 +168,8 @@ def _answer(kind: str, content: Any) -> None:
 def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
     """Take a job, answer with a value or a failure, and wait for the next, until the launcher closes the link."""
     global _link
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launcher decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the launcher decides
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while this process started
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link

@@ -46,6 +46,7 @@ START = Position(0, 0, 0)
 _NO_PHASES = NoPhases()
 # The memory of a forward pass without gradients is its outputs: for each token as many as the vocabulary has.
 _MAX_SAMPLES, _MAX_TARGETS = 64, 4096
+_PAUSE_S = 1800.0  # for a save, or for a batch of an evaluation, before it is a hang
 
 
 def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) -> Iterator[TakenStep]:
@@ -129,6 +130,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     try:
         for batch in data.cut(size, world.rank, world.world_size, learner.device):
+            pulse.progress()
             sums[4] += len(batch)
             if learner.own_evaluate is not None:
                 sums[0] += learner.call_own("evaluate", learner.module, batch).double() * len(batch)
@@ -236,7 +238,7 @@ def _close(files: RunFiles, world: World, error: BaseException | None, carried: 
         # Closed later: a checkpoint may be on its way, and the others wait for this rank.
         carried.files = files.leave_world()
         return
-    with pulse.slow("save"):
+    with pulse.slow("save", _PAUSE_S):
         files.close(has_failed=error is not None)
     if error is None:
         world.barrier()
@@ -307,7 +309,7 @@ def _run(
             clock.end()  # the time between two steps belongs to neither
             clock.enter("step")
     if not number:
-        with pulse.slow("save"):
+        with pulse.slow("save", _PAUSE_S):
             files.export(job)
     return step, number, journal.asked
 
@@ -343,7 +345,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         job.learner.sync_parameters()
     ends = (taken.is_epoch_end or taken.is_last) and rows  # none: they were written in a world before
     if ends and job.test is not None and job.learner.can_evaluate:
-        with pulse.slow("evaluate"):
+        with pulse.slow("evaluate", _PAUSE_S):
             test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}
@@ -359,7 +361,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         if name := next(filter(None, names), ""):
             where = "" if all(names) else f" on rank {names.index(name)}"
             raise _not_finite(files, step, f"{name} is not finite{where} after the update, and the loss was")
-        with pulse.slow("save"):
+        with pulse.slow("save", _PAUSE_S):
             files.save(job, taken.position)
     if exchange.is_left and not exchange.signal and not taken.is_last:
         job.world.barrier()

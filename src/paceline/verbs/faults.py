@@ -12,7 +12,7 @@ from paceline.errors import MeasurementError, refuse
 from paceline.measure.faults import ATTACHED, FAULTS, SYSTEMS, build_failed, measure_fault, parse_faults
 from paceline.measure.settings import check_counts
 from paceline.records.kinds import FaultRecord
-from paceline.records.store import Study
+from paceline.records.store import RUN_FILE, Study
 from paceline.report.faults import FaultsResult
 from paceline.runtime.launch import check_rank_count
 from paceline.runtime.session import Task, open_session
@@ -49,6 +49,9 @@ def faults(
     else:
         check_resume(given, _get_defaults())
         config = Study.load(Path(resume), "faults").config
+        is_other = trials not in (None, config["trials"]) and (Path(resume) / RUN_FILE).exists()
+        done = f"is finished, with --trials {config['trials']}; start a new one"
+        refuse((is_other, f"--trials {trials}: the run in {resume} {done}"), code="resume")
     with open_session("faults", config, out=out, resume=resume, progress=progress, cells=True, here=True) as session:
         session.is_timed = False
         session.config |= {} if trials is None else {"trials": trials}

@@ -241,6 +241,7 @@ def predict_goodput(
     """
     from paceline.predict.goodput import Faults
     from paceline.report.goodput import GoodputResult
+    from paceline.report.result import describe_job
 
     refuse(
         (mtbf is not None and mtbf_per_rank is not None,
@@ -295,6 +296,7 @@ def predict_goodput(
         "mtbf_s": faults.mtbf_s, "ranks": count, "all_lost": faults.all_lost, "repair_s": faults.repair_s,
         "horizon_s": horizon_s, "interval_s": interval_s, "busy": busy,
         "measured_ranks": trained[-1] if trained else None, "usable_ranks": faults.usable,
+        "job": next((describe_job(one.config) for one, _ in reversed(loaded) if one.run.verb == "train"), ""),
     }  # fmt: skip
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     return _save(GoodputResult(Run("predict goodput", config, here, tuple(records), tuple(doubts))), out)
