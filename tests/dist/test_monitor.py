@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from paceline.runtime.launch import RankPool
 from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import init
-from tests.conftest import BACKEND
+from tests.conftest import BACKEND, descendants, wait_until
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
 
@@ -164,6 +166,27 @@ def test_buffers_of_torchs_wrapper_wait_for_a_rank_that_pauses(tmp_path):
     variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "paceline:" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("system", ["train", "script"])
+def test_the_job_of_a_laboratory_ends_with_it(tmp_path, system, number):
+    command = [sys.executable, "-m", "paceline", "faults", "--faults", "noise", "--backend", "gloo"]
+    laboratory = subprocess.Popen(
+        [*command, "--systems", system, "--patience", "120", "--out", str(tmp_path)], stderr=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(tmp_path)}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: any(tmp_path.glob("paceline-fault-*/injected")), 60)
+        job = descendants(laboratory.pid)
+        laboratory.send_signal(number)
+        laboratory.wait(30)
+    finally:
+        if laboratory.poll() is None:
+            laboratory.kill()
+    assert len(job) >= 3
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in job), 30)
 
 
 @pytest.mark.slow
