@@ -384,6 +384,8 @@ def test_marks_on_a_page():
                     pulse.progress()
                     after = monitor._processes[0].look()
                     assert before.most_s == after.most_s == 90.0 and after.serial > before.serial
+                with pulse.slow("download", at_most=math.inf):
+                    assert monitor._processes[0].look().most_s > 1e8
                 assert monitor._processes[0].look().most_s == math.inf
             assert "bucket 3" in monitor.describe(0)
             before = monitor._processes[0].look().serial

@@ -39,6 +39,7 @@ LABEL, ERROR = (2048, 128), (2176, 1024)
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 BEAT_S = 0.2
 _WAITED_NS = 300_000_000
+_MOST_S = 1e9  # a word holds no more
 # For a rank's page and the file of its stacks, where the launcher is its monitor.
 VARIABLE = "PACELINE_PULSE"
 
@@ -124,7 +125,7 @@ def slow(label: str, at_most: float | None = None) -> Iterator[None]:
     with within(SLOW, label):
         words, before = _words, 0
         if words is not None:
-            before, words[MOST_NS] = words[MOST_NS], 0 if at_most is None else int(at_most * 1e9)
+            before, words[MOST_NS] = words[MOST_NS], 0 if at_most is None else int(min(at_most, _MOST_S) * 1e9)
         try:
             yield
         finally:
