@@ -58,7 +58,7 @@ def check_pairs(backend: Any, name: str) -> None:
         except RuntimeError as error:
             if text := _read_refusal():
                 raise LaunchError(text, code="stranger") from None
-            if work.is_completed() or _find_strangers():
+            if not work.is_completed() and _find_strangers():  # completed by now, it says itself how
                 failure = str(error).partition("\n")[0]
     if not failure:
         try:
