@@ -205,7 +205,7 @@ def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
     with open_agents(["a"], ssh) as (one,):
         one.show = show
         one.tell("run")
-        wait_until(lambda: one.code is not None)  # ssh has ended by itself
+        wait_until(lambda: one.code is not None)  # ssh has ended, and nobody ended it
     assert shown == [f"[a] {line}\n" for line in range(1, 7)]
 
 

@@ -53,18 +53,18 @@ def test_the_times_of_a_busy_machine_are_doubted_also_from_disk(tmp_path):
     assert load_result(result.save(tmp_path / "run")).warnings == (warning,)
 
 
-def test_faults_are_told_and_one_that_ended_the_run_is_none_of_them():
+def test_faults_are_named_and_one_that_ended_the_run_is_none_of_them():
     ones = [("restart", n, 10 * n) for n in range(1, 6)] + [("restart", None, None), ("stop", 1, 60)]
     faults = [
         {"policy": policy, "rank": rank, "step": step, "recovered_s": None if rank == 2 else 0.25, "steps_lost": rank}
         for policy, rank, step in ones
     ]
-    (told,) = build_run(EPOCH_ROWS, faults=faults)._describe_faults()
+    (line,) = build_run(EPOCH_ROWS, faults=faults)._describe_faults()
     listed = "rank 1 in step 10 (restart), rank 2 in step 20 (restart), rank 3 in step 30 (restart) and 3 more"
-    assert told == f"Recovered from 6 faults in 1.2 s, and took 15 steps again: {listed}."
+    assert line == f"Recovered from 6 faults in 1.2 s, and took 15 steps again: {listed}."
     assert not build_run(EPOCH_ROWS, faults=faults[-1:])._describe_faults()
-    (told,) = build_run(EPOCH_ROWS, faults=faults[-2:])._describe_faults()
-    assert told.endswith("again: all ranks before the first step (restart).")
+    (line,) = build_run(EPOCH_ROWS, faults=faults[-2:])._describe_faults()
+    assert line.endswith("again: all ranks before the first step (restart).")
 
 
 def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
@@ -73,8 +73,8 @@ def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
     result.save(tmp_path / "run")
     again = load_result(tmp_path / "run")
     assert again.to_json()["faults"] == faults
-    told = "Recovered from 1 fault in 0.5 s, and took 0 steps again: rank 1 in step 3 (spare)."
-    assert told in again.findings and told in " ".join(again.text(80).split())
+    line = "Recovered from 1 fault in 0.5 s, and took 0 steps again: rank 1 in step 3 (spare)."
+    assert line in again.findings and line in " ".join(again.text(80).split())
     assert isinstance(again, TrainRunResult) and list(again.rows) == list(EPOCH_ROWS) and again.finished
     assert again.answer == result.answer and again.to_json() == result.to_json()
     assert {"table.md", "table.csv", "training.png"} <= {path.name for path in (tmp_path / "run").iterdir()}

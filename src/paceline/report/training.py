@@ -154,16 +154,16 @@ class TrainRunResult(Result):
         faults = [fault for fault in self.faults if fault["policy"] != "stop"]
         if not faults:
             return ()
-        told = []
+        names = []
         for fault in faults[:_MOST_FAULTS]:
             who = "all ranks" if fault["rank"] is None else f"rank {fault['rank']}"
             where = "before the first step" if fault["step"] is None else f"in step {fault['step']}"
-            told.append(f"{who} {where} ({fault['policy']})")
-        told += [f"{len(faults) - _MOST_FAULTS} more"] * (len(faults) > _MOST_FAULTS)
+            names.append(f"{who} {where} ({fault['policy']})")
+        names += [f"{len(faults) - _MOST_FAULTS} more"] * (len(faults) > _MOST_FAULTS)
         lost = format_number_of(sum(fault.get("steps_lost") or 0 for fault in faults), "step")
         took_s = sum(fault.get("recovered_s") or 0.0 for fault in faults)
         many = format_number_of(len(faults), "fault")
-        return (f"Recovered from {many} in {took_s:.1f} s, and took {lost} again: {_join(told)}.",)
+        return (f"Recovered from {many} in {took_s:.1f} s, and took {lost} again: {_join(names)}.",)
 
     def _describe_saves(self) -> Sequence[str]:
         saves = [row for row in self.saves if "next_s" in row]  # by --save-every auto
@@ -244,7 +244,7 @@ def _join(words: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-_MOST_FAULTS = 3  # that are told one by one
+_MOST_FAULTS = 3  # that are named one by one
 _SAME = 0.01  # the share of the mean loss by which the loss of a step may differ where runs learn the same
 
 

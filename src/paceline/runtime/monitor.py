@@ -545,9 +545,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         limit that was learned."""
         words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
-        return phase != WAIT and since_s <= (
-            self._processes[rank].find_most_s() if phase == SLOW else self._judge.limit_s
-        )
+        limit_s = self._processes[rank].find_most_s() if phase == SLOW else self._judge.limit_s
+        return phase != WAIT and since_s <= limit_s
 
     def describe(self, rank: int) -> str:
         """In which step and phase a rank is, or was when it ended; empty where it has not said."""

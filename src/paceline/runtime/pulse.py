@@ -118,7 +118,7 @@ def within(phase: int, label: str = "") -> Iterator[None]:
 @contextlib.contextmanager
 def slow(label: str, at_most: float | None = None) -> Iterator[None]:
     """Mark a pause that takes as long as it takes: an evaluation, a download, a save. The monitor does not take it for
-    a hang, nor the ranks that wait for this one. With `at_most`, it does after so many seconds. It changes nothing
+    a hang, nor the ranks that wait for this one. `at_most` limits it, in seconds. It changes nothing
     else, and works where there is no monitor."""
     if at_most is not None and not at_most > 0:
         raise ConfigError(f"at_most is a number of seconds above 0, and not {at_most!r}", code="at_most")
