@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+# Set to 1, this variable lets several NCCL ranks share a GPU: to test and measure with more ranks than GPUs.
+SHARE_GPUS = "PACELINE_SHARE_GPUS"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -103,6 +105,11 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def can_serve_nccl(gpus: int, local_ranks: int) -> bool:
+    """Whether NCCL can run this host's ranks: with a GPU each, or with fewer where the user lets ranks share them."""
+    return gpus >= local_ranks or (gpus > 0 and os.environ.get(SHARE_GPUS) == "1")
 
 
 def gpu_name() -> str:

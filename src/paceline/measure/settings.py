@@ -117,9 +117,9 @@ class GroupSettings:
         have, (takes, advice) = machine.available_memory_bytes(), self.memory_words
         refuse(
             (on_gpu and not gpus, f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu"),
-            ("nccl" in on_gpu and local_ranks > gpus,
+            ("nccl" in on_gpu and not machine.can_serve_nccl(gpus, local_ranks),
              f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
-             f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"),
+             f"use --ranks {gpus}, --backend gloo --device cuda, or {machine.SHARE_GPUS}=1 to share GPUs"),
             (need + RANK_BYTES > have,
              f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}"),
         )  # fmt: skip

@@ -149,6 +149,8 @@ def init(
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
+            if "nccl" in chosen and torch.cuda.device_count() < local_size:
+                _separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
         proof.use_key(meeting.find_key(store), store)
@@ -355,7 +357,7 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
     """The device, and what to add to the announcement."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        if "nccl" in backend or "cuda" in backend or (backend == "auto" and gpus >= local_size):
+        if "nccl" in backend or "cuda" in backend or (backend == "auto" and machine.can_serve_nccl(gpus, local_size)):
             device = "cuda"
         elif backend == "auto" and gpus:
             return torch.device("cpu"), f"; {gpus} GPU for {local_size} ranks: pass device='cuda' to share it"
@@ -375,9 +377,17 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
     return torch.device("cuda", number), ""
 
 
+def _separate_hosts() -> None:
+    """Let NCCL ranks share a GPU. NCCL refuses two ranks with the same host and bus id, so each process becomes a host
+    of its own, connected by sockets over loopback. NCCL reads these variables when it makes its first communicator."""
+    os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"
+    os.environ["NCCL_SHM_DISABLE"] = "1"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def _choose_backend(device: torch.device, local_size: int, hosts: list[str]) -> str:
     if device.type == "cuda":
-        return "nccl" if torch.cuda.device_count() >= local_size and dist.is_nccl_available() else "gloo"
+        return "nccl" if machine.can_serve_nccl(torch.cuda.device_count(), local_size) and dist.is_nccl_available() else "gloo"
     return "shm" if len(hosts) > 1 and len(set(hosts)) == 1 and not why_not() else "gloo"
 
 
@@ -398,9 +408,9 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
         if name == "nccl":
             if not (torch.cuda.is_available() and dist.is_nccl_available()):
                 raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
-            if gpus < local_world_size:
+            if not machine.can_serve_nccl(gpus, local_world_size):
                 found = f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here"
-                hint = f"use at most {gpus}, or the backend gloo with the device cuda, which can share one"
+                hint = f"use at most {gpus}, the backend gloo with the device cuda, or {machine.SHARE_GPUS}=1 to share GPUs"
                 raise ConfigError(f"{found}; {hint}")
             if backend == "nccl" and device_type != "cuda":
                 raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")

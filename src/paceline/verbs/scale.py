@@ -139,7 +139,9 @@ def _build_ranks(
     counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), _choose_device(device)
     wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
     if backends == ("auto",):
-        backends = ("gloo", "shm") if device != "cuda" else ("nccl",) if machine.count_gpus() >= most else ("gloo",)
+        gpus = machine.count_gpus()
+        on_gpu = ("nccl",) if machine.can_serve_nccl(gpus, most) else ("gloo",)
+        backends = on_gpu if device == "cuda" else ("gloo", "shm")
     setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
     setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
     accumulate = job.get("accumulate") or 1
