@@ -43,22 +43,25 @@ class SharedGpu:
             path = Path(self._folder.name, kind.lower())
             path.mkdir()
             self.variables[f"CUDA_MPS_{kind}_DIRECTORY"] = str(path)
-        done = self._control("-d")
+        done = self._control("-d", stdin=subprocess.DEVNULL)
         if done.returncode:
-            warnings.warn(f"without MPS, which does not start: {done.stderr or done.stdout}", stacklevel=2)
+            warnings.warn(f"without MPS, which does not start: {done.stdout}", stacklevel=2)
             self._forget()
 
     def stop(self) -> None:
         if self._folder is not None:
-            self._control(input="quit\n")
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a client is stuck in a kernel
+                self._control(input="quit\n")
             self._forget()
 
     def _control(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        # To files, not pipes: the daemon keeps them open.
+        # The daemon serves all GPUs: it and its clients would both count from the first visible one.
+        variables = {name: v for name, v in (os.environ | self.variables).items() if name != "CUDA_VISIBLE_DEVICES"}
+        # To a file, not a pipe, which the daemon would keep open.
         with tempfile.TemporaryFile("w+") as output:
             done = subprocess.run(
-                [_CONTROL, *arguments], env=os.environ | self.variables, stdout=output, stderr=output, text=True,
-                timeout=60, **options,
+                [_CONTROL, *arguments], env=variables, stdout=output, stderr=output, text=True,
+                timeout=20, **options,
             )  # fmt: skip
             output.seek(0)
             return subprocess.CompletedProcess(done.args, done.returncode, output.read(), "")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 import paceline
 from paceline.parallel import DDP
@@ -18,7 +19,7 @@ from tests.dist.wrapped import here
 
 def run_on_device(backend: str, device: str, fn: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a rank where worlds open on this backend and device, and models move there when they are
-    wrapped. Sums are deterministic, and float32 is not rounded to TF32."""
+    wrapped. Tensors return to the CPU. Convolutions are deterministic, and float32 is not rounded to TF32."""
     init, wrap, wrap_torchs = paceline.init, DDP.__init__, DistributedDataParallel.__init__
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
@@ -37,7 +38,8 @@ def run_on_device(backend: str, device: str, fn: Callable[..., Any], *args: Any)
     paceline.init = init_here  # type: ignore[assignment]
     DDP.__init__, DistributedDataParallel.__init__ = move_and(wrap), move_and(wrap_torchs)  # type: ignore[method-assign]
     try:
-        return fn(*args)
+        # The process that asked must not open the GPU.
+        return tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, fn(*args))
     finally:
         paceline.init = init  # type: ignore[assignment]
         DDP.__init__, DistributedDataParallel.__init__ = wrap, wrap_torchs  # type: ignore[method-assign]
@@ -59,6 +61,15 @@ class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
 
     def restart(self) -> None:
         self._count = 0
+
+    def reuse(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with the groups of its last call."""
+
+        def call(*args: Any) -> Any:
+            self.restart()
+            return fn(*args)
+
+        return call
 
     def __enter__(self) -> KeptGroups:
         for name in ("new_group", "new_subgroups_by_enumeration"):

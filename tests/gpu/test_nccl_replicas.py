@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -94,8 +95,11 @@ def train(strategy: str, seed: int, delays: Delays, without_waits: bool, world: 
     return {f"{name} after step {step + 1}": int(value) for step, f in digests.items() for name, value in f.items()}
 
 
-def repeat(strategies: tuple[str, ...], repetitions: int, without_waits: bool = False) -> list[str]:
-    """What differs between the ranks, with the strategy, the repetition and its delay."""
+def repeat(
+    strategies: tuple[str, ...], repetitions: int, *, without_waits: bool = False, own_stream: bool = False
+) -> list[str]:
+    """What differs between the ranks, with the strategy, the repetition and its delay. `own_stream`: the program
+    trains on another stream than the default one."""
     found: list[str] = []
     per_host = max(1, read_place().world_size // 2)  # of two, for strategies with two levels
     with on_hosts(per_host), paceline.init(announce=None, timeout_s=30) as world, KeptGroups() as groups:
@@ -103,8 +107,10 @@ def repeat(strategies: tuple[str, ...], repetitions: int, without_waits: bool = 
             groups.restart()
             delays = Delays(f"{strategy} {number}", world.rank, world.world_size, world.device)
             error, digests = "", {}
+            own = torch.cuda.Stream() if own_stream and world.device.type == "cuda" else None
             try:
-                digests = train(strategy, number, delays, without_waits, world)
+                with torch.cuda.stream(own):
+                    digests = train(strategy, number, delays, without_waits, world)
             except Exception as raised:
                 error = ": ".join(describe(raised))
             label = f"{strategy}, repetition {number} ({delays})"
@@ -125,8 +131,16 @@ def test_replicas_are_equal_after_every_step_whoever_is_late(on_nccl, family, ra
     assert not found[0], "\n".join(["", *found[0]])
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_replicas_are_equal_where_the_program_has_a_stream_of_its_own(on_nccl, ranks):
+    strategies = ("dense", "bf16", "int8", "powersgd:2", "slowmo:2", "zero1")
+    found = on_nccl(ranks, functools.partial(repeat, own_stream=True), strategies, 2 * len(PLACES), timeout_s=200)
+    assert not found[0], "\n".join(["", *found[0]])
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no streams")
 def test_without_a_wait_between_streams_replicas_differ(on_nccl):
-    """The detector: where streams do not wait for each other, the test above fails."""
-    found = on_nccl(2, repeat, ("bf16", "int8", "slowmo:2"), len(PLACES) * 3, True, timeout_s=200)
+    """The detector: where streams do not wait for each other, the tests above fail."""
+    mutated = functools.partial(repeat, without_waits=True)
+    found = on_nccl(2, mutated, ("bf16", "int8", "slowmo:2"), 3 * len(PLACES), timeout_s=200)
     assert any("differ" in line for line in found[0]), found[0]
