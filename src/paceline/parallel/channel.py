@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from paceline.errors import CollectiveError
 from paceline.runtime import messages, pulse
 from paceline.runtime.world import find_departed_ranks, keep_groups
+from paceline.torch_internals import new_local_group
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
@@ -226,13 +226,10 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
     """Another group of the same ranks, until `owner` goes; None where torch cannot make one. Collective."""
     try:
-        is_part = like.world_size < dist.get_world_size()
-        ranks = dist.get_process_group_ranks(like.group) if is_part else None
-        if is_part:
-            gc.collect()
-        # Without the ranks outside. torch then names a group by its ranks and by how many groups there are: so those
-        # that nobody uses must be gone on all ranks. It allows one group per name.
-        group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=is_part)
+        if like.world_size < dist.get_world_size():
+            group = new_local_group(dist.get_process_group_ranks(like.group), like.backend)
+        else:
+            group = dist.new_group(backend=like.backend)
     except ValueError:
         return None
     proof.check_group(group)
