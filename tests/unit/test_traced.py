@@ -81,14 +81,16 @@ def test_a_gpu_that_is_behind_when_the_trace_begins_does_not_make_its_first_step
 def test_a_pause_of_the_host_between_steps_is_in_none_and_a_gpu_that_is_behind_works_through_it():
     made = MadeTrace()
     starts = {0: (0.0, 10.0), 1: (50.0, 60.0), 2: (90.0, 95.0)}  # between steps the host pauses, in ms
-    kernels = {0: (2.5, 9.0), 1: (52.5, 120.0), 2: (120.0, 140.0)}
+    kernels = {0: (1.5, 2.5, 9.0), 1: (51.5, 53.5, 120.0), 2: (120.0, 130.0, 140.0)}  # forward, backward, end
     for number, (begin, end) in starts.items():
         made.phase(f"ProfilerStep#{number}", begin, end)
         made.op(f"{NODE}torch::autograd::AccumulateGrad", begin + 2, begin + 3, **{"Input Dims": [[4]]})
         made.op("torch::autograd::AccumulateGrad", begin + 2, begin + 2.1, **{"Input Dims": [[4]]})
         made.op("c10d::allreduce_", begin + 2.5, begin + 2.6, **{"Input Dims": [[[4]]]})
-        made.add("cuda_runtime", "cudaLaunchKernel", begin + 2.2, begin + 2.3, correlation=number + 1)
-        made.kernel("gemm_kernel", *kernels[number], correlation=number + 1)
+        for place, (first, last) in enumerate(itertools.pairwise(kernels[number])):
+            host, correlation = begin + 1 + 1.2 * place, 2 * number + place + 1
+            made.add("cuda_runtime", "cudaLaunchKernel", host, host + 0.1, correlation=correlation)
+            made.kernel("gemm_kernel", first, last, correlation=correlation)
         made.add("user_annotation", "gloo:all_reduce", begin + 2.6, begin + 2.7)
     # The first has a pause behind it and the second begins with the host; the third begins when the second is done.
     assert [step.step_s * 1e3 for step in read(made)] == pytest.approx([9.0, 71.0, 20.0], abs=0.01)
