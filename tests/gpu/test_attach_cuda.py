@@ -99,7 +99,8 @@ def expect_no_doubt_about_times(result: AttachedResult) -> None:
     assert not {"unstable", "drifting"} & set(kinds), result.warnings
     assert not [text for text in result.warnings if "unstable" in text], result.warnings
     if result.buckets is not None:
-        assert not [line for line in result.buckets.findings if "traced steps vary" in line], result.buckets.findings
+        # Work from before the recording would make its first step many times as long as the others.
+        assert result.buckets.traced.spread < 0.5
 
 
 @pytest.mark.parametrize("backend", ["", "gloo", "nccl"])
@@ -113,6 +114,7 @@ def test_the_step_of_a_program_that_never_waits_is_that_of_the_gpu(program, back
     expect_no_doubt_about_times(result)
     assert 0.5 < result.step_s / time_synchronised(program, backend) < 2
     if backend:
+        assert result.buckets is not None, result.warnings
         traced = result.buckets.traced
         assert (traced.device, traced.backend, traced.world_size) == ("cuda", backend, 2)
         assert 0.5 < traced.step_s / result.step_s < 2 and len(traced.steps) >= 6
@@ -128,9 +130,7 @@ def test_the_program_goes_on_while_the_gpu_is_behind_and_the_times_come_later(pr
 
 
 def test_plans_race_by_the_times_of_the_gpu(program):
-    result = paceline.attach(
-        build_command(program, "nccl"), race=True, steps=24, caps="4MiB", progress=False
-    )  # fmt: skip
+    result = paceline.attach(build_command(program, "nccl"), race=True, steps=24, caps="4MiB", progress=False)
     assert result.race is not None and result.race.num_rounds == 14, result.warnings
     now, other = result.table("race").rows_json()
     assert other["num_buckets"] > now["num_buckets"] and result.verdict in ("use", "default", "flat", "undecided")
