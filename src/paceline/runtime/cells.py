@@ -165,17 +165,18 @@ class Where:
 
 
 class _Outbox:
-    """Messages on their way to the launcher. A thread sends them: an interrupt must not cut one in two."""
+    """Messages on their way to the launcher. A thread sends them, so that an interrupt cannot cut one in two."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._pending = 0
+        self._pending = 0  # characters
+        self._lock = threading.RLock()  # a signal handler may print while its thread holds it
         self._thread = threading.Thread(target=self._run, name="paceline-outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: Any) -> None:
         if isinstance(message, Output):
-            self._pending += len(message.text)
+            self._count(len(message.text))
         self._queue.put(message)
         while self._pending > _MAX_PENDING and threading.current_thread() is not self._thread:
             time.sleep(0.005)
@@ -183,6 +184,10 @@ class _Outbox:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
+
+    def _count(self, num_characters: int) -> None:
+        with self._lock:
+            self._pending += num_characters
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
@@ -192,11 +197,11 @@ class _Outbox:
                     batch.append(self._queue.get(timeout=left_s))
             for one in _merge(batch):
                 if one is not None:
-                    with contextlib.suppress(OSError):  # the launcher is gone, and this process with it
+                    with contextlib.suppress(OSError):  # the launcher is gone, and this process will follow
                         worker.send_to_launcher(one)
+            self._count(-sum(len(one.text) for one in batch if isinstance(one, Output)))
             if batch[-1] is None:
                 return
-            self._pending -= sum(len(one.text) for one in batch if isinstance(one, Output))
 
 
 def _merge(batch: list[Any]) -> list[Any]:

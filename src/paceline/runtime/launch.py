@@ -123,14 +123,21 @@ class _Forked:
         self._server, self._status = server, status  # the server must live as long as the process
         self._pid: int | None = None
         self._code: int | None = None
+        self._handle = -1  # signals go through it: a process id may belong to someone else by now
 
     def _read(self) -> None:
-        """What the server reports next: the process's id, then its exit code."""
+        """Read the server's next report: the process id, then the exit code, which comes before the id is free again"""
         try:
             number = int(self._status.recv())
-            self._pid, self._code = (number, None) if self._pid is None else (self._pid, number)
         except (EOFError, OSError):
-            self._code = -signal.SIGKILL  # the server is gone, and with it everything that it forked
+            self._code = -signal.SIGKILL  # the server is gone, and so is everything that it forked
+            return
+        if self._pid is not None:
+            self._code = number
+            return
+        self._pid = number
+        with contextlib.suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(number)
 
     @property
     def pid(self) -> int | None:
@@ -149,9 +156,10 @@ class _Forked:
         self.kill(signal.SIGTERM)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        if self.exitcode is None and self._pid is not None:
+        # No exit code yet: so the handle was opened before the id was free, and is that of this process.
+        if self.exitcode is None and self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+                signal.pidfd_send_signal(self._handle, number)
 
     def join(self, timeout_s: float = math.inf) -> None:
         """Wait for its end, but not for one that the server has not forked yet: without its link it ends at once."""
@@ -161,6 +169,9 @@ class _Forked:
 
     def close(self) -> None:
         self._status.close()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
 def _describe_imports() -> tuple[object, ...]:
@@ -198,6 +209,15 @@ class _Rank:
     was_heard: bool = False
     step: int | None = None  # it waits for a place in a new world, and has completed this step
     is_lost: bool = False  # since it has lost another rank
+
+
+def _signal(process: Any, number: int) -> None:
+    """Send a signal to the process of a rank; does nothing once it has ended."""
+    if isinstance(process, _Forked):
+        process.kill(number)
+    elif process.exitcode is None:  # our own child: its id is not free before we have read its exit code
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
@@ -405,10 +425,20 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         with contextlib.suppress(OSError), defer_signals():  # half a message could never be understood
             self._ranks[rank].link.send_bytes(pickle.dumps(message))
 
+    @property
+    def _active(self) -> list[_Rank]:
+        return self._ranks[: self._size or len(self._ranks)]
+
     def pids(self) -> list[int]:
-        """The process ids of the ranks, in rank order; waits for those that are just being started."""
-        ranks = self._ranks[: self._size or len(self._ranks)]
-        return [rank.process.pid for rank in ranks if rank.process.pid is not None]
+        """The process ids of the ranks, in rank order; waits for those that are just being started. For signals there
+        is `signal`."""
+        return [rank.process.pid for rank in self._active if rank.process.pid is not None]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that has not ended; waits for those that are just being started."""
+        for rank in self._active:
+            if rank.process.pid is not None:
+                _signal(rank.process, number)
 
     def close(self, at_once: bool = False) -> None:
         """End the ranks and wait until they are gone; does nothing the second time.
@@ -568,7 +598,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
         if process.pid is None or not self._ranks[rank].was_heard:
             return "(still starting)"
-        os.kill(process.pid, signal.SIGUSR1)
+        if process.exitcode is not None:
+            return "(it has ended)"
+        _signal(process, signal.SIGUSR1)
         text = b""
         while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
             text += chunk

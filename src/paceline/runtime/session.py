@@ -172,18 +172,30 @@ class Session:
                 self.study.keep(task.name, records, self.environment.machine_and_torch)
             display.finish(task.name, records)
 
+        def settle(task: Task) -> Task:
+            if task.follow is None:
+                return task
+            before = self._cells[: self._cells.index(task.name)]
+            return dataclasses.replace(task, arguments=task.follow([one for name in before for one in kept[name]]))
+
         if at_once == 1:
             for task in tasks:
-                if task.follow is not None:
-                    before = [record for records in kept.values() for record in records]
-                    task = dataclasses.replace(task, arguments=task.follow(before))
-                finish(task, self._call(task, display))
+                finish(task, self._call(settle(task), display))
             return
         with concurrent.futures.ThreadPoolExecutor(at_once) as workers:
-            try:
-                started = {workers.submit(self._call, task, display): task for task in tasks}
+            started = dict[concurrent.futures.Future[list[Record]], Task]()
+
+            def finish_started() -> None:
                 for future in concurrent.futures.as_completed(started):
                     finish(started[future], future.result())
+                started.clear()
+
+            try:
+                for task in tasks:
+                    if task.follow is not None:
+                        finish_started()
+                    started[workers.submit(self._call, settle(task), display)] = task
+                finish_started()
             except BaseException:
                 workers.shutdown(wait=False, cancel_futures=True)
                 self.close(at_once=True)
@@ -244,9 +256,7 @@ class Session:
             self.signal = number
             forget_terminal(number)
             self._say("stopping after this step, with a checkpoint; interrupt once more after a second to stop at once")
-            for pid in pool.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
+            pool.signal(signal.SIGTERM)  # our own ranks ignore SIGINT
 
         def end(number: int) -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
