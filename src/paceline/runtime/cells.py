@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.runtime import worker
+from paceline.runtime.pulse import slow
 from paceline.runtime.worker import Failure, describe_failure, find_function, listen
 
 _GATHER_S = 0.03  # text that is written within this time travels in one message
@@ -324,7 +325,7 @@ class CellRank:
         try:
             with listen(self.outbox.put):
                 self._join()
-                while (request := self._requests.get()) is not None:
+                while (request := self._await_request()) is not None:
                     if isinstance(request, Reopen):
                         self._join()
                         continue
@@ -337,6 +338,10 @@ class CellRank:
             signal.signal(signal.SIGINT, before)
             sys.modules.update({name: module for name, module in mains.items() if module is not None})
             self.outbox.close()
+
+    def _await_request(self) -> Any:
+        with slow("waiting for a cell"):  # as long as a person takes
+            return self._requests.get()
 
     # -- the world
 

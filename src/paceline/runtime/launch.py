@@ -34,7 +34,7 @@ from paceline import machine
 from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.runtime import by_value, pulse, store_server
 from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.monitor import LOOK_S, Monitor, describe_end
+from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, describe_end, find_hang_timeout, is_wanted
 from paceline.runtime.monitor import why_not as why_no_monitor
 from paceline.runtime.recovery import Recovery
 from paceline.runtime.worker import SPARE, Failure, listen, make_error, serve_jobs_spawned
@@ -249,21 +249,24 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def run(
         self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), *, num_ranks: int | None = None,
-        timeout_s: float | None = None, on_message: _Hear = None, monitor: bool = False,
-        recovery: Recovery | None = None,
+        timeout_s: float | None = None, on_message: _Hear = None,
+        hang_timeout_s: float | None = None, recovery: Recovery | None = None,
     ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
         `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
-        raised is raised here as itself. With `monitor`, so is a rank that is stopped or hangs (`runtime/monitor.py`).
-        With `recovery` ranks may continue after a fault, or start again (`runtime/recovery.py`): the values are those
-        of the last world.
+        raised is raised here as itself. With `hang_timeout_s`, or with PACELINE_MONITOR, the ranks are monitored
+        (`runtime/monitor.py`): one that is suspended, or hangs for so long, fails as well. With `recovery` ranks may
+        continue after a fault, or start again (`runtime/recovery.py`): the values are those of the last world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
+        if hang_timeout_s is None and num_ranks > 1 and is_wanted():
+            # Here and not in the ranks: who ends a rank must be the one who reports its end.
+            hang_timeout_s = find_hang_timeout()
         job, size = _pickle_job(fn, args), num_ranks
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         with unwind_on_signals():
@@ -274,7 +277,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
                 while True:
-                    values, next_size = self._run_world(size, job, deadline, timeout_s, on_message, monitor, recovery)
+                    values, next_size = self._run_world(
+                        size, job, deadline, timeout_s, on_message, hang_timeout_s, recovery
+                    )
                     if not next_size:
                         if recovery is not None:
                             self._end(self._ranks[size:])
@@ -290,12 +295,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 raise
 
     def _run_world(
-        self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear, monitor: bool,
-        recovery: Recovery | None,
+        self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear,
+        hang_timeout_s: float | None, recovery: Recovery | None,
     ) -> tuple[dict[int, Any], int]:  # fmt: skip
         """Give the first `size` ranks a world, in which they run the job, or stay in it. Returns their values; after a
-        fault from which they recover, or where more ranks can be had, the size of the next world."""
-        watched = Monitor(range(size), size) if monitor and not why_no_monitor() else None
+        fault from which they recover, or where more ranks are available, the size of the next world."""
+        watched = None
+        if hang_timeout_s is not None and not why_no_monitor():
+            watched = Monitor(range(size), size, hang_timeout_s)
         self._size = size
         with watched or contextlib.nullcontext():
             with _serve_store() as store:
@@ -366,8 +373,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     if kind == "standby":
                         self._ranks[rank].step = content[0]
                         stay.add(rank)
-            if monitor is not None and (verdict := monitor.look()) is not None and verdict.rank is not None:
-                late.discard(verdict.rank)  # it hangs, too
+            if monitor is not None and (verdict := _look(monitor)) is not None and verdict.rank is not None:
+                late.discard(verdict.rank)  # it is lost, too
         active, others = self._ranks[:size], self._ranks[size:]
         spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
         ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
@@ -552,7 +559,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     else:
                         failures.append(content if monitor is None else _add_place(content, monitor.describe(rank)))
             is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
-            if is_open and monitor is not None and (verdict := monitor.look()) is not None:
+            if is_open and monitor is not None and (verdict := _look(monitor)) is not None:
                 failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
             is_named = recovery is not None and any(not failure.is_secondary for failure in failures)
             if is_named or any(failure.code in _CERTAIN for failure in failures):
@@ -605,6 +612,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
             text += chunk
         return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
+
+
+def _look(monitor: Monitor) -> Verdict | None:
+    """A fault that must end the job. A rank that is only slow is named on stderr."""
+    verdict = monitor.look()
+    if verdict is None or verdict.ends:
+        return verdict
+    who = "" if verdict.rank is None else f"rank {verdict.rank} of {monitor.world_size} "
+    monitor.announce(f"warning: {who}{verdict.summary}", verdict.rank, verdict.stack)
+    return None
 
 
 def _add_place(failure: Failure, where: str) -> Failure:
