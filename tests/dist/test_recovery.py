@@ -124,7 +124,7 @@ def run(folder: Path, policy: str, faults: list[Done], **changes: Any) -> list[F
     )
     with RankPool(settings.ranks, JOB_MODULES) as pool:
         arguments = (settings, folder, False, False, faults)
-        pool.run(train_noted, arguments, timeout_s=60.0, monitor=True, recovery=recovery)
+        pool.run(train_noted, arguments, timeout_s=60.0, hang_timeout_s=5.0, recovery=recovery)
     return recovery.faults
 
 
