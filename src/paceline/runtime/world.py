@@ -26,6 +26,7 @@ from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.worker import describe_failure
+from paceline.torch_internals import abort_groups, get_default_store, list_groups
 from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
@@ -217,7 +218,7 @@ def _adopt(device: str) -> World:
     hosts = messages.share(meeting.find_host_id(), control, torch.device("cpu"))
     local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
     backend = machine.canonical_backend(str(dist.get_backend()))
-    departures = dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store())
+    departures = dist.PrefixStore("paceline-adopted", get_default_store())
     return World(
         rank, world_size, *local, _choose_device(device, backend, *local)[0], backend, "torch",
         torch.get_num_threads(), tuple(hosts), control, departures,
@@ -254,12 +255,11 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
-    keep_groups(dist.distributed_c10d._world.pg_map)
+    keep_groups(list_groups())
     if not failed:
         dist.destroy_process_group()
         return
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-    destroy = abort if "nccl" in str(dist.get_backend_config()) else dist.destroy_process_group
+    destroy = abort_groups if "nccl" in str(dist.get_backend_config()) else dist.destroy_process_group
     thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
     thread.start()
     thread.join(_DESTROY_S)
