@@ -40,9 +40,7 @@ STEP_S, TIMEOUT_S = 0.05, 100.0
 class Scene:
     """Two ranks that have trained for a while; then each does what the test says, second after second."""
 
-    def __init__(
-        self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2
-    ) -> None:
+    def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2) -> None:
         self.detector, self.now_s = HangDetector(has_others, TIMEOUT_S), 0.0
         first = RankSnapshot("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01)
         self.snapshots, self.warnings = [first] * ranks, list[Suspicion]()
@@ -405,7 +403,7 @@ def test_what_is_announced_is_in_the_log_of_every_rank_once(tmp_path, capfd):
 )
 def test_the_hang_timeout_is_that_of_the_option_or_of_the_environment(monkeypatch, given, variable, expected):
     monkeypatch.setenv("PACELINE_HANG_TIMEOUT", variable)
-    with pytest.raises(ConfigError, match="timeout|TIMEOUT") if expected is None else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=r"timeout|TIMEOUT") if expected is None else contextlib.nullcontext():
         assert find_hang_timeout(given) == expected
 
 

@@ -128,6 +128,8 @@ class Channel:
             self._num_messages += 1
             self._num_bytes += num_bytes
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        if self.is_nccl:  # which takes dense memory in any order as long as it looks contiguous
+            real = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in real]
         if self._writes_late:
             # Through an alias, so that the backend's write does not count as a change of the tensor by someone else.
             real = [alias(tensor) for tensor in real]
