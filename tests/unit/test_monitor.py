@@ -85,7 +85,7 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
         (dict(state="D", phase=FORWARD), "disk", 3.0, TIMEOUT_S),
         (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, TIMEOUT_S),
         (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 1800.0),
-        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", None, 1800.0),
+        (dict(state="D", phase=BETWEEN), "disk", None, 1800.0),
         (dict(state="R", phase=SLOW, cpu=1.0, most_s=40.0), "loop", None, 40.0),
     ],
 )
@@ -99,6 +99,20 @@ def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, 
     # The warning comes once, though a rank is looked at ten times a second.
     assert [(one.kind, one.rank) for one in scene.warnings] == ([(kind, 1)] if named_s else [])
     assert all(named_s < one.since_s <= named_s + 1.0 for one in scene.warnings)
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_steps", "named"),
+    [
+        (dict(state="R", phase=BETWEEN, cpu=1.0), 100, ["loop"]),  # an evaluation, or a loop
+        (dict(state="S", phase=START), -100, ["blocked"]),
+        (dict(state="R", phase=START, cpu=1.0), -100, []),  # inference: there is never a step
+    ],
+)
+def test_what_may_be_healthy_for_hours_is_not_ended(rank, num_steps, named):
+    scene = Scene(num_steps, has_others=True)
+    assert scene.run(4000.0, dict(state="S", phase=WAIT), rank) is None
+    assert [one.kind for one in scene.warnings] == named
 
 
 def test_a_rank_that_is_slow_once_is_named_again_when_it_is_slow_again():

@@ -166,6 +166,8 @@ class _Forked:
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and self._pid is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
+        if self._code is not None:  # the server closes its end once there is no zombie any more
+            self._status.poll(max(0.0, min(deadline - time.monotonic(), _LONG_S)))
 
     def close(self) -> None:
         self._status.close()

@@ -139,7 +139,7 @@ class Verdict:
         """What Paceline does about it; a rank that has ended was not ended by us."""
         who = {"ended": "", "left": "the ranks that wait", "all-wait": "all ranks"}.get(self.kind, "it")
         if not self.ends:
-            return f"; Paceline ends {who} only if this lasts longer than {self.limit}"
+            return f"; Paceline ends {who} only if this lasts longer than {self.limit}" if self.limit else ""
         why = f" because this lasted longer than {self.limit}" if self.limit else ""
         return f"; Paceline ended {who}{why}" if who else ""
 
@@ -301,16 +301,22 @@ class HangDetector:
         limits = {SLOW: (snapshot.most_s, snapshot.most_s), START: (_FIRST_S, _FIRST_S)}
         limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
         held_s, limit_s = (patience * each for each in limits.get(snapshot.phase, (step_s, step_s)))
-        end_s = limit_s if snapshot.phase == SLOW else max(limit_s, self.hang_timeout_s)
+        # A program that never takes a step, as for inference, is healthy for hours.
+        end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
         silent_cpu_s, phase_cpu_s = snapshot.cpu_s - one.silent_cpu_s, snapshot.cpu_s - one.phase_cpu_s
         if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
             return self._suspect("gil", rank, one.silent_s, end_s)
         if one.waits or one.phase_s <= limit_s:
             return None
-        kind = "disk" if one.phase_disk_s >= _BLOCKED * one.phase_s else "blocked" if one.is_blocked else ""
-        kind = kind or ("loop" if phase_cpu_s >= cpu_s else "")
-        return self._suspect(kind, rank, one.phase_s, end_s) if kind else None
+        if one.phase_disk_s >= _BLOCKED * one.phase_s:
+            return self._suspect("disk", rank, one.phase_s, end_s)
+        if one.is_blocked:
+            return self._suspect("blocked", rank, one.phase_s, end_s)
+        if phase_cpu_s < cpu_s or snapshot.phase == START:
+            return None
+        # Between steps nothing tells a loop from an evaluation, and ranks that wait for it have timeouts of their own.
+        return self._suspect("loop", rank, one.phase_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
         """Ranks that wait for one whose GPU does not finish, for one that has left, for one that is in a collective of
@@ -700,7 +706,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
 
 def _describe_limit(end_s: float | None, is_marked: bool = False) -> str:
-    return "" if end_s is None else f"{end_s:g} s ({'its at_most' if is_marked else 'the hang timeout'})"
+    return "" if end_s in (None, math.inf) else f"{end_s:g} s ({'its at_most' if is_marked else 'the hang timeout'})"
 
 
 def _find_output(process: int | str) -> tuple[int, int] | None:
