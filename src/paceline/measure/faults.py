@@ -66,7 +66,7 @@ FAULTS: dict[str, Fault] = {
     "exception-in-optimizer": Fault("optimizer", "ValueError: a bad sample"),
     "exception-in-loader": Fault("between", "ValueError: a bad sample"),
     "extra-collective": Fault("between", "collective|a barrier"),
-    "other-shape": Fault("between", "different operations|size doesn't match", names_rank=False),
+    "other-shape": Fault("between", "different operations|size doesn't match|different collectives", names_rank=False),
     "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
     "early-end": Fault("between", "closed its world|has left", systems=("script", "torch")),
     "nan": Fault("forward", "not finite", is_final=True, systems=("train", "torch")),

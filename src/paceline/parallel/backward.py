@@ -320,6 +320,7 @@ class GradientSync:
         reducer: BucketedReducer | ControlMessage = self.reducer if local is None else local.control
         try:
             self._read_deferred()
+            self.channel.mark_computed()
             if local is not None:
                 digest = local.digest(every) if has_data else 0
             else:
@@ -376,6 +377,7 @@ class GradientSync:
         finally:
             # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
             self._is_announced, failure, found = False, None, None
+        self.channel.settle()
         reducer.learn()
 
     def _find_status(self, missing: Sequence[int]) -> Status:
@@ -402,7 +404,8 @@ class GradientSync:
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
         is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
-        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or is_special)
+        is_awaited = self.channel.settles_steps
+        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or is_special or is_awaited)
 
     def _read_deferred(self) -> None:
         if self._unread is not None:

@@ -66,6 +66,7 @@ _ADVICE = {
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack says where)",
     "kernel": "a kernel that it launched runs without end, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all must make the same calls in one order",
+    "desynchronised": "all ranks must make the same collectives in the same order",
     "left": "give all ranks the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they made different collectives, or the network between them is cut",
 }
@@ -81,8 +82,8 @@ def why_not() -> str:
 class Verdict:
     """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
 
-    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "left" or "all-wait";
-    with the last one there is no rank to blame.
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "desynchronised", "left" or
+    "all-wait"; with the last one there is no rank to blame.
     """
 
     kind: str
@@ -118,6 +119,7 @@ class Sight(NamedTuple):
     longest_s: float = 0.0  # between two steps, so far
     is_busy: bool = False  # its GPU, while it waits for other ranks
     most_s: float = math.inf  # that a marked pause may take
+    num_started: int = 0  # collectives, while it waits for other ranks; 0 where they are not counted
 
 
 class _History:
@@ -263,16 +265,30 @@ class Judge:
         since_s = max(one.phase_s for one in waiting.values())
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
+        spins = any(one.sight.num_started for one in waiting.values())  # a wait for NCCL does not sleep
         for rank, one in there.items():
-            if one.sight.phase in (BETWEEN, START) and one.phase_s > limit_s and one.is_blocked:
+            if one.sight.phase in (BETWEEN, START) and one.phase_s > limit_s and (spins or one.is_blocked):
                 return Suspicion("collective", rank, one.phase_s, is_certain=False)
         if len(waiting) == len(there) > 1:
             own = [rank for rank, one in waiting.items() if one.is_in_collective]
             if len(own) == 1:  # in one that the wrapper does not make, and all others wait for the wrapper's
                 return Suspicion("collective", own[0], waiting[own[0]].phase_s)
+            if (odd := self._find_odd(waiting)) is not None:
+                return Suspicion("desynchronised", odd, waiting[odd].phase_s)
             if min(one.phase_s for one in waiting.values()) > 2 * limit_s:
                 return Suspicion("all-wait", None, since_s)
         return None
+
+    @staticmethod
+    def _find_odd(waiting: Mapping[int, _History]) -> int | None:
+        """The rank that has started another number of collectives than most; of two ranks, the one with more. NCCL
+        matches calls by their order alone: after one too many, all ranks wait, each for something else."""
+        counts = {rank: one.sight.num_started for rank, one in waiting.items()}
+        if not all(counts.values()):
+            return None
+        seen = collections.Counter(counts.values())
+        usual = min(seen, key=lambda count: (-seen[count], count))
+        return next((rank for rank, count in counts.items() if count != usual), None)
 
 
 class _Process:
@@ -309,7 +325,7 @@ class _Process:
         return Sight(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
             num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
-            self.find_most_s(),
+            self.find_most_s(), words[pulse.NUM_STARTED],
         )  # fmt: skip
 
     def find_phase(self) -> tuple[int, str]:
@@ -493,6 +509,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             if self._processes[rank].pid:
                 self._processes[rank].signal(number)
 
+    def tell_lost(self) -> None:
+        """Tell the ranks that another one is lost: there are collectives that would wait for it for ever."""
+        for one in self._processes.values():
+            memoryview(one.page).cast("q")[pulse.IS_LOST] = 1
+
     def are_all_gone(self) -> bool:
         return all(one.is_gone or not one.pid for one in self._processes.values())
 
@@ -601,6 +622,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
             "loop": "keeps computing", "blocked": "hangs", "disk": "waits for a disk or a driver (state D)",
             "collective": "waits in a collective of its own",
+            "desynchronised": "has started another number of collectives than the others",
             "left": "has left, and others wait", "kernel": "has a GPU that does not finish",
         }[kind]  # fmt: skip
         return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)

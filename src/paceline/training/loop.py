@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
+from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.sharding import ShardedOptimizer
@@ -186,7 +186,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         while True:
             try:
                 return _train(settings, folder, resume, rows, request, carried)
-            except (PacelineError, RuntimeError) as error:
+            except Exception as error:
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
                 is_lost = not isinstance(error, MoreRanksError)
