@@ -137,11 +137,13 @@ def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, 
         Channel.wait, world._NOTICE_LOSS, world._abort_group = wait, known, abort  # type: ignore[method-assign]
 
 
-def run(folder: Path, policy: str, faults: list[Done], job: Any = train_noted, **changes: Any) -> list[Fault]:
+def run(
+    folder: Path, policy: str, faults: list[Done], job: Any = train_noted, source: str = NORMED, **changes: Any
+) -> list[Fault]:
     """Train SMALL through these faults, and return what the launcher noted of them."""
     folder.mkdir()
     model = folder.parent / "normed.py"
-    model.write_text(NORMED)
+    model.write_text(source)
     settings = TrainSettings(**SMALL | {"model": f"{model}:build", "on_fault": policy} | changes)
     recovery = Recovery(
         policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, fit=settings.usable_ranks
