@@ -208,8 +208,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, a child process or a process group."""
     import torch.distributed as dist
 
-    uses_pool = "warm_pool" in request.fixturenames or "on_ranks" in request.fixturenames
-    pool = request.getfixturevalue("warm_pool") if uses_pool else None
+    pools = [request.getfixturevalue(name) for name in ("warm_pool", "nccl_pool") if name in request.fixturenames]
     environment = _read_environment()
     threads = set(threading.enumerate())
     children = list_below(os.getpid())
@@ -218,7 +217,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not dist.is_initialized()
     left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not left, f"threads left behind: {left}"
-    allowed = children | ({rank.process.pid for rank in pool._ranks} if pool else set())  # also those without a job
+    allowed = children | {rank.process.pid for pool in pools for rank in pool._ranks}  # also those without a job
 
     def strangers() -> list[str]:
         lines = list[tuple[int, str]]()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 FEATURES, TARGETS = 6, 4
 BRANCHES = ("a", "b", "c")
@@ -21,6 +22,9 @@ class Batch:
     y: torch.Tensor
     used: tuple[str, ...] = ()
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.x.to(device), self.y.to(device), self.used)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -28,7 +32,8 @@ class Case:
 
     `zero`: before each step gradients are set `to none` or `to zeros`, `never` touched, `replaced` by a copy, or only
     `some` set to None. `quiet`: no_sync holds the `whole` micro-batch, or its `backward` alone. `by_shard`: the
-    reference takes the shards one by one, because samples of one batch see each other or take different ways.
+    reference takes the shards one by one, because samples of one batch see each other or take different ways. `amp`:
+    forward is in autocast, and a GradScaler scales the loss.
     """
 
     build: Callable[[], nn.Module]
@@ -41,6 +46,7 @@ class Case:
     size: Callable[[int, int, int, int], int] = lambda step, rank, micro, world_size: 3
     used: Callable[[int, int, int, int], tuple[str, ...]] = lambda step, rank, micro, world_size: ()
     by_shard: bool = False
+    amp: bool = False
     shape: tuple[int, ...] = (FEATURES,)
     memory_format: Callable[[int], torch.memory_format] = lambda rank: torch.contiguous_format
 
@@ -227,6 +233,19 @@ class Images(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
+class Checkpointed(nn.Module):
+    """Its middle is computed again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.use_reentrant = nn.Linear(FEATURES, 8), nn.Linear(8, TARGETS), use_reentrant
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.stem(x))
+        return self.head(checkpoint(self.middle, hidden, use_reentrant=self.use_reentrant))
+
+
 class Complex(nn.Module):
     """Complex weights, with real ones or alone."""
 
@@ -346,4 +365,8 @@ CASES = {
     "complex128 and float64": Case(build=lambda: Complex(torch.complex128, True), zero="to zeros"),
     "0-dim and empty": Case(build=Odd, optimizer=build_momentum),
     "0-dim and empty, zeroed in place": Case(build=Odd, zero="to zeros"),
+    "autocast and GradScaler": Case(build=Plain, amp=True, by_shard=True, steps=4),
+    "autocast and GradScaler, accumulation": Case(build=Plain, amp=True, by_shard=True, micro=3),
+    "checkpointing": Case(build=lambda: Checkpointed(False)),
+    "checkpointing, reentrant": Case(build=lambda: Checkpointed(True)),
 }

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.parallel import DDP
-from tests.dist.wrapped import check_equal, error_of
+from tests.dist.wrapped import check_equal, error_of, here
 
 # 256 KiB: the least that is worth a message of its own.
 ROWS, WIDTH = 2048, 32
@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def draw_ids(rank: int, step: int, size: tuple[int, int] = (3, 8), num_rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(0, num_rows, size, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randint(0, num_rows, size, generator=torch.Generator().manual_seed(100 * step + rank)).to(here())
 
 
 def measure(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -148,11 +148,13 @@ def compare(world: Any, name: str, build: Callable[[], nn.Module], ids_of: Any =
     return ours
 
 
-def compare_all(names: list[str]) -> None:
+def compare_all(names: list[str], how: str = "auto") -> None:
     with paceline.init(backend="gloo", announce=None) as world:
         for name in names:
             build, wanted = MODELS[name] if name in MODELS else (HUGGING_FACE[name], "in the buckets")
-            report = "; ".join(compare(world, name, build, bucket_cap_mb=SMALL_BUCKETS).report().embeddings)
+            report = "; ".join(
+                compare(world, name, build, bucket_cap_mb=SMALL_BUCKETS, embeddings=how).report().embeddings
+            )
             assert wanted in report, f"{name}: {report}"
 
 

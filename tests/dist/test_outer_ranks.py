@@ -19,7 +19,7 @@ from paceline.parallel import DDP
 from paceline.parallel.codecs import Quantized
 from paceline.plan import Gradient
 from paceline.strategy import Strategy
-from tests.dist.wrapped import check_equal, error_of
+from tests.dist.wrapped import check_equal, error_of, here
 from tests.unit.made_outer import Replicas, build_model, draw
 
 SOON_S = 20
@@ -45,7 +45,7 @@ class Trainee:
     def train(self, steps: int = 1) -> Trainee:
         for _ in range(steps):
             self.optimizer.zero_grad()
-            self.model(draw(self.rank, self.done)).square().mean().backward()
+            self.model(draw(self.rank, self.done).to(here())).square().mean().backward()
             self.optimizer.step()
             self.done += 1
         return self
@@ -158,7 +158,7 @@ def fail_in_every_way() -> list[tuple[str, str]]:
         def misses_a_gradient() -> None:
             trainee.optimizer.zero_grad()
             module = trainee.model.module
-            output = trainee.model(draw(world.rank, 0))
+            output = trainee.model(draw(world.rank, 0).to(here()))
             (module[2].bias.sum() if first else output.sum()).backward()
             trainee.train(2)
 

@@ -20,7 +20,8 @@ import paceline
 from paceline.parallel.replicas import read_replica
 from paceline.plan import Plan
 from tests.conftest import ASKED_BACKEND, BACKEND
-from tests.dist.parity_models import CASES, Batch, Case, measure_loss
+from tests.dist.parity_models import CASES, Batch, Case, build_momentum, measure_loss
+from tests.dist.wrapped import here
 from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 BACKENDS = [ASKED_BACKEND] if ASKED_BACKEND else sorted({"gloo", BACKEND})
@@ -51,6 +52,8 @@ class Variant:
     options: Callable[[nn.Module], dict[str, Any]]
     is_so: Callable[[Plan], bool] = lambda plan: True
     is_sharded: bool = False  # a rank has averages of its pieces alone, and the optimizer of the wrapper
+    is_lossy: bool = False  # it computes something else than one process does, but the same on all ranks
+    period: int = 1  # steps between two syncs of parameters; gradients are not averaged where it is above 1
 
 
 def count_families(plan: Plan) -> int:
@@ -88,12 +91,39 @@ STRATEGIES = (
 )
 
 
+def build_lossy(text: str, period: int = 1) -> Variant:
+    options = {"strategy": text} if period > 1 else {"strategy": text, "bucket_cap_mb": 0.15 * KIB}
+    return Variant(text, lambda module: options, is_sharded="zero1" in text, is_lossy=True, period=period)
+
+
+LOSSY = (
+    *map(build_lossy, ("bf16", "int8", "int4", "topk:0.1", "topk:0.1,dgc,warmup=4", "powersgd:2", "zero1+bf16")),
+    *(build_lossy(text, 2) for text in ("localsgd:2", "slowmo:2+bf16", "diloco:2+int8")),
+    build_lossy("diloco:2,fragments=2,delay=1", 100),
+)
+VARIANTS = {"reducers": REDUCERS, "strategies": STRATEGIES, "lossy": LOSSY}
+
+
 # -- training, together and alone --------------------------------------------------------------------------------------
 
 
 def build(case: Case, rank: int) -> nn.Module:
     torch.manual_seed(1000 * rank + 7)  # another one on every rank: what is not broadcast shows
-    return case.build()
+    return case.build().to(here())
+
+
+def find_batches(case: Case, step: int, rank: int, world_size: int) -> list[Batch]:
+    return [batch.to(here()) for batch in case.batches(step, rank, world_size)]
+
+
+def find_loss(case: Case, model: nn.Module, batch: Batch) -> torch.Tensor:
+    dtype = torch.float16 if here().type == "cuda" else torch.bfloat16
+    with torch.autocast(here().type, dtype, enabled=case.amp):
+        return measure_loss(model, batch) / case.micro
+
+
+def build_scaler(case: Case) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(here().type, init_scale=64.0, growth_interval=2, enabled=case.amp)
 
 
 def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -128,21 +158,27 @@ def train_together(case: Case, reducer: Variant, world: paceline.World) -> Recor
     if reducer.is_sharded:  # of what is trained
         optimizer = model.shard_optimizer(case.optimizer([p for p in model.parameters() if p.requires_grad]))
     record: Record = {}
+    scaler = build_scaler(case)
     for step in range(case.steps):
         prepare_gradients(case, module, optimizer, world.rank)
-        *quiet, last = case.batches(step, world.rank, world.world_size)
+        *quiet, last = find_batches(case, step, world.rank, world.world_size)
         before = count_messages()
         for batch in quiet:
             with model.no_sync() if case.quiet == "whole" else contextlib.nullcontext():
-                loss = measure_loss(model, batch) / case.micro
+                loss = scaler.scale(find_loss(case, model, batch))
                 with model.no_sync() if case.quiet == "backward" else contextlib.nullcontext():
                     loss.backward()
         assert count_messages() == before, "no_sync has sent something"
-        (measure_loss(model, last) / case.micro).backward()
-        if not reducer.is_sharded:
+        scaler.scale(find_loss(case, model, last)).backward()
+        if not reducer.is_sharded and reducer.period == 1:
             note(record, step, module, "gradient")
-        optimizer.step()
-        note(record, step, module, "value")
+        scaler.step(optimizer)
+        scaler.update()
+        if (step + 1) % reducer.period == 0:
+            note(record, step, module, "value")
+    if reducer.period > 1:
+        model.sync_parameters()
+        note(record, case.steps, module, "value")
     note_buffers(record, module)
     if model.plan is not None:
         assert reducer.is_so(model.plan), f"the plan is not what the test means: {model.plan}"
@@ -155,22 +191,24 @@ def train_alone(case: Case, world_size: int) -> Record:
     model = build(case, 0)
     optimizer = case.optimizer(model.parameters())
     record: Record = {}
+    scaler = build_scaler(case)
     for step in range(case.steps):
         prepare_gradients(case, model, optimizer, 0)
-        shards = [case.batches(step, rank, world_size) for rank in range(world_size)]
+        shards = [find_batches(case, step, rank, world_size) for rank in range(world_size)]
         if case.by_shard:
-            run_shards(case, model, shards)
+            run_shards(case, model, shards, scaler)
         else:
             batches = [batch for shard in shards for batch in shard]
             measure_loss(model, Batch(torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches]))).backward()
         note(record, step, model, "gradient")
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         note(record, step, model, "value")
     note_buffers(record, model)
     return record
 
 
-def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]]) -> None:
+def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]], scaler: torch.amp.GradScaler) -> None:
     """Each shard alone: gradients weighed as the case says, and running statistics averaged."""
     samples = [sum(len(batch.y) for batch in shard) for shard in shards]
     by_samples = case.options.get("average") == "samples"
@@ -181,7 +219,7 @@ def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]]) -> None:
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
         for batch in shard:
-            (measure_loss(model, batch) * weight / case.micro).backward()
+            scaler.scale(find_loss(case, model, batch) * weight).backward()
         after.append([buffer.clone() for buffer in model.buffers()])
     for buffer, *values in zip(model.buffers(), *after, strict=True):
         buffer.copy_(torch.stack(values).double().mean(0))
@@ -193,7 +231,7 @@ def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]]) -> None:
 def digest(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "none"
-    values = tensor.contiguous().reshape(-1)
+    values = tensor.cpu().contiguous().reshape(-1)
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest() if values.numel() else "empty"
 
 
@@ -207,7 +245,7 @@ def find_unequal(digests: list[dict[str, str]]) -> list[str]:
     ]
 
 
-def find_far(record: Record, wanted: Record) -> list[str]:
+def find_far(case: Case, record: Record, wanted: Record) -> list[str]:
     """What is not within rounding of the reference."""
     if list(record) != list(wanted):
         return [f"the records differ: {sorted(record.keys() ^ wanted.keys())}"]
@@ -220,29 +258,39 @@ def find_far(record: Record, wanted: Record) -> list[str]:
         elif (got.shape, got.dtype) != (want.shape, want.dtype):
             far.append(f"{name} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}")
         elif want.numel():
-            allowed = TOLERANCES.get(want.dtype, 0.0) * max(0.1, want.abs().max().item())
+            dtype = torch.bfloat16 if case.amp else want.dtype
+            allowed = TOLERANCES.get(dtype, 0.0) * max(0.1, want.abs().max().item())
             error = (got - want).abs().max().item()
             if not error <= allowed:
                 far.append(f"{name} is off by {error:.2e}, allowed {allowed:.1e}")
     return far
 
 
-def run_cases(names: list[str], backend: str, with_strategies: bool = False) -> list[str]:
+def run_cases(names: list[str], backend: str, variants: str = "reducers") -> list[str]:
     """Cases on all reducers, in one world: what is wrong, with the case and the reducer."""
     with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
-        return [line for name in names for line in run_case(name, world, with_strategies)]
+        return [line for name in names for line in run_case(name, world, variants)]
 
 
-def run_case(name: str, world: paceline.World, with_strategies: bool) -> list[str]:
+def can_run(reducer: Variant, case: Case) -> bool:
+    """Sharded averages cannot be added to, momentum counts once, and schedules do not weigh gradients by samples."""
+    return not (
+        (reducer.is_sharded and case.zero not in ("to none", "to zeros"))
+        or ("dgc" in reducer.name and case.optimizer is build_momentum)
+        or (reducer.period > 1 and "average" in case.options)
+    )
+
+
+def run_case(name: str, world: paceline.World, variants: str) -> list[str]:
     case = CASES[name]
     torch._C._set_mkldnn_enabled(True)  # a case with bf16 turns it off on some CPUs
     starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
     assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
-    wanted = train_alone(case, world.world_size) if world.rank == 0 else None
+    wanted = train_alone(case, world.world_size) if world.rank == 0 and variants != "lossy" else None
     found = []
-    for reducer in STRATEGIES if with_strategies else REDUCERS:
-        if reducer.is_sharded and case.zero not in ("to none", "to zeros"):
-            continue  # averages of pieces cannot be added to
+    for reducer in VARIANTS[variants]:
+        if not can_run(reducer, case):
+            continue
         label = f"[{reducer.name}] x [{name}] on {world.world_size} ranks, {world.backend}"
         record, error = {}, ""
         try:
@@ -257,7 +305,7 @@ def run_case(name: str, world: paceline.World, with_strategies: bool) -> list[st
         wrong = find_unequal(digests)
         if wanted is not None:
             skips = "gradient of" if reducer.is_sharded else "\0"
-            wrong += find_far(record, {key: value for key, value in wanted.items() if not key.startswith(skips)})
+            wrong += find_far(case, record, {key: value for key, value in wanted.items() if not key.startswith(skips)})
         found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)
     return found
 
@@ -286,6 +334,6 @@ COMMON = ("plain", "tied", "unused", "bfloat16", "batchnorm", "uneven")
 def test_strategies_that_lose_nothing_train_as_one_process_does(on_ranks, names):
     assert set(COMMON) <= set(SENT)
     for world_size, backend in WORLDS:
-        lines = on_ranks(world_size, run_cases, list(names), backend, True, timeout_s=120)
+        lines = on_ranks(world_size, run_cases, list(names), backend, "strategies", timeout_s=120)
         found = [line for each in lines for line in each]
         assert not found, "\n".join(["", *dict.fromkeys(found)])

@@ -17,7 +17,7 @@ from paceline.parallel import sharding
 from paceline.parallel.replicas import read_replica
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.transport import why_not
-from tests.dist.wrapped import error_of
+from tests.dist.wrapped import error_of, here
 from tests.unit.made_plans import plan_in_pieces
 
 needs_shm = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
@@ -73,7 +73,7 @@ def train(model: Any, optimizer: Any, rank: int, steps: range, update: Any = Non
     found = []
     for step in steps:
         torch.manual_seed(100 * step + rank)
-        loss = model(torch.randint(0, 37, (4,)))
+        loss = model(torch.randint(0, 37, (4,)).to(here()))
         if update is None:
             loss.backward()
             optimizer.step()
@@ -104,6 +104,7 @@ def is_same(one: tuple[Any, Any], other: tuple[Any, Any], **close: float) -> boo
             (torch.as_tensor(value), torch.as_tensor(states[1][place][key]))
             for key, value in values.items() if value is not None
         ]  # fmt: skip
+    pairs = [(a.cpu(), b.cpu()) for a, b in pairs]
     return all((torch.allclose(a, b, **close) if close else torch.equal(a, b)) and a.shape == b.shape for a, b in pairs)
 
 
@@ -209,19 +210,19 @@ LOOKS: dict[str, Any] = {
     "state_dict of the module": lambda model: copy_all(model.module.state_dict().items()),
     "named_parameters": lambda model: copy_all(model.named_parameters()),
     "deepcopy": lambda model: copy_all(copy.deepcopy(model).module.named_parameters()),
-    "evaluation": lambda model: run_all(model, torch.arange(4)),
+    "evaluation": lambda model: run_all(model, torch.arange(4, device=here())),
 }
 
 
 def look_after_a_step(rank: int) -> dict[str, bool]:
     """Who reads parameters right after a step gets the new ones, while other ranks may still be sending them."""
     found = {}
-    x = torch.arange(4)
+    x = torch.arange(4, device=here())
     for way in (*BARE_LOOKS, *LOOKS, "blocks in another order"):
         overlaps = way not in BARE_LOOKS
         model, optimizer = build("sgd", "zero1", bucket_cap_mb=1e-4, overlap=overlaps)
         train(model, optimizer, rank, range(2))
-        model(torch.randint(0, 37, (4,))).backward()
+        model(torch.randint(0, 37, (4,)).to(here())).backward()
         optimizer.step()
         found[f"{way}: pending"] = (len(model._placement._gathers) > 1) == overlaps
         if way != "blocks in another order":
@@ -253,7 +254,7 @@ def save_and_use() -> Any:
     with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
         rank = world.rank
         model, optimizer = build("sgd", "zero1")
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler(here().type, init_scale=4.0)
 
         def update(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
             # Of one element, so that its owner alone can see it.
@@ -267,17 +268,17 @@ def save_and_use() -> Any:
         facts["skipped"] = [torch.equal(*pair) for pair in itertools.pairwise(found)], scaler.get_scale()
         facts["finite"] = bool(torch.isfinite(found[-1]).all())
         # Two backwards that are both synchronised cannot be added up here.
-        model(torch.arange(4)).backward()
-        facts["twice"] = error_of(lambda: model(torch.arange(4)).backward())
+        model(torch.arange(4, device=here())).backward()
+        facts["twice"] = error_of(lambda: model(torch.arange(4, device=here())).backward())
         # Zeros may be: many loops keep the memory of their gradients.
         for zero in (model.zero_grad, optimizer.zero_grad):
             zero(set_to_none=False)
             assert model.module.scale.grad is not None
-            model(torch.arange(4)).backward()
+            model(torch.arange(4, device=here())).backward()
             optimizer.step()
         optimizer.zero_grad()
         with model.no_sync():
-            model(torch.arange(4)).backward()
+            model(torch.arange(4, device=here())).backward()
         facts["unsynchronised"] = error_of(optimizer.step)
         facts["group"] = error_of(lambda: optimizer.add_param_group({"params": []}))
         with pytest.raises(ConfigError, match="as many batches"), model.join():
@@ -397,7 +398,7 @@ def train_from(saved: Any, kind: str, strategy: str | None, steps: range) -> Any
             optimizer.load_state_dict(saved[1])
         for step in steps:
             torch.manual_seed(step)
-            batch = torch.randint(0, 37, (4,)).chunk(world.world_size)[world.rank]
+            batch = torch.randint(0, 37, (4,)).chunk(world.world_size)[world.rank].to(here())
             model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ from paceline.parallel.replicas import read_replica
 from paceline.parallel.strategies import start_message
 from paceline.strategy import Strategy, as_matrix
 from paceline.transport import why_not
-from tests.dist.wrapped import check_equal, error_of
+from tests.dist.wrapped import check_equal, error_of, here
 from tests.unit.made_plans import plan_in_pieces
 
 LOSSY = ("int8", "int4", "topk:0.1", "powersgd:2")
@@ -51,7 +51,7 @@ class Mixed(nn.Module):
 
 def loss(model: Any, rank: int, step: int, size: int = 4) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return model(torch.randn(size, 3, 3, 3, generator=generator)).square().mean()
+    return model(torch.randn(size, 3, 3, 3, generator=generator).to(here())).square().mean()
 
 
 def average_alone(module: nn.Module, num_ranks: int, step: int) -> dict[str, torch.Tensor]:
@@ -81,7 +81,8 @@ def train(model: Any, world: Any, steps: range, optimizer: Any = None) -> None:
 
 def sum_errors(world: Any, model: DDP) -> dict[str, torch.Tensor]:
     everyone = world.share(model.strategy_state()["rank"])
-    return {name: sum(errors[name].double() for errors in everyone) / len(everyone) for name in everyone[0]}
+    total = {name: sum(errors[name].double() for errors in everyone) for name in everyone[0]}
+    return {name: error.to(here()) / len(everyone) for name, error in total.items()}
 
 
 def run_steps() -> None:
@@ -298,7 +299,7 @@ def scale_losses() -> None:
         for text in LOSSY:
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+            scaler = torch.amp.GradScaler(here().type, init_scale=64.0, growth_interval=2)
             given: dict[str, Any] = {}
             applied: dict[str, Any] = {}
             scales = []
@@ -356,7 +357,7 @@ def resume() -> None:
             found = twin.strategy_state()["rank"]
             for name, error in found.items():
                 mean = sum(state["rank"][name].double() for state in many) / len(many)
-                torch.testing.assert_close(error.double(), mean)
+                torch.testing.assert_close(error.double().cpu(), mean)
             assert found.keys() == states[0]["rank"].keys()
             twin.stop()
         dense = DDP(Mixed())

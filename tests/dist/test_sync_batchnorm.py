@@ -41,7 +41,7 @@ def train(layer: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> dict[str
         (out * upstream).sum().backward()
     found = {"out": out, "grad_x": leaf.grad} | {f"grad_{k}": p.grad for k, p in layer.named_parameters()}
     found |= dict(layer.named_buffers())
-    return {name: tensor.detach().double().numpy() for name, tensor in found.items()} | {"dtype": out.dtype}
+    return {name: tensor.detach().double().cpu().numpy() for name, tensor in found.items()} | {"dtype": out.dtype}
 
 
 def train_part(parts: list[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, options: dict) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def train_parts(jobs: list[tuple[list[tuple[np.ndarray, np.ndarray]], torch.dtyp
     found = []
     with paceline.init(device="cpu", announce=None) as world:
         for parts, dtype, options in jobs:
-            x, upstream = (torch.from_numpy(array).to(dtype) for array in parts[world.rank])
-            layer = SyncBatchNorm(CHANNELS, **options)
+            x, upstream = (torch.from_numpy(array).to(world.device, dtype) for array in parts[world.rank])
+            layer = SyncBatchNorm(CHANNELS, **options).to(world.device)
             found.append(train(layer.double() if dtype == torch.float64 else layer, x, upstream))
     return found
 

@@ -14,8 +14,8 @@ from paceline.workloads.models import ResNet18
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, describe, loss
 
 
-def compile_parts(kind: str) -> None:
-    compile_ = functools.partial(torch.compile, backend="aot_eager")
+def compile_parts(kind: str, backend: str = "aot_eager") -> None:
+    compile_ = functools.partial(torch.compile, backend=backend)
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS[2:]:
             torch._dynamo.reset()
@@ -27,7 +27,7 @@ def compile_parts(kind: str) -> None:
             for step in range(STEPS):
                 model.zero_grad()
                 # The compiled module's parameters are those of the plain one, under the same or longer names.
-                wanted = average_alone(plain, functools.partial(loss, step=step), 2)
+                wanted = average_alone(plain, functools.partial(loss, step=step), world.world_size)
                 loss(outside, world.rank, step).backward()
                 check(world, plain, wanted, (reducer, step))
 

@@ -15,7 +15,7 @@ import paceline
 from paceline import ConfigError
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
-from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_equal, describe, error_of, loss
+from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_equal, describe, error_of, here, loss
 
 SOON_S = 15
 
@@ -183,7 +183,7 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
             found.append((kind, text, time.monotonic() - began))
             # All ranks raised the same error, so all can continue.
             model.zero_grad()
-            wanted = average_alone(model.module, loss, 3)
+            wanted = average_alone(model.module, loss, world.world_size)
             loss(model, world.rank).backward()
             check(world, model, wanted, reducer)
     return found
@@ -240,7 +240,7 @@ def train_unevenly(batches: tuple[int, ...], average: str, divide_by_all: bool) 
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:
             model = DDP(Net(), average=average, check_replicas_every=1, **reducer)
-            alone = Net()
+            alone = Net().to(here())
             alone.load_state_dict(model.module.state_dict())
             optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone))
             with model.join(divide_by_initial_world_size=divide_by_all):

@@ -30,6 +30,7 @@ from tests.dist.wrapped import (
     draw,
     error_of,
     gradients,
+    here,
     loss,
 )
 
@@ -185,7 +186,7 @@ def overflow_on_one_rank() -> list[tuple[float, list[float]]]:
         for reducer in REDUCERS:
             model = DDP(Net(), **reducer)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+            scaler = torch.amp.GradScaler(here().type, init_scale=1024.0, growth_interval=100)
             scales = []
             for step in range(STEPS):
                 before = [param.detach().clone() for param in model.parameters()]
@@ -197,7 +198,7 @@ def overflow_on_one_rank() -> list[tuple[float, list[float]]]:
                 scaler.scale(value).backward()
                 scaler.unscale_(optimizer)
                 if not overflows:
-                    wanted = average_alone(model.module, functools.partial(loss, step=step), 2)
+                    wanted = average_alone(model.module, functools.partial(loss, step=step), world.world_size)
                     check_close(model, wanted, (reducer, step))
                 scaler.step(optimizer)
                 scaler.update()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.parallel import DDP
+from paceline.runtime.world import current_world
 
 # Every reducer, and the default one with a bucket for each layer of `Net`.
 REDUCERS: tuple[dict[str, Any], ...] = (
@@ -25,9 +26,15 @@ STEPS = 4
 Loss = Callable[[Any, int], torch.Tensor]
 
 
+def here() -> torch.device:
+    """The device of the world that is open. Batches are drawn on the CPU, which gives the same numbers everywhere."""
+    world = current_world()
+    return torch.device("cpu") if world is None else world.device
+
+
 def draw(rank: int, step: int = 0, size: int = 3) -> torch.Tensor:
     """A batch that no other rank or step has."""
-    return torch.randn(size, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(1000 * step + rank)).to(here())
 
 
 class Net(nn.Module):

@@ -92,7 +92,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
 
 
 def abort_and_go_on(path: str) -> list[Any]:
-    """Rank 0 waits for a sum that rank 1 never starts, and is told. Then both compute and communicate in a new group."""
+    """Rank 0 waits for a sum that rank 1 never starts, and is told. Then both go on in a new group."""
     found: list[Any] = []
     with init(**ON_NCCL, announce=None) as first:
         channel, ones = Channel(dist.group.WORLD, first.device), torch.ones(1 << 20, device=first.device)

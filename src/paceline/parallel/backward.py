@@ -41,13 +41,14 @@ from paceline.transport.works import keep_from_compiler
 
 _engine = torch.autograd.Variable._execution_engine
 _get_grad = operator.attrgetter("grad")
-# On a GPU, reading the control words makes the host wait. In the first steps they are read at once, later in the next.
+# On a GPU, reading the control words makes the host wait for the step. In the first steps, and for as many after one in
+# which a buffer changed, they are read at once. Later they are read when the next backward is over: the host has then
+# launched a whole step more, and the GPU never runs out of work.
 _EAGER_STEPS = 10
 # How long a rank that has failed waits until the others know; and where they may wait for it inside forward, so that
 # they know only when it leaves.
 _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
-# From this size on a gradient is handled separately when it arrives, while it is in the cache: copied into its view,
-# which frees its memory for the next one, or on NCCL, which takes many tensors in one message, not copied at all.
+# On a CPU a gradient of at least this size is copied into its view when it arrives, while it is in the cache.
 _SEPARATE_BYTES = 256 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
@@ -90,6 +91,7 @@ class GradientSync:
         self._completes, self._warned_of_drift = False, False
         self._change = ""  # of the model, since it was wrapped
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
+        self._eager_until = _EAGER_STEPS  # the step until which control words are read at once
         self._unusable = ""  # the failure after which the ranks cannot match their messages any more
         self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
@@ -148,7 +150,6 @@ class GradientSync:
         if self._unusable:
             text = f"{self._unusable}; messages do not match any more after that: restart the ranks"
             raise CollectiveError(text, code="unusable")
-        self._read_deferred()
         pulse.enter(pulse.FORWARD)
         if self.schedule is not None and is_training:
             self.schedule.run()
@@ -405,14 +406,14 @@ class GradientSync:
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
         is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
         is_awaited = self.channel.settles_steps
-        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or is_special or is_awaited)
+        return bool(self.num_steps <= self._eager_until or has_option or is_unusual or is_special or is_awaited)
 
     def _read_deferred(self) -> None:
         if self._unread is not None:
             (slots, event, missing), self._unread = self._unread, None
             with pulse.within(pulse.WAIT):
                 event.synchronize()
-            self._act_on(self.control.read_reports(slots.tolist()), missing, None)
+            self._act_on(self.control.read_reports(slots.tolist()), missing, None, is_late=True)
 
     def _act_or_discard(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
         """`_act_on`. Where it finds an error the averages are not applied, and a codec must not count them as sent."""
@@ -424,7 +425,9 @@ class GradientSync:
                 self.reducer.discard()
         return is_applied
 
-    def _act_on(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
+    def _act_on(
+        self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
+    ) -> bool:
         """Raise on every rank what any reported, and share changed buffers. False where every rank has failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
@@ -445,7 +448,9 @@ class GradientSync:
         if len({reports[rank].digest for rank in active}) > 1:
             replica = self.replica if local is None else local.as_replica()
             raise build_drift_error(replica, self.channel, self.num_steps)
-        if together & Status.BUFFERS and not together & Status.HOLD:
+        if together & Status.BUFFERS and is_late:  # another forward has used them: the next step reports them again
+            self._eager_until = self.num_steps + _EAGER_STEPS
+        elif together & Status.BUFFERS and not together & Status.HOLD:
             self.buffers.broadcast(self.channel, active[0])
         return True
 
@@ -524,6 +529,7 @@ class BucketedReducer:
         self.parts = Parts(replica, channel)
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
         self.steps: BucketSteps | None = None  # an optimizer that steps each bucket when it is averaged
+        self.is_weighted = False  # ranks may multiply their gradients by different factors
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
@@ -675,22 +681,26 @@ class BucketedReducer:
         self._next = bucket.number + 1
         self.timeline.mark("ready", bucket.number)
         flat = zeros or self._flat
-        # NCCL averages as it reduces. The control words must stay whole numbers, so the last bucket is scaled before.
-        can_average = self.channel.is_nccl and self._next < len(self._buckets) and not bucket.copied
-        averages = can_average and self._factor == 1 / self.channel.world_size
+        # NCCL averages as it reduces, where all ranks have the same factor: they must ask for the same operation. The
+        # control words must stay whole numbers, so the last bucket is scaled before.
+        is_equal = self.channel.is_nccl and not self.is_weighted
+        averages = is_equal and self._next < len(self._buckets) and not bucket.copied
         factor = 1.0 if averages else self._factor
         uncopied: list[torch.Tensor] = []
         with torch.no_grad():
             try:
                 if zeros is None and self._failure is None:
                     self._gather(bucket, factor)
-                    if bucket.uncopied:
+                    if bucket.is_packed:
+                        uncopied = [self._pack(bucket, factor)]
+                    else:
                         uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
             except Exception as error:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
                 flat.ranges[bucket.number].zero_()
-                uncopied = [self.replica.zeros(index) for index in bucket.uncopied]
+                own = [self.replica.zeros(index) for index in bucket.uncopied]
+                uncopied = [own[0].new_zeros(bucket.packed_size)] if bucket.is_packed else own
         bucket.version = bucket.range._version
         return flat, uncopied, averages and self.channel.world_size > 1
 
@@ -704,7 +714,7 @@ class BucketedReducer:
             words = flat.words if number == len(self._buckets) - 1 else flat.words[:0]
             bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
         else:
-            message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
+            message, extra_bytes = flat.messages[number], flat.extra_bytes[number] + bucket.gap_bytes
             tensors = [message, *uncopied] if message.numel() else uncopied
             if tensors:
                 bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
@@ -741,6 +751,26 @@ class BucketedReducer:
             torch.mul(param.grad, factor, out=view)
         param.grad = view
         self._taken[index] = view, view._version
+
+    def _pack(self, bucket: LiveBucket, factor: float) -> torch.Tensor:
+        """The gradients in one message, in new memory that lives as long as they do. One message is faster than a
+        launch of many, and memory that is kept between steps would add to the peak of the next forward."""
+        params, grads = [self.replica.params[index] for index in bucket.uncopied], list[torch.Tensor]()
+        for index, param in zip(bucket.uncopied, params, strict=True):
+            if param.grad is None:
+                param.grad = self.replica.zeros(index)
+            self.replica.check(index, param.grad)
+            grads.append(param.grad)
+        packed = grads[0].new_empty(bucket.packed_size)
+        # By `data` each has its own version counter, which shows when a later backward adds to it in place.
+        views = [packed.as_strided(*place).data for place in bucket.packed_places]
+        torch._foreach_copy_(views, grads)
+        if factor != 1.0:
+            packed.mul_(factor)
+        for index, param, view in zip(bucket.uncopied, params, views, strict=True):
+            param.grad = view
+            self._taken[index] = view, view._version
+        return packed
 
     def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
         """The gradient as it is, in memory that is its own and with the strides that all ranks use."""
@@ -932,16 +962,18 @@ class BucketedReducer:
         self.plan = plan
         pieces = collections.Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
         split = {index for index, count in pieces.items() if count > 1}
-        large = {index for index, g in enumerate(plan.gradients) if g.num_bytes >= _SEPARATE_BYTES}
-        separate = large - plan.alone | split
         # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
-        uncopied = separate - split if self.channel.is_nccl and self._hook_calls is None else set()
+        stays = self.channel.is_nccl and self._hook_calls is None
+        least = 0 if stays else _SEPARATE_BYTES if self.channel.device.type == "cpu" else math.inf
+        separate = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= least} - plan.alone | split
+        uncopied = separate - split if stays else set[int]()
         self._kinds = uncopied, separate
         allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for what lasts
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
+        packs = self.channel.world_size > 1
         self._buckets = [
-            LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params)
+            LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params, packs)
             for number, indices in enumerate(plan.partition)
         ]
         self.rows.use(plan, self.is_planned)

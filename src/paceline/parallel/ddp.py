@@ -239,7 +239,7 @@ class DDP(DistributedDataParallel):
         reducer = BucketedReducer(
             replica, channel, control.num_words, options.reducer, planner, rows, hook, placement, rounds
         )
-        reducer.steps = self._steps
+        reducer.steps, reducer.is_weighted = self._steps, options.average == "samples"
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)

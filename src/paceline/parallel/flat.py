@@ -15,6 +15,7 @@ from paceline.parallel.replicas import Replica
 from paceline.plan import Plan
 
 _ALIGN_BYTES = 64
+_PACK_BYTES = 16  # on a GPU: what one load takes
 # Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
 _get_grad = operator.attrgetter("grad")
@@ -87,11 +88,12 @@ class FlatGradients:
 
 class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
-    they arrive, `uncopied` ones are reduced where autograd left them."""
+    they arrive, `uncopied` ones stay where autograd left them until the bucket leaves: then several are packed into
+    one message, if the bucket `packs`, and a single one is reduced where it lies."""
 
     def __init__(
         self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
-        params: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor], packs: bool = False,
     ) -> None:  # fmt: skip
         self.number, self.indices, self.range = number, indices, flat.ranges[number]
         self.fused = [index for index in indices if index not in separate]
@@ -100,7 +102,18 @@ class LiveBucket:
         self.separate = self.copied + self.uncopied
         self.params = [params[index] for index in self.fused]
         self.views = [flat.views[index] for index in self.fused]
-        self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
+        on_cpu = self.range.device.type == "cpu"  # on a GPU each call is a launch, and a fused one is always faster
+        self.is_large = on_cpu and sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
+        self.is_packed = packs and len(self.uncopied) > 1
+        self.packed_places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # size, strides and first element
+        self.packed_size = self.gap_bytes = 0
+        for index in self.uncopied if self.is_packed else ():
+            param = params[index]
+            strides = torch.empty_like(param, device="meta").stride()
+            self.packed_places.append((param.size(), strides, self.packed_size))
+            aligned_bytes = -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES
+            self.packed_size += aligned_bytes // param.element_size()
+            self.gap_bytes += aligned_bytes - param.nbytes
         self.seen: list[Any] = []
         self.in_parts = False  # some gradient arrives nobody knows how often: only the end of backward is safe
         self.counted: list[int] = []  # gradients that arrive several times, as often as in the steps before

@@ -169,17 +169,20 @@ class Outer:
                 self.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
 
     def average(self, number: int) -> Exchange:
-        """The average over the replicas of how far each has gone, in `means`."""
+        """The average over the replicas of how far each has gone, in `means`. The differences are taken at once: the
+        replica may go on while the exchange is under way."""
         is_dense, values, gone = self.strategy.codec == "dense", self.values, []
         for index in self.fragment(number):
             start, value = self.start[index], values[index]
             # From where this replica really began, which is `start` rounded.
             begin = start.to(value.dtype)
             gone.append(begin - value if is_dense else begin.to(start.dtype) - value.to(start.dtype))
+        return self._exchange(number, gone)
+
+    def _exchange(self, number: int, gone: list[torch.Tensor]) -> Exchange:
         if gone:
-            yield from self.codecs[number].average(
-                [self.names[index] for index in self.fragment(number)], gone, self.step
-            )
+            names = [self.names[index] for index in self.fragment(number)]
+            yield from self.codecs[number].average(names, gone, self.step)
         self.means[number] = gone
 
     def is_finite(self, number: int) -> bool:
@@ -411,7 +414,7 @@ class OuterState(StrategyState):
             return
         for number in numbers:
             self._futures[number] = self._calls.start(self.outer.average(number))
-        if not self.exchanges.has_groups:  # in one group, nothing may be sent until it is over
+        if not self.exchanges.can_interleave:  # nothing else may be sent until it is over
             self.wait()
 
     def wait(self) -> None:
@@ -445,8 +448,9 @@ class OuterState(StrategyState):
         if not all(map(self.outer.is_finite, numbers)):
             self.outer.means = {n: mean for n, mean in self.outer.means.items() if n not in numbers}
             self._raise_not_finite()
-        for number in numbers:
-            self.outer.apply(number, lrs, mixing)
+        with self.exchanges.side.borrowed():
+            for number in numbers:
+                self.outer.apply(number, lrs, mixing)
 
     def _raise_not_finite(self) -> None:
         values = zip(self.outer.names, self.outer.values, strict=True)
@@ -461,7 +465,8 @@ class OuterState(StrategyState):
     def state(self) -> dict[str, Any]:
         """The common part has what the last sync left; this rank's part its own model, between two syncs."""
         self.wait()
-        found = self.outer.state()
+        with self.exchanges.side.borrowed():
+            found = self.outer.state()
         rank = found["rank"]
         if self.outer.has_drifted:
             rank |= {_BUFFER + name: buffer for name, buffer in self._buffers}
@@ -477,7 +482,8 @@ class OuterState(StrategyState):
         """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
-        self.outer.load(common, errors)
+        with self.exchanges.side.borrowed():
+            self.outer.load(common, errors)
         self.is_due, self.defers = common["outer"]["due"]
         self._futures = {}
         for name, buffer in self._buffers:

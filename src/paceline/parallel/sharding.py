@@ -229,11 +229,7 @@ class Placement:
     def scatter(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket: this rank gets its piece. Without a plan all get everything, as pieces will change."""
         buffer = bucket.buffer()
-        exchange = self._scatter(buffer, not self.is_planned)
-        future: torch.futures.Future[torch.Tensor] = self.exchanges.start(exchange).then(
-            lambda done: (done.value(), buffer)[1]
-        )
-        return future
+        return self.exchanges.start(self._scatter(buffer, not self.is_planned), buffer)
 
     def _scatter(self, buffer: torch.Tensor, is_whole: bool) -> Exchange:
         channel, rounds = self.channel, self.strategy.codec == "bf16" and buffer.dtype == torch.float32

@@ -22,15 +22,17 @@ from paceline.parallel.channel import Channel, Sent, alias, open_group, start_ex
 from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
 from paceline.parallel.levels import NUM_STAGES, SCATTER, Inside, Levels
 from paceline.parallel.replicas import Replica, read_replica
+from paceline.parallel.streams import SideStream
 from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import DENSE, Message, Strategy
 
 
 class Exchanges:
-    """Runs exchanges while backward goes on: when a message has arrived, a callback computes the next one.
+    """Runs exchanges while backward goes on: when a message has arrived, the next one is computed, on a side stream.
 
-    Every rank must start its messages in the same order, and callbacks run in any. So the first messages of all
-    exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
+    Every rank must start its messages in the same order. NCCL's Works can be waited for at once, by a stream, so an
+    exchange is started as a whole. Elsewhere callbacks continue it, which run in any order: so the first messages of
+    all exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
     With two levels there are two more, inside a host. After an error nothing more is sent: it would be taken for what
     is missing.
     """
@@ -46,53 +48,51 @@ class Exchanges:
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
         self._error: Exception | None = None
-        # One stream for all of them, so that memory is used again only behind what used it before.
-        self._stream = torch.cuda.Stream(channel.device) if channel.device.type == "cuda" else None
+        self.side = SideStream(channel.device)
         self.num_messages = self.num_bytes = self.sent_bytes = 0
         self.encode_s = self.decode_s = 0.0  # on the host: until the first message of an exchange, and after it
 
     @property
-    def has_groups(self) -> bool:
-        """Whether nothing else is sent in the group in which callbacks send."""
-        return len(self._groups) > 1 or self._channel.world_size == 1
+    def can_interleave(self) -> bool:
+        """Whether other messages may be started while an exchange is under way."""
+        return len(self._groups) > 1 or self._channel.world_size == 1 or self._channel.is_nccl
 
-    def start(self, exchange: Exchange) -> torch.futures.Future[None]:
-        """Begin an exchange. Its Future is complete when it is over, or has the error of this rank. The first call is
-        collective."""
+    def start(self, exchange: Exchange, result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
+        """Begin an exchange. Its Future completes with `result` when the exchange is over, or has the error of this
+        rank. The first call is collective."""
         if self._error is not None:
             raise self._error
         if not self._is_open and self._levels is not None:
             self._groups = self._levels.open_groups(self._channel, self)
-        elif not self._is_open and self._channel.world_size > 1:
+        elif not self._is_open and not self.can_interleave:
             other = open_group(self._channel, self)
             self._groups += [] if other is None else [(other, self._channel.world_size)]
         self._is_open = True
-        device = self._channel.device
-        future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)  # type: ignore[var-annotated]
+        future = self.side.create_future()
         with self._lock:
             number = self._count
             self._count += 1
             self._reached[number] = 0
-        self._resume(number, exchange, None, future)
+        self.side.follow_caller()
+        self._resume(number, exchange, None, None, (future, result))
         return future
 
-    def _resume(self, number: int, exchange: Exchange, value: Any, future: Any) -> None:
-        """Compute the next message of an exchange, and start all whose turn it is."""
+    def _resume(self, number: int, exchange: Exchange, work: Any, value: Any, end: Any) -> None:
+        """Compute the next message of an exchange from the result of the last, and start all whose turn it is."""
         begin_s = time.perf_counter()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._channel.device))
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with torch.no_grad(), self.side.current():
             try:
+                self.side.receive(work)
                 kind, tensor = exchange.send(value)
             except StopIteration:
                 with self._lock:
                     self._reached.pop(number)
-                future.set_result(None)
+                self.side.complete(*end)
             except Exception as error:
-                self._fail(error, number, future)
+                self._fail(error, number, end)
             else:
                 with self._lock:
-                    self._waiting[number] = kind, tensor, exchange, future
+                    self._waiting[number] = kind, tensor, exchange, end
             with self._lock:
                 if value is None:
                     self.encode_s += time.perf_counter() - begin_s
@@ -108,16 +108,16 @@ class Exchanges:
         self.num_bytes += num_bytes
         self.sent_bytes += Message(kind, num_bytes).sent_bytes(num_ranks)
 
-    def _fail(self, error: Exception, number: int, future: Any) -> None:
+    def _fail(self, error: Exception, number: int, end: Any) -> None:
         """Keep the error for what follows; what waits gets it, too."""
         with self._lock:
             self._error = self._error or error
-            waiting = [future, *(item[-1] for item in self._waiting.values())]
+            waiting = [end, *(item[-1] for item in self._waiting.values())]
             for ended in (number, *self._waiting):
                 self._reached.pop(ended, None)
             self._waiting.clear()
-        for each in waiting:
-            each.set_exception(error)
+        for future, _ in waiting:
+            future.set_exception(error)
 
     def _find_stage(self, number: int) -> int:
         """Of the message that waits."""
@@ -134,7 +134,7 @@ class Exchanges:
 
     def _send(self, number: int) -> None:
         stage = self._find_stage(number)
-        kind, tensor, exchange, future = self._waiting.pop(number)
+        kind, tensor, exchange, end = self._waiting.pop(number)
         group, size = self._groups[min(stage, len(self._groups) - 1)]
         self._reached[number] = stage + 1
         try:
@@ -142,7 +142,7 @@ class Exchanges:
                 raise self._error
             work, result = start_message(kind, tensor, group, size)
         except Exception as error:
-            self._fail(error, number, future)
+            self._fail(error, number, end)
             return
         self.count(kind, tensor.nbytes, size)
 
@@ -150,12 +150,12 @@ class Exchanges:
             try:
                 done.value()
             except Exception as error:
-                self._fail(error, number, future)
+                self._fail(error, number, end)
                 return
-            self._resume(number, exchange, result, future)
+            self._resume(number, exchange, work, result, end)
 
-        if work is None:
-            self._resume(number, exchange, result, future)
+        if work is None or self._channel.is_nccl:
+            self._resume(number, exchange, work, result, end)
         else:
             work.get_future().add_done_callback(go_on)
 
@@ -275,7 +275,8 @@ class StrategyState:
     def _note_rate(self, names: Sequence[str], rate: Any) -> None:
         """From now on their errors belong to this rate, if it is above 0."""
         if isinstance(rate, torch.Tensor) and rate.is_cuda:  # without waiting for it
-            self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
+            with self.exchanges.side.borrowed():
+                self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
         elif rate > 0:
             self._rates |= dict.fromkeys(names, float(rate))
 
@@ -297,7 +298,9 @@ class StrategyState:
         """A scaler has looked at gradients; if they are of these parameters, it is their scale."""
         if any(map(self._find_names, optimizer.param_groups)):
             self._scaler = weakref.ref(scaler)
-            self._scale = _read_scale(scaler) if self._scale is None else self._scale
+            if self._scale is None:
+                with self.exchanges.side.borrowed():
+                    self._scale = _read_scale(scaler)
 
     def _follow_scale(self) -> None:
         """Before the first exchange of a step: rescale what belongs to another scale of the loss."""
@@ -316,12 +319,14 @@ class StrategyState:
 
     def rescale(self, factor: Any) -> None:
         """Gradients are in another unit from now on: so is all that is kept, a momentum, too."""
-        self.codec.rescale(list(self.codec.errors), factor)
+        with self.exchanges.side.borrowed():
+            self.codec.rescale(list(self.codec.errors), factor)
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, `rank` is this rank's part."""
         # Copies, which later steps do not change.
-        memory = self.codec.common, self.codec.errors
+        with self.exchanges.side.borrowed():
+            memory = self.codec.common, self.codec.errors
         common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
         rates = {name: float(rate) for name, rate in self._rates.items()}
         scale = None if self._scale is None else float(self._scale)
@@ -415,8 +420,9 @@ class StrategyState:
     def _keep(self, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         # Copies: a step changes neither what was given nor what `state` returned.
         saved = found.get("strides", {})
-        self.codec.errors = {name: self._reorder(name, error.detach(), saved) for name, error in errors.items()}
-        self.codec.common = {name: value.detach().clone() for name, value in found["common"].items()}
+        with self.exchanges.side.borrowed():
+            self.codec.errors = {name: self._reorder(name, error.detach(), saved) for name, error in errors.items()}
+            self.codec.common = {name: value.detach().clone() for name, value in found["common"].items()}
         self._rates, self._scale = dict(found["rates"]), found.get("scale")
         self.step = found["step"]
 
@@ -440,18 +446,16 @@ class StrategyState:
             raise ConfigError("comm_hook() was given another model than the one that is wrapped", code="strategy")
         names = [self._names[id(param)] for param in params]
         if self._is_first:
-            self._follow_rates()
-            self._follow_scale()
+            with self.exchanges.side.borrowed():
+                self._follow_rates()
+                self._follow_scale()
         if self.levels is not None and self.levels.are_two:
             exchange = self.levels.average(self.codec, names, grads, self.step)
         else:
             exchange = self.codec.average(names, grads, self.step)
         self._is_first = bucket.is_last()
         self.step += self._is_first
-        future: torch.futures.Future[torch.Tensor] = self.exchanges.start(exchange).then(
-            lambda done: _result(done, buffer)
-        )
-        return future
+        return self.exchanges.start(exchange, buffer)
 
 
 _states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # whose errors depend on the scale of a loss
@@ -480,11 +484,6 @@ def _watch_scalers() -> None:
         return original(self, optimizer, *args, **kwargs)
 
     kind._unscale_grads_ = unscale
-
-
-def _result(done: torch.futures.Future[None], buffer: torch.Tensor) -> torch.Tensor:
-    done.value()
-    return buffer
 
 
 def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[torch.Tensor]:

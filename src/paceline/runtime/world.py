@@ -427,7 +427,8 @@ def separate_hosts() -> None:
 
 def _choose_backend(device: torch.device, local_size: int, hosts: list[str]) -> str:
     if device.type == "cuda":
-        return "nccl" if machine.can_serve_nccl(torch.cuda.device_count(), local_size) and dist.is_nccl_available() else "gloo"
+        can_serve = machine.can_serve_nccl(torch.cuda.device_count(), local_size)
+        return "nccl" if can_serve and dist.is_nccl_available() else "gloo"
     return "shm" if len(hosts) > 1 and len(set(hosts)) == 1 and not why_not() else "gloo"
 
 
@@ -450,7 +451,8 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
                 raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
             if not machine.can_serve_nccl(gpus, local_world_size):
                 found = f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here"
-                hint = f"use at most {gpus}, the backend gloo with the device cuda, or {machine.SHARE_GPUS}=1 to share GPUs"
+                shared = f"{machine.SHARE_GPUS}=1 to share GPUs"
+                hint = f"use at most {gpus}, the backend gloo with the device cuda, or {shared}"
                 raise ConfigError(f"{found}; {hint}")
             if backend == "nccl" and device_type != "cuda":
                 raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")

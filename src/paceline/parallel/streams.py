@@ -1,0 +1,76 @@
+"""Which CUDA stream waits for which. Every message, codec and schedule follows this rule; on a CPU it does nothing.
+
+The *caller's stream* is the one that is current where the program runs: forward, backward, the optimizer. Messages run
+on the backend's own streams, and what is computed between the messages of an exchange runs on one *side stream*.
+
+1. A message waits for the stream that is current where it is started. Both NCCL and gloo do that by themselves.
+2. The result of a message may be used on a stream that has waited for its Work: the stream that is current at
+   `Work.wait()`, or the side stream (`SideStream.receive`). A Future, or a finished Work, does not say that the GPU is
+   done, and neither makes the host wait for it.
+3. An exchange starts behind the caller's stream (`SideStream.follow_caller`). After that it waits only for its own
+   messages, on the side stream, so that it runs beside backward. What it reads then must not change until it is over:
+   so a schedule takes its differences of parameters on the caller's stream, before the exchange starts.
+4. The Future of an exchange completes with a tensor (`SideStream.complete`), because torch records events only for the
+   devices of tensors in the value of a Future. Waiting for it then makes the stream of whoever waits follow the side
+   stream.
+5. What a codec keeps between steps is allocated on the side stream, also where a checkpoint is loaded or errors are
+   rescaled (`SideStream.borrowed`): the allocator gives memory back to the stream that allocated it, and would hand out
+   memory of the caller's stream while the side stream still reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class SideStream:
+    """A stream beside the caller's, for what is computed between messages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+        self._mark: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._mark = torch.empty(1, device=device)
+
+    def follow_caller(self) -> None:
+        """Run what comes next on the side stream behind what the caller's stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def lead_caller(self) -> None:
+        """Run what comes next on the caller's stream behind what the side stream has been given so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute on the side stream inside."""
+        return torch.cuda.stream(self._stream)
+
+    def receive(self, work: Any) -> None:
+        """Let the side stream wait for a message that has arrived, or that is NCCL's. Not by `wait()`: gloo calls back
+        before a Work counts as finished."""
+        if self._stream is not None and work is not None:
+            with self.current():
+                work.synchronize()
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Compute inside on the side stream, as part of the caller's: behind what it did, and before what it does."""
+        self.follow_caller()
+        with self.current():
+            yield
+        self.lead_caller()
+
+    def create_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=None if self._stream is None else [self.device])
+
+    def complete(self, future: torch.futures.Future[Any], result: torch.Tensor | None) -> None:
+        """Set the result, so that whoever waits for it has its stream wait for the side stream."""
+        with self.current():
+            future.set_result(self._mark if result is None else result)

@@ -1,0 +1,155 @@
+"""What the wrapper does besides averaging, between NCCL ranks: functions of `tests/dist`, on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.records.training import load_metrics
+from paceline.training import loop
+from paceline.training.settings import TrainSettings
+from tests.dist import test_outer_ranks, test_sharded, test_strategies, test_wrapper_errors
+from tests.dist.test_embeddings import compare_all, train_in_other_ways
+from tests.dist.test_sync_batchnorm import check_together
+from tests.dist.test_training_resume import SMALL, STEPS, copy_until
+from tests.dist.test_wrapper_compile import compile_parts
+from tests.dist.test_wrapper_in_use import overflow_on_one_rank
+from tests.gpu.conftest import BACKEND, DEVICE
+
+RANKS = (2, 4, 8)
+
+
+# -- codecs and hooks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_codec_keeps_replicas_equal_and_loses_nothing(on_nccl, ranks):
+    on_nccl(ranks, test_strategies.run_steps, timeout_s=120)
+
+
+def test_errors_follow_the_scale_of_the_loss(on_nccl):
+    on_nccl(2, test_strategies.scale_losses, timeout_s=60)
+
+
+def test_accumulation_overflow_weights_and_uneven_data(on_nccl):
+    on_nccl(2, test_strategies.do_special_steps, timeout_s=60)
+
+
+def test_torchs_wrapper_takes_our_hook_and_ours_takes_torchs(on_nccl):
+    on_nccl(2, test_strategies.use_torchs_wrapper, timeout_s=120)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(on_nccl):
+    first, *others = on_nccl(4, overflow_on_one_rank, timeout_s=60)
+    assert all(other == first for other in others)
+    assert first == [[1024.0, 512.0, 512.0, 256.0]] * len(first)
+
+
+# -- ZeRO-1 -----------------------------------------------------------------------------------------------------------
+
+
+def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_nccl):
+    for found, _ in on_nccl(2, test_sharded.compare_on_gloo, timeout_s=120):
+        assert [name for name, same in found.items() if not same] == []
+
+
+def test_a_state_goes_from_two_ranks_to_four(on_nccl):
+    first = on_nccl(2, test_sharded.train_from, None, "adamw", "zero1", range(2))[0]
+    found = on_nccl(4, test_sharded.train_from, first, "adamw", "zero1", range(2, 4))
+    (wanted,) = on_nccl(1, test_sharded.train_from, first, "adamw", None, range(2, 4))
+    for name, value in wanted[0].items():
+        assert all(torch.equal(other[0][name], found[0][0][name]) for other in found[1:]), name
+        torch.testing.assert_close(found[0][0][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_overflow_and_refusals_of_a_sharded_optimizer(on_nccl):
+    first, second = on_nccl(2, test_sharded.save_and_use)
+    assert first == second and first["finite"]
+    assert first["skipped"] == ([True, False], 2.0)
+
+
+# -- embeddings as rows -----------------------------------------------------------------------------------------------
+
+# Those whose gradients torch's wrapper can average on NCCL.
+TABLES = ["untied", "tied", "functional head", "two heads", "two tables", "padding", "frozen", "bag", "two lookups"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rows_of_embeddings_are_the_gradients_of_torch(on_nccl, ranks):
+    on_nccl(ranks, compare_all, TABLES if ranks == 2 else TABLES[:2], "rows", timeout_s=120)
+
+
+def test_rows_of_embeddings_with_accumulation(on_nccl):
+    on_nccl(2, train_in_other_ways, timeout_s=60)
+
+
+# -- SyncBatchNorm, join, torch.compile -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 1), (0, 4), (3, 1, 0, 2), (1, 2, 0, 4, 3, 1, 2, 5)], ids=len)
+def test_sync_batchnorm_gives_the_result_of_the_whole(on_nccl, sizes):
+    check_together(on_nccl, [(sizes, image, {}) for image in ((), (3, 2))])
+
+
+@pytest.mark.parametrize("batches", [(4, 3), (2, 4), (0, 2), (3, 1, 2, 0), (1, 4, 2, 0, 3, 3, 4, 1)], ids=str)
+def test_join_trains_on_every_batch_and_ends_with_equal_parameters(on_nccl, batches):
+    on_nccl(len(batches), test_wrapper_errors.train_unevenly, batches, "ranks", True, timeout_s=90)
+
+
+@pytest.mark.parametrize(("average", "divide_by_all"), [("ranks", False), ("samples", True)])
+def test_join_can_divide_by_those_that_have_data(on_nccl, average, divide_by_all):
+    on_nccl(4, test_wrapper_errors.train_unevenly, (1, 3, 2, 0), average, divide_by_all, timeout_s=90)
+
+
+@pytest.mark.parametrize("kind", ["block", "model", "wrapper"])
+def test_compiled_gradients_are_averaged(on_nccl, kind):
+    on_nccl(2, compile_parts, kind, timeout_s=120)
+
+
+def compile_with_inductor() -> None:
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # no processes besides the ranks
+    compile_parts("model", "inductor")
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="Triton needs a C compiler and Python.h",
+)
+def test_gradients_of_the_default_compiler_are_averaged(on_nccl):
+    on_nccl(2, compile_with_inductor, timeout_s=180)
+
+
+# -- save and resume --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_codecs_resume_exactly(on_nccl, ranks):
+    on_nccl(ranks, test_strategies.resume, timeout_s=120)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_schedule_resumes_exactly_in_mid_round(on_nccl, ranks):
+    on_nccl(ranks, test_outer_ranks.resume_in_mid_round, timeout_s=120)
+
+
+def train_run(strategy: str, folder: Path, resume: bool) -> int:
+    # Settings are made in ranks, which may share the GPU.
+    changes = {"ranks": 4, "backend": BACKEND, "device": DEVICE, "strategy": strategy, "batch_size": 3}
+    return loop.train(TrainSettings(**(SMALL | changes)), folder, resume).step
+
+
+@pytest.mark.parametrize("strategy", ["topk:0.05,dgc,warmup=4", "diloco:4,fragments=2,delay=3+int8", "zero1+bf16"])
+def test_a_training_run_resumes_in_mid_round(on_nccl, tmp_path, strategy):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert on_nccl(4, train_run, strategy, whole, False) == [STEPS] * 4
+    folder = copy_until(6, whole, tmp_path / "broken")
+    assert on_nccl(4, train_run, strategy, folder, True) == [STEPS] * 4
+    rows, others = ([row["loss"] for row in load_metrics(path / "metrics.jsonl")] for path in (whole, folder))
+    assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # sums of a GPU have no fixed order

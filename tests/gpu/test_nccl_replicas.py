@@ -1,0 +1,146 @@
+"""Replicas on NCCL are equal to the bit after every step, in every strategy, also where a stream or a rank is late."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.parallel import DDP
+from paceline.runtime.environment import read_place
+from tests.dist.test_levels import on_hosts
+from tests.dist.wrapped import describe
+from tests.gpu.conftest import DEVICE
+from tests.gpu.delays import PLACES, Delays, on_side_streams
+from tests.gpu.gpu_ranks import KeptGroups
+
+RANKS = (2, 4, 8)
+REPETITIONS = 50
+STEPS = 6
+FAMILIES = {
+    "codecs": ("dense", "bf16", "int8", "int4", "topk:0.1", "topk:0.05,dgc,warmup=4", "powersgd:2"),
+    "hosts": ("dense+hosts", "bf16+hosts", "int8+hosts", "topk:0.1+hosts", "powersgd:2+hosts"),
+    "schedules": (
+        "localsgd:2", "localsgd:4,after=3", "slowmo:2", "slowmo:4+bf16", "diloco:2", "diloco:4+int8",
+        "diloco:4,fragments=2,delay=3+int8",
+    ),
+    "sharded": ("zero1", "zero1 overlapped", "zero1+bf16"),
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    """One gradient that is reduced where autograd left it, and small ones; running statistics; a delay in backward."""
+
+    def __init__(self, delays: Delays) -> None:
+        super().__init__()
+        self.first, self.norm, self.wide = nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 512)
+        self.last, self._delays = nn.Linear(512, 10), delays
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.wide(torch.tanh(self.norm(self.first(x)))))
+        hidden.register_hook(lambda _: self._delays.at("in backward"))
+        return self.last(hidden)
+
+
+def find_digests(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the bits of each, on the stream and at the time at which a program would read them."""
+    found = {}
+    for name, value in values.items():
+        bits = value.detach().reshape(-1).view(torch.int32).long()
+        found[name] = (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
+    return found
+
+
+def read_common(model: DDP, strategy: str) -> dict[str, torch.Tensor]:
+    """What all ranks must hold alike after a step: between two syncs of a schedule, what the last one left."""
+    if not any(name in strategy for name in ("localsgd", "slowmo", "diloco")):
+        return model.state_dict()
+    outer = model._strategy.outer
+    return dict(zip(outer.names, outer.start, strict=True)) | {f"momentum of {k}": v for k, v in outer.momentum.items()}
+
+
+def train(strategy: str, seed: int, delays: Delays, without_waits: bool, world: paceline.World) -> dict[str, int]:
+    """The digests after each step, by step and name."""
+    text, _, overlap = strategy.partition(" ")
+    torch.manual_seed(seed)
+    model = DDP(Net(delays), strategy=text, bucket_cap_mb=0.2, check_replicas_every=0)
+    options: Any = {"lr": 0.05} | ({} if "dgc" in text else {"momentum": 0.9})
+    if "zero1" in text:
+        optimizer: Any = model.shard_optimizer(torch.optim.SGD, overlap=bool(overlap), **options)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+    digests = {}
+    with on_side_streams(lambda: delays.at("side streams"), without_waits):
+        for step in range(STEPS):
+            batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + world.rank))
+            loss = model(batch.to(world.device)).square().mean()
+            delays.at("host")
+            delays.at("before backward")
+            loss.backward()
+            delays.at("before the step")
+            optimizer.step()
+            if step % 2 or not overlap:  # reading waits for what overlaps with the next forward
+                digests[step] = find_digests(read_common(model, text))
+            optimizer.zero_grad()
+        model.sync_parameters()
+        digests[STEPS] = find_digests(model.state_dict())
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    model.stop()
+    return {f"{name} after step {step + 1}": int(value) for step, f in digests.items() for name, value in f.items()}
+
+
+def repeat(
+    strategies: tuple[str, ...], repetitions: int, *, without_waits: bool = False, own_stream: bool = False
+) -> list[str]:
+    """What differs between the ranks, with the strategy, the repetition and its delay. `own_stream`: the program
+    trains on another stream than the default one."""
+    found: list[str] = []
+    per_host = max(1, read_place().world_size // 2)  # of two, for strategies with two levels
+    with on_hosts(per_host), paceline.init(announce=None, timeout_s=30) as world, KeptGroups() as groups:
+        for strategy, number in itertools.product(strategies, range(repetitions)):
+            groups.restart()
+            delays = Delays(f"{strategy} {number}", world.rank, world.world_size, world.device)
+            error, digests = "", {}
+            own = torch.cuda.Stream() if own_stream and world.device.type == "cuda" else None
+            try:
+                with torch.cuda.stream(own):
+                    digests = train(strategy, number, delays, without_waits, world)
+            except Exception as raised:
+                error = ": ".join(describe(raised))
+            label = f"{strategy}, repetition {number} ({delays})"
+            errors, everyone = zip(*world.share((error, digests)), strict=True)
+            found += [f"{label}: rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+            if any(errors):
+                return found  # the ranks may be out of step
+            differing = [name for name in digests if len({other[name] for other in everyone}) > 1]
+            if differing:
+                found.append(f"{label}: {len(differing)} differ, first {differing[0]}")
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicas_are_equal_after_every_step_whoever_is_late(on_nccl, family, ranks):
+    found = on_nccl(ranks, repeat, FAMILIES[family], REPETITIONS, timeout_s=200)
+    assert not found[0], "\n".join(["", *found[0]])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_replicas_are_equal_where_the_program_has_a_stream_of_its_own(on_nccl, ranks):
+    strategies = ("dense", "bf16", "int8", "powersgd:2", "slowmo:2", "zero1")
+    found = on_nccl(ranks, functools.partial(repeat, own_stream=True), strategies, 2 * len(PLACES), timeout_s=200)
+    assert not found[0], "\n".join(["", *found[0]])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no streams")
+def test_without_a_wait_between_streams_replicas_differ(on_nccl):
+    """The detector: where streams do not wait for each other, the tests above fail."""
+    mutated = functools.partial(repeat, without_waits=True)
+    found = on_nccl(2, mutated, ("bf16", "int8", "slowmo:2"), 3 * len(PLACES), timeout_s=200)
+    assert any("differ" in line for line in found[0]), found[0]
