@@ -329,6 +329,7 @@ def _settle(job: Job, files: RunFiles, journal: Journal, start: Position, carrie
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
     """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
     step = taken.position.step
+    job.learner.check_last_step()  # a rank that has failed does not come to the exchange
     exchange = journal.exchange(files.is_due_by_time, job.settings.stays_in_memory and is_wanted())
     rows, is_due = list(exchange.rows), exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
     is_due = is_due or bool(exchange.signal) or taken.is_last
