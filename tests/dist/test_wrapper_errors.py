@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from paceline import ConfigError
-from paceline.parallel import DDP, backward
+from paceline.parallel import DDP, backward, streams
 from paceline.parallel.channel import Channel
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_equal, describe, error_of, here, loss
 
@@ -192,7 +192,7 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
 def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
     """As on a GPU after the first steps: control words are read a step later, when buckets of that one are under way.
     With `asks` ranks that have not failed check the last step first."""
-    copy, backward._copy_to_host = backward._copy_to_host, lambda slots: (slots.clone(), NoEvent())
+    copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
     found = []
     try:
         with paceline.init(announce=None) as world:
@@ -216,7 +216,7 @@ def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
                     check(world, model, wanted, {})
                     model.check_last_step()
     finally:
-        backward._copy_to_host = copy
+        streams.copy_to_host = copy
     return found
 
 

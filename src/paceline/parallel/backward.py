@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
+from paceline.parallel import streams
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
@@ -373,7 +374,7 @@ class GradientSync:
                         self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
                 else:
-                    self._unread = *_copy_to_host(slots), missing
+                    self._unread = *streams.copy_to_host(slots), missing
                     is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
                     if control.num_statistics and is_turn:
                         buffers.read(control.statistics(words), is_valid=False)
@@ -534,14 +535,6 @@ def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _:
 
 def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
     arrived.append(index)
-
-
-def _copy_to_host(slots: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy of control words, and the event of its end, on the current stream."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-    event.record()
-    return kept, event
 
 
 class BucketedReducer:
