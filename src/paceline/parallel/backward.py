@@ -671,7 +671,12 @@ class BucketedReducer:
             self._release(bucket.counted)
 
     def _is_complete(self, bucket: LiveBucket) -> bool:
-        if bucket.in_parts or not all(map(self._has_arrived, bucket.separate)):
+        if bucket.in_parts:
+            return False
+        if self._before or bucket.copied:
+            if not all(map(self._has_arrived, bucket.separate)):
+                return False
+        elif any(map(operator.is_, map(_get_grad, bucket.uncopied_params), repeat(None))):
             return False
         if bucket.counted and (self.steps is not None or not self.parts.are_complete(bucket.counted)):
             return False
@@ -726,8 +731,10 @@ class BucketedReducer:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
                 flat.ranges[bucket.number].zero_()
-                own = [self.replica.zeros(index) for index in bucket.uncopied]
-                uncopied = [own[0].new_zeros(bucket.packed_size)] if bucket.is_packed else own
+                if bucket.is_packed:
+                    uncopied = [bucket.range.new_zeros(bucket.packed_size)]
+                else:
+                    uncopied = [self.replica.zeros(index) for index in bucket.uncopied]
         bucket.version = bucket.range._version
         return flat, uncopied, averages and self.channel.world_size > 1
 
@@ -782,13 +789,12 @@ class BucketedReducer:
     def _pack(self, bucket: LiveBucket, factor: float) -> torch.Tensor:
         """The gradients in one message, in new memory that lives as long as they do. One message is faster than a
         launch of many, and memory that is kept between steps would add to the peak of the next forward."""
-        params, grads = [self.replica.params[index] for index in bucket.uncopied], list[torch.Tensor]()
-        for index, param in zip(bucket.uncopied, params, strict=True):
-            if param.grad is None:
-                param.grad = self.replica.zeros(index)
-            self.replica.check(index, param.grad)
-            grads.append(param.grad)
-        packed = grads[0].new_empty(bucket.packed_size)
+        params = bucket.uncopied_params
+        grads = list(map(_get_grad, params))
+        if any(map(operator.is_, grads, repeat(None))):
+            zeros = map(self.replica.zeros, bucket.uncopied)
+            grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
+        packed = bucket.range.new_empty(bucket.packed_size)
         # By `data` each has its own version counter, which shows when a later backward adds to it in place.
         views = [packed.as_strided(*place).data for place in bucket.packed_places]
         torch._foreach_copy_(views, grads)

@@ -99,6 +99,7 @@ class LiveBucket:
         self.fused = [index for index in indices if index not in separate]
         self.copied = [index for index in indices if index in separate and index not in uncopied]
         self.uncopied = [index for index in indices if index in uncopied]
+        self.uncopied_params = [params[index] for index in self.uncopied]
         self.separate = self.copied + self.uncopied
         self.params = [params[index] for index in self.fused]
         self.views = [flat.views[index] for index in self.fused]
@@ -107,8 +108,7 @@ class LiveBucket:
         self.is_packed = packs and len(self.uncopied) > 1
         self.packed_places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # size, strides and first element
         self.packed_size = self.gap_bytes = 0
-        for index in self.uncopied if self.is_packed else ():
-            param = params[index]
+        for param in self.uncopied_params if self.is_packed else ():
             strides = torch.empty_like(param, device="meta").stride()
             self.packed_places.append((param.size(), strides, self.packed_size))
             aligned_bytes = -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES

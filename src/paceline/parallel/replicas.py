@@ -33,8 +33,8 @@ _PER_DTYPE, _PER_GRADIENT = (sys.maxsize, "one bucket per dtype"), (1, "one buck
 REDUCERS = {"bucketed": None, "overlap": _PER_GRADIENT, "flat": _PER_DTYPE, "per_parameter": _PER_GRADIENT}
 # On gloo a message needs about this size per rank to be as fast per byte as a larger one.
 _GLOO_BYTES_PER_RANK = 4 * MIB
-# On NCCL the host pays for each bucket: few, and none so large that everything waits for the last one.
-_NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
+# On NCCL a model has at least this many buckets, so that small ones overlap with backward, too.
+_NCCL_BUCKETS = 5
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
@@ -116,7 +116,7 @@ class Options:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
             share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
-            caps = [min(max(share, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)]
+            caps = [TORCH_FIRST_CAP_BYTES, min(max(share, TORCH_FIRST_CAP_BYTES), TORCH_CAP_BYTES)]
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
