@@ -1,23 +1,27 @@
-# Everything a fresh machine needs: Python 3.11+, pip and a package registry.
+# Everything a fresh machine needs: Python 3.11 to 3.13, pip and a package registry.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TORCH := torch==2.13.0
+TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gloo docs bench bench-exposed bench-faults check sanitize wheels install clean
+.PHONY: help demo test test-all test-gloo test-torch docs bench bench-exposed bench-faults check sanitize wheels
+.PHONY: install clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
 
 install: $(STAMP) ## Make .venv with torch and Paceline in it (the other targets do this by themselves)
 
-# torch first and by its exact version, so that no other package pulls another one.
+# torch first and by its exact version, so that no other package pulls another one. It is the newest with a small build
+# for the CPU. Unless TORCH is given, a torch that is already in the environment stays if pyproject.toml allows it.
+HAS_TORCH := import importlib.metadata, sys; sys.exit(not "2.11" <= importlib.metadata.version("torch")[:4] < "2.16")
+KEEP_TORCH := $(if $(filter file,$(origin TORCH)),$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null ||)
 $(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/native/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and paceline into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	@$(KEEP_TORCH) $(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
@@ -39,6 +43,9 @@ test-all: $(STAMP) ## Run all tests, the slow matrices too
 
 test-gloo: $(STAMP) ## Run the tests with real ranks once more, all on gloo
 	PACELINE_TEST_BACKEND=gloo $(PYTEST) tests/dist
+
+test-torch: ## Run the tests in an environment for one torch: make test-torch TORCH=2.15.0 [PYTHON=python3.12]
+	$(MAKE) test TORCH=$(TORCH) VENV=build/torch-$(TORCH)-$(notdir $(PYTHON))
 
 check: $(STAMP) ## Lint, format and type-check
 	$(BIN)/ruff check .

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from paceline import machine
 from paceline.measure import health
@@ -95,3 +99,32 @@ def test_a_quota_below_the_cores_is_reported(monkeypatch, quota, status):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
     cores = next(check for check in health._check_host() if check.name == "cores")
     assert cores.status == status and ("1.5" in cores.advice) is (status == "warn")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.9.1", "fail"), ("2.10.0", "fail"), ("2.11.0+cpu", "ok"), ("2.15.1", "ok"), ("2.16.0a0+git1f", "warn")],
+)
+def test_an_untested_torch_is_reported(monkeypatch, version, status):
+    monkeypatch.setattr(torch, "__version__", version)
+    check = next(check for check in health._check_torch() if check.name == "torch")
+    assert check.status == status and ("2.11 to 2.15" in check.advice) is (status != "ok")
+
+
+@pytest.mark.parametrize(("version", "status"), [((3, 11, 0), "ok"), ((3, 13, 9), "ok"), ((3, 14, 0), "warn")])
+def test_an_untested_python_is_reported(monkeypatch, version, status):
+    monkeypatch.setattr(health, "sys", SimpleNamespace(version_info=version, implementation=SimpleNamespace(name="x")))
+    check = next(check for check in health._check_host() if check.name == "Python")
+    assert check.status == status and ("3.11 to 3.13" in check.advice) is (status != "ok")
+
+
+def test_doctor_pip_and_make_agree_on_the_versions():
+    root = Path(__file__).resolve().parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (_, first), (major, last) = health.TESTED_TORCH
+    bounds = f">={major}.{first},<{major}.{last + 1}"
+    assert f"torch{bounds}" in project["dependencies"] and bounds in health._INSTALL
+    assert re.findall(r'"(2\.\d+)"', (root / "Makefile").read_text()) == [f"{major}.{first}", f"{major}.{last + 1}"]
+    pythons = re.findall(r"Python :: (\d)\.(\d+)", " ".join(project["classifiers"]))
+    tested = range(health.TESTED_PYTHON[0][1], health.TESTED_PYTHON[1][1] + 1)
+    assert pythons == [("3", str(minor)) for minor in tested] and project["requires-python"] == f">=3.{tested[0]}"

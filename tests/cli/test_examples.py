@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import os
 import re
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from torch import nn
 
 from paceline.records import CollectiveRecord, Samples
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, save_run
+from paceline.transport import why_not
 from tests.cli.test_models_and_data import save_mrpc
 from tests.cli.test_train import type_alone
-from tests.conftest import BACKEND
+from tests.conftest import BACKEND, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -108,3 +116,51 @@ def test_paraphrase(tmp_path, monkeypatch, sketched):
     assert answer.code == 0, answer.err
     first, *_, last = json.loads(answer.out)["epochs"]
     assert last["accuracy"] > first["accuracy"] and last["loss"] < first["loss"]
+
+
+def train_in_one_process(epochs: int) -> float:
+    """The loop of ray_train.py on the batches of both ranks, without a break: the last loss on rank 0's batch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    momentum = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    for epoch in range(epochs):
+        generators = [torch.Generator().manual_seed(1000 * epoch + rank) for rank in range(2)]
+        for _ in range(20):
+            batches = [torch.randn(32, 10, generator=generator) for generator in generators]
+            losses = [nn.functional.mse_loss(net(inputs).squeeze(1), inputs.mean(1)) for inputs in batches]
+            gradients = torch.autograd.grad(sum(losses) / 2, list(net.parameters()))
+            with torch.no_grad():  # by hand: torch.optim would leave a variable behind in this process
+                for parameter, velocity, gradient in zip(net.parameters(), momentum, gradients, strict=True):
+                    parameter -= 0.01 * velocity.mul_(0.9).add_(gradient)
+    return losses[0].item()
+
+
+def find_processes(variable: str, value: str) -> list[str]:
+    """The processes that inherited this variable: Ray's daemons are not below the process that started them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.name())
+        except psutil.Error:  # it is gone, or another user's
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # Ray starts a dozen processes for each run
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray")
+@pytest.mark.skipif(bool(why_not()), reason="the example uses the backend shm")
+def test_ray_train(start, tmp_path):
+    # Not in tmp_path: Ray's sockets are in this folder, and their paths may have 107 characters.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        environment = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": folder, "RAY_DEDUP_LOGS": "0"}
+        job = start(str(EXAMPLES / "ray_train.py"), str(tmp_path / "runs"), env=environment)
+        out, err = job.communicate(timeout=500)
+        assert job.returncode == 0, err
+        wait_until(lambda: not find_processes("RAY_TMPDIR", folder))
+    assert out.count("rank 0 of 2 on shm, 40 synchronised steps; buckets: 3") == 2 and "rank 1 of" not in out
+    first, second = (ast.literal_eval(line) for line in re.findall(r"^(?:first|second) run: (.*)$", out, re.MULTILINE))
+    assert (first["epoch"], first["buckets"], second["epoch"], second["buckets"]) == (2, 3, 4, 3)
+    assert first["loss"] == pytest.approx(train_in_one_process(2), rel=1e-3)
+    assert second["loss"] == pytest.approx(train_in_one_process(4), rel=1e-3)  # with the state of the first

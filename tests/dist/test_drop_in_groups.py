@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import paceline
 from paceline import ConfigError
 from paceline.parallel import DDP
+from paceline.parallel.channel import Channel, open_group
 from tests.conftest import BACKEND
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_close, draw, gradients, loss
 
@@ -64,6 +65,31 @@ def train_in_groups() -> None:
 
 def test_groups_and_meshes(job):
     job(4, train_in_groups)
+
+
+class Owner:
+    """Of a group that goes with it."""
+
+
+def open_groups_of_a_part() -> list[float]:
+    """Several groups of the same two ranks, one after the other and at once; then groups of the whole world."""
+    groups, sums = list[Any](), list[float]()
+    with paceline.init(announce=None) as world:
+        pair, owners = dist.new_group([0, 1]), [Owner(), Owner()]
+        if world.rank < 2:
+            groups = [open_group(Channel(pair, world.device), owner) for owner in owners]
+            del groups[0], owners[0]
+            owners.append(Owner())
+            groups.append(open_group(Channel(pair, world.device), owners[-1]))
+        for group in [*groups, dist.new_group(), dist.new_group()]:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=group)
+            sums.append(tensor.item())
+    return sums
+
+
+def test_groups_of_a_part_leave_groups_of_the_world_alone(job):
+    assert job(3, open_groups_of_a_part) == [[2.0, 2.0, 3.0, 3.0], [2.0, 2.0, 3.0, 3.0], [3.0, 3.0]]
 
 
 def ignore(how: str) -> None:

@@ -35,8 +35,11 @@ ATTRIBUTES = (
     "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "modules_buffers",
     "bucket_bytes_cap_default", "skip_all_reduce_unused_params", "named_module_buffers",
 )  # fmt: skip
-# Those that torch 2.13 added.
-NEW = ("forward_sync_buffers", "batched_grad_copy", "bucket_bytes_cap_list")
+# Those that torch 2.13 and 2.15 added.
+NEW = (
+    "forward_sync_buffers", "batched_grad_copy", "bucket_bytes_cap_list", "lazy_bucket_allocation",
+    "require_manual_backward_finalization", "should_finalize_after_backward",
+)  # fmt: skip
 
 
 def compare_names() -> None:
@@ -49,6 +52,9 @@ def compare_names() -> None:
             if hasattr(theirs, name):
                 assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.logger is None
+        ours.require_manual_backward_finalization = False
+        assert error_of(lambda: setattr(ours, "require_manual_backward_finalization", True))[0] == "ConfigError"
+        assert error_of(ours.finalize_backward)[0] == "ConfigError"
         mesh = dist.init_device_mesh("cpu", (2,))
         on_mesh = DDP(Net(), device_mesh=mesh, bucket_cap_mb_list=[1, 2])
         assert on_mesh.device_mesh is mesh and on_mesh.process_group is mesh.get_group()

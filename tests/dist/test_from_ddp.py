@@ -33,6 +33,7 @@ GIVEN: dict[str, Any] = {
     "process_group": None, "bucket_cap_mb": 1e-4, "find_unused_parameters": True, "check_reduction": True,
     "gradient_as_bucket_view": True, "static_graph": True, "device_mesh": None, "skip_all_reduce_unused_params": True,
     "bucket_cap_mb_list": [1e-4, 1], "batched_grad_copy": True, "forward_sync_buffers": False,
+    "lazy_bucket_allocation": True,
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ from paceline.runtime.environment import read_place
 from paceline.runtime.worker import post
 from tests.conftest import descendants, wait_until
 
+needs_fork = pytest.mark.skipif(not launch._can_fork, reason="ranks cannot be forked here")
+
 
 def add_ranks(start: int) -> tuple[int, list[float]]:
     with paceline.init(announce=None) as world:
@@ -140,6 +142,39 @@ def test_a_dead_rank_is_named_within_seconds_though_its_peers_complain_first(on_
         on_ranks(3, die, 1, how)
     assert time.monotonic() - began < 15
     assert warm_pool.pids() == []
+
+
+@needs_fork
+def test_a_rank_that_ends_after_the_limit_does_not_replace_the_error(monkeypatch):
+    with paceline.RankPool(2) as pool:
+        assert pool.run(abs, (-1,), timeout_s=60) == [1, 1]  # warm
+        read_stack = pool._read_stack
+
+        def end_first(rank: int) -> str:
+            pid = pool._ranks[rank].process.pid
+            if rank == 1:
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: not Path(f"/proc/{pid}").exists())
+            return read_stack(rank)
+
+        monkeypatch.setattr(pool, "_read_stack", end_first)
+        with pytest.raises(LaunchError, match="rank 0, 1 of 2 did not finish within 1 s") as caught:
+            pool.run(time.sleep, (60,), timeout_s=1.0)
+    assert "Rank 0 is at" in str(caught.value) and "Rank 1 is at:\n(it has ended)" in str(caught.value)
+
+
+@needs_fork
+def test_a_signal_does_not_go_to_whoever_has_the_id_of_a_rank_that_has_ended(monkeypatch):
+    with paceline.RankPool(2) as pool:
+        assert pool.run(abs, (-1,), timeout_s=60) == [1, 1]
+        first, second = pool.pids()
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{second}").exists())
+        sent: list[str] = []
+        monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(f"{number} to {pid}"))
+        pool.signal(signal.SIGTERM)
+        wait_until(lambda: not Path(f"/proc/{first}").exists())
+        assert not sent
 
 
 class LikeAVictim(OSError):

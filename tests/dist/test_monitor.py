@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or hang, as the launcher's monitor names them; and pauses, which are no faults."""
+"""Ranks that are killed, suspended or hang are named and ended; slow ones are named and go on; pauses are neither."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -36,10 +37,40 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "_STOPPED_S", 0.5)
 
 
+class Warnings:
+    """What the launcher's monitor warns of. Each warning leaves a mark, for which a slow rank waits, and where
+    `then_end` is set, the hang timeout is over after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark, self.texts, self.then_end = folder / "named", list[str](), False
+
+    def note(self, found: monitor.Monitor, text: str, rank: int | None = None, stack: str = "") -> None:
+        self.texts.append("\n".join((text, stack)))
+        self.mark.touch()
+        if self.then_end:
+            found._detector.hang_timeout_s = 0.0
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Warnings:
+    found = Warnings(tmp_path)
+    monkeypatch.setattr(monitor.Monitor, "announce", lambda *args: found.note(*args))
+    return found
+
+
+def go_slowly(fault: str, mark: Path) -> None:
+    """Compute or sleep until the monitor has noticed."""
+    until_s = time.monotonic() + 50
+    while not mark.exists() and time.monotonic() < until_s:
+        torch.ones(1000).sum() if fault == "slow-compute" else time.sleep(0.1)
+
+
 def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) -> int:
     asked = Asked(folder=folder, fault=fault, place=place, rank=1, step=20, steps=steps)
     with init(backend, announce=None):
         net = Net(asked)
+        if fault.startswith("slow-"):
+            net._harm = lambda fault: go_slowly(fault, Path(folder) / "named")  # type: ignore[method-assign]
         model, optimizer = DDP(net, check_replicas_every=25), torch.optim.SGD(net.parameters(), 0.01)
         for _ in range(steps):
             model(torch.randn(2, 784)).square().mean().backward()
@@ -55,8 +86,8 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
         return net.num_steps
 
 
-def run(pool: RankPool, folder: Path, *args: object) -> list[int]:
-    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=60.0, monitor=True)
+def run(pool: RankPool, folder: Path, *args: object, hang_timeout_s: float = 600.0) -> list[int]:
+    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=60.0, hang_timeout_s=hang_timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +97,46 @@ def run(pool: RankPool, folder: Path, *args: object) -> list[int]:
         ("gloo", "stop", "backward", "is stopped (SIGSTOP)", "hung"),
         ("gloo", "gil", "forward", "holds Python's lock", "hung"),
         pytest.param("gloo", "loop", "optimizer", "keeps computing", "hung", marks=pytest.mark.slow),
-        pytest.param("gloo", "deadlock", "backward", "hangs", "hung", marks=pytest.mark.slow),
+        pytest.param("gloo", "deadlock", "backward", "is blocked", "hung", marks=pytest.mark.slow),
     ],
 )
-def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, backend, fault, place, words, code):
+def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, warnings, backend, fault, place, words, code):
+    warnings.then_end = True
     with pytest.raises(LaunchError) as caught:
         run(warm_pool, tmp_path, backend, fault, place)
     text = str(caught.value).splitlines()[0]
     assert text.startswith("rank 1 of 2 ") and words in text and f"in step 20, in {place}" in text, text
     assert (caught.value.rank, caught.value.code) == (1, code)
-    if fault in ("gil", "loop", "deadlock"):
-        assert "fault_job.py" in text and "rank 0 waits for bucket" in text, text
+    assert ("Paceline ended it" in text) is (fault != "kill"), text  # whoever is ended by us is told so
+    said = [one for one in warnings.texts if "rank 1" in one.partition(";")[0]]
+    assert len(said) == (fault in ("gil", "loop", "deadlock"))  # what is proven needs no warning
+    for one in said:
+        assert one.startswith("warning: rank 1 of 2 ") and words in one and "fault_job.py" in one, one
+        assert "fault_job.py" in text and "rank 0 waits for bucket" in text and "the hang timeout" in text, text
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "words"),
+    [
+        ("slow-compute", "forward", "keeps computing"),
+        pytest.param("slow-sleep", "backward", "is blocked", marks=pytest.mark.slow),
+        pytest.param("slow-compute", "optimizer", "keeps computing", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_slow_once_is_named_and_goes_on(warm_pool, tmp_path, warnings, fault, place, words):
+    assert run(warm_pool, tmp_path, "gloo", fault, place) == [30, 30]
+    said = warnings.texts[0]
+    assert said.startswith("warning: rank 1 of 2 ") and words in said and "Paceline ended" not in said, said
+    assert f"in step 20, in {place}; rank 0 waits for bucket" in said and "go_slowly" in said, said
+
+
+def test_the_launcher_monitors_where_the_environment_asks_for_it(warm_pool, tmp_path, monkeypatch, capfd):
+    """A monitor of the ranks' own would kill one, and the launcher would not know who did."""
+    monkeypatch.setenv("PACELINE_MONITOR", "1")
+    monkeypatch.setenv("PACELINE_HANG_TIMEOUT", "1s")
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 keeps computing.*Paceline ended it") as caught:
+        warm_pool.run(train, (str(tmp_path), "gloo", "loop", "forward"), num_ranks=2, timeout_s=60.0)
+    assert caught.value.code == "hung" and "SIGKILL" not in str(caught.value)
 
 
 def test_the_step_of_an_exception_is_named(warm_pool, tmp_path):
@@ -84,8 +144,9 @@ def test_the_step_of_an_exception_is_named(warm_pool, tmp_path):
         run(warm_pool, tmp_path, "gloo", "exception", "optimizer")
 
 
-def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path):
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*has a GPU that does not finish"):
+def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path, warnings):
+    warnings.then_end = True
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*has a GPU that does not finish.*Paceline ended it"):
         run(warm_pool, tmp_path, "gloo", "busy", "")
 
 
@@ -112,7 +173,7 @@ def test_replicas_that_differ_are_named(warm_pool, tmp_path, fault, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slow", "stall"])
 def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
-    assert run(warm_pool, tmp_path, "gloo", fault, "between") == [30, 30]
+    assert run(warm_pool, tmp_path, "gloo", fault, "between", hang_timeout_s=1.0) == [30, 30]
 
 
 @pytest.mark.slow
@@ -120,7 +181,8 @@ def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
 @pytest.mark.parametrize(
     ("fault", "words"), [("stop", "is stopped"), ("gil", "holds Python's lock"), ("kill", "SIGKILL")]
 )
-def test_the_same_in_shared_memory(warm_pool, tmp_path, fault, words):
+def test_the_same_in_shared_memory(warm_pool, tmp_path, warnings, fault, words):
+    warnings.then_end = True
     with pytest.raises(LaunchError, match=f"rank 1 of 2 .*{words}.*in step 20"):
         run(warm_pool, tmp_path, "shm", fault, "forward")
 
@@ -166,6 +228,78 @@ def test_buffers_of_torchs_wrapper_wait_for_a_rank_that_pauses(tmp_path):
     variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "paceline:" not in done.stderr, done.stderr
+
+
+SLOW = """
+import os, time, torch, torch.distributed as dist
+
+class Net(torch.nn.Linear):
+    num_calls = 0
+
+    def forward(self, inputs):
+        self.num_calls += 1
+        if dist.get_rank() == 1 and self.num_calls == 20:
+            fill_cache()
+        return super().forward(inputs)
+
+def fill_cache():
+    while not os.path.exists("named"):
+        sum(range(1000))
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(Net(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+print("done", dist.get_rank(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@contextlib.contextmanager
+def open_slow(folder: Path, *options: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program that knows nothing of the monitor. Its forward is slow once, until there is a file `named`."""
+    (folder / "train.py").write_text(SLOW)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"} | variables
+    with (folder / "output").open("wb") as output:
+        program = subprocess.Popen([*command, "train.py"], cwd=folder, env=variables, stdout=output, stderr=output)
+    try:
+        yield program
+    finally:
+        (folder / "named").touch()
+        program.terminate()
+        program.wait(60)
+
+
+def read_notices(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.startswith("paceline: ")]
+
+
+def test_a_forward_that_is_slow_once_is_named_on_all_ranks_and_goes_on(tmp_path):
+    def find_logs() -> dict[str, Path]:
+        return {path.parent.name: path for path in tmp_path.glob("logs/**/stderr.log")}
+
+    with open_slow(tmp_path, "--redirects", "3", "--log-dir", str(tmp_path / "logs")) as program:
+        wait_until(lambda: len(find_logs()) == 2 and all(map(read_notices, find_logs().values())), 90)
+        (tmp_path / "named").touch()
+        assert program.wait(60) == 0, (tmp_path / "output").read_text()
+    for path in find_logs().values():
+        said, *_ = read_notices(path)
+        assert "warning: rank 1 of 2 " in said and "keeps computing" in said and "fill_cache (train.py" in said, said
+        assert (path.parent / "stdout.log").read_text().startswith("done"), said
+
+
+def test_a_rank_that_hangs_is_ended_after_the_hang_timeout_and_torchrun_says_who_did_it(tmp_path):
+    with open_slow(tmp_path, PACELINE_HANG_TIMEOUT="5s") as program:
+        assert program.wait(100) == 1
+    said = (tmp_path / "output").read_text()
+    verdict = read_notices(tmp_path / "output")[-1]
+    assert "rank 1 of 2 " in verdict and "keeps computing" in verdict and "fill_cache (train.py" in verdict, verdict
+    assert "Paceline ended it because this lasted longer than" in verdict, verdict
+    assert "ended by Paceline: rank 1 of 2" in said.partition("Root Cause")[2] and "done" not in said, said
 
 
 @pytest.mark.slow
@@ -226,6 +360,10 @@ def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
             while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert heard == "rank 2 is stopped"
+            other.send({"warning": "rank 2 is slow"})
+            while not (warnings := hub.take_warnings()) and time.monotonic() < deadline:
+                assert (hub.look() or hub.find_lost()) is None
+            assert warnings == ["rank 2 is slow"] and hub.take_warnings() == []
             monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
             assert "the host b (rank 2) is lost" in (hub.find_lost() or "")
             monkeypatch.setattr(monitored, "_SILENT_S", 60.0)

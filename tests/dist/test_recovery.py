@@ -150,7 +150,7 @@ def run(
     )
     with RankPool(settings.ranks, JOB_MODULES) as pool:
         arguments = (settings, folder, False, False, faults)
-        pool.run(job, arguments, timeout_s=60.0, monitor=True, recovery=recovery)
+        pool.run(job, arguments, timeout_s=60.0, hang_timeout_s=5.0, recovery=recovery)
     return recovery.faults
 
 

@@ -135,6 +135,21 @@ def test_arguments_may_follow_from_the_records_before(tmp_path):
         assert read_sizes(session.run(tasks)) == [4, 6, 12]
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_tasks_at_once_follow_from_all_records_before_them(tmp_path, at_once):
+    seen: list[list[int]] = []
+
+    def add(records: Any) -> tuple[Any, ...]:
+        seen.append(read_sizes(records))
+        return (sum(seen[-1]),)
+
+    with open_cells(tmp_path) as session:
+        first, second = Task("sum", answer, follow=add), Task("all", answer, follow=add)
+        tasks = [make_task(4), make_task(6), first, make_task(1), second]
+        assert read_sizes(session.run(tasks, at_once=at_once)) == [4, 6, 10, 1, 21]
+    assert seen == [[4, 6], [4, 6, 10, 1]]
+
+
 def test_several_at_once_keep_their_order(tmp_path):
     sizes = [5, 3, 9, 1, 7]
     with open_cells(tmp_path) as session:

@@ -13,6 +13,7 @@ import pickle
 import signal
 import socket
 import struct
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -218,6 +219,52 @@ def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
         assert all("127.0.0.1, which does not know the secret of the job" in line for line in said)
         assert store.get("a") == b"1" and store.num_keys() == 1
         store.close()
+    finally:
+        server.stop()
+        thread.join()
+
+
+ASKED = {
+    "check": lambda store: store.check(["a"]), "get": lambda store: store.get("a"),
+    "set": lambda store: store.set("a", ""), "add": lambda store: store.add("a", 1),
+    "wait": lambda store: store.wait(["a"], timedelta(seconds=0.1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_store_that_is_silent_is_given_up_after_the_timeout(monkeypatch, name):
+    """As that of a host that vanished, or of a process that was suspended."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.1)
+    near, far = socket.socketpair()
+    store, ended = rendezvous.PrivateStore(lambda: near), list[BaseException]()
+    store.set_timeout(timedelta(seconds=0.2))
+
+    def ask() -> None:
+        try:
+            ASKED[name](store)
+        except dist.DistNetworkError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    with far:
+        thread.start()
+        thread.join(30.0)
+    assert [find_code(error) for error in ended] == ["peer-lost"]
+
+
+def test_a_connection_to_another_host_is_probed_while_nothing_is_said():
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = store_server.Server(listener, b"the secret", lambda text: None)
+    thread = server.start()
+    try:
+        place = rendezvous.Place(1, 2, 0, 1, "torchrun")
+        with rendezvous._call_host("127.0.0.1", listener.getsockname()[1], b"the secret", place, 5.0) as link:
+            assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, each, count, unsent_ms = (
+                link.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
+                for name in ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+            )
+            assert idle + each * count <= 15 and 0 < unsent_ms <= 15_000
     finally:
         server.stop()
         thread.join()

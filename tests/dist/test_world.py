@@ -87,9 +87,20 @@ def test_a_closed_world_shares_nothing():
 
 def test_a_second_init_is_refused_and_the_first_survives():
     with paceline.init("gloo", "cpu", announce=None):
-        with pytest.raises(ConfigError, match="already open"):
+        with pytest.raises(ConfigError, match=r"already open.*paceline\.shutdown"):
             paceline.init("gloo", "cpu")
         assert dist.is_initialized()
+
+
+def test_where_the_program_has_a_group_the_hint_is_not_to_close_a_world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="already open") as refused:
+            paceline.init("gloo", "cpu")
+        assert "paceline.DDP" in str(refused.value) and "shutdown" not in str(refused.value)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

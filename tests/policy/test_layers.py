@@ -19,7 +19,7 @@ LEVELS = (
     ("parallel", "workloads"),
     ("runtime",),
     ("transport", "report"),
-    ("predict",),
+    ("predict", "torch_internals"),
     ("strategy",),
     ("records", "plan"),
     ("machine",),

@@ -87,10 +87,12 @@ def _add_nodes(
 
 
 def made_on_gpu(
-    job: Job, costs: MachineCosts, cuts: Sequence[int], *, num_steps: int = 3, shapes: bool = True, dtype: str = "Float"
-) -> MadeTrace:
-    """The same on NCCL: the host launches a step in a millisecond, and is ahead of the GPU, whose times these are."""
-    made, now, step, numbers = MadeTrace(), 0.0, simulate(job, cuts, costs), itertools.count(1)
+    job: Job, costs: MachineCosts, cuts: Sequence[int], *, num_steps: int = 3, shapes: bool = True,
+    dtype: str = "Float", behind_ms: float = 0.0, marks: bool = False,
+) -> MadeTrace:  # fmt: skip
+    """The same on NCCL: the host launches a step in a millisecond, and is ahead of the GPU, whose times these are. For
+    the first `behind_ms` it works on steps from before the trace."""
+    made, now, step, numbers = MadeTrace(), behind_ms, simulate(job, cuts, costs), itertools.count(1)
 
     def launch(host: float, name: str, begin: float, end: float, tid: int = 7, **arguments: Any) -> None:
         number = next(numbers)
@@ -108,7 +110,7 @@ def made_on_gpu(
             bucket = bisect.bisect_left(cuts, place + 1)
             span, is_end = step.buckets[bucket], cuts[bucket] == place + 1
             ready = begin + (span.ready_s if is_end else job.ready_s[place]) * 1e3
-            launch(host - 1e-3, "gemm_kernel", last, ready)
+            launch(host - 1e-3, "gemm_kernel", last, ready, grid=[place + 1, 1, 1])
             last = ready
             made.op(NODE + ACCUMULATE, host - 1e-4, host + 2e-3)
             dims = {"Input Dims": [[gradient.num_bytes // 4]], "Input type": ["float"]} if shapes else {}
@@ -126,4 +128,6 @@ def made_on_gpu(
         now = over + job.after_s * 1e3
         made.phase(OPTIMIZER, host + 0.01, host + 0.02)
         launch(host + 0.015, "optimizer_kernel", over, now)
+        if marks:
+            made.phase(f"ProfilerStep#{number}", float(number), number + 1.0)
     return made

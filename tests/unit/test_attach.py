@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +70,139 @@ def read(folder: Path) -> dict:
     return found
 
 
+class MadeGpu:
+    """A GPU and a host with clocks of their own: the host launches work and goes on, and waits only where it is told
+    to. Its events are those of `paceline.runtime.moments`."""
+
+    def __init__(self) -> None:
+        self.host_s = self.free_s = 0.0
+        self.num_waits = 0
+
+    def launch(self, took_s: float, host_s: float) -> None:
+        self.host_s += host_s
+        self.free_s = max(self.free_s, self.host_s) + took_s
+
+    def mark(self, _: torch.device) -> MadeEvent:
+        return MadeEvent(self, max(self.free_s, self.host_s))
+
+    def sleep(self, seconds: float) -> None:
+        self.num_waits += 1
+        self.host_s += seconds
+
+
+class MadeEvent:
+    def __init__(self, gpu: MadeGpu, done_s: float) -> None:
+        self._gpu, self.done_s = gpu, done_s
+
+    def query(self) -> bool:
+        return self.done_s <= self._gpu.host_s
+
+    def elapsed_time(self, end: MadeEvent) -> float:
+        assert self.query() and end.query(), "torch refuses events that are not done"
+        return (end.done_s - self.done_s) * 1e3
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> MadeGpu:
+    made = MadeGpu()
+    clock = SimpleNamespace(perf_counter=lambda: made.host_s, monotonic=lambda: made.host_s, sleep=made.sleep)
+    monkeypatch.setattr(attach, "time", clock)
+    monkeypatch.setattr(attach, "mark", made.mark)
+    return made
+
+
+class GpuProgram:
+    """Steps of 156 ms on the GPU that the host launches in 7 ms, after it has waited for its data."""
+
+    def __init__(self, gpu: MadeGpu) -> None:
+        self.gpu, self.optimizer = gpu, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
+    def train(self, steps: int, data_s: float = 0.0, gpu_s: float = 0.156, most_ahead_s: float = math.inf) -> None:
+        def fetch() -> Iterator[torch.Tensor]:
+            for _ in range(steps):
+                self.gpu.host_s += data_s
+                yield torch.zeros(1)
+
+        class Data(torch.utils.data.IterableDataset):
+            def __iter__(self) -> Iterator[torch.Tensor]:
+                return fetch()
+
+        for _ in DataLoader(Data(), batch_size=None):
+            self.gpu.launch(gpu_s, 0.007)
+            self.optimizer.step()
+            self.gpu.host_s = max(self.gpu.host_s, self.gpu.free_s - most_ahead_s)
+
+
+def test_steps_of_a_gpu_have_its_times_and_not_those_of_the_host_that_runs_ahead(tmp_path, gpu):
+    observe(tmp_path, steps=12)
+    program = GpuProgram(gpu)
+    program.train(12)
+    assert gpu.num_waits == 0 and not list(tmp_path.glob("rank-*"))  # the GPU is at its first step
+    program.train(40, most_ahead_s=0.5)
+    found = read(tmp_path)
+    assert gpu.num_waits == 0 and found["num_steps"] == 12
+    assert [step[0] for step in found["steps"]] == list(range(2, 13))
+    assert [step[1] for step in found["steps"]] == pytest.approx([0.156] * 11)
+    assert [step[3] for step in found["steps"]] == pytest.approx([0.007] * 11)
+
+
+def test_a_wait_for_data_counts_only_while_the_gpu_has_nothing_to_do(tmp_path, gpu):
+    observe(tmp_path, steps=10)
+    program = GpuProgram(gpu)
+    program.train(5, data_s=0.1)  # hidden: the GPU takes longer, and the host is ahead
+    program.train(6, data_s=0.5)
+    program.train(30, most_ahead_s=0.0)
+    steps = {number: times for number, *times in read(tmp_path)["steps"]}
+    assert [steps[number][1] for number in range(2, 6)] == pytest.approx([0.0] * 4)
+    # The GPU has nothing to do from the end of a step until the host is back with data.
+    for number in range(7, 11):
+        assert steps[number][0] == pytest.approx(0.507) and steps[number][1] == pytest.approx(0.5 - 0.156)
+
+
+def test_what_the_observer_does_between_two_steps_is_in_none_on_a_gpu_that_waits_for_it(tmp_path, gpu, monkeypatch):
+    observer = observe(tmp_path, steps=8)
+    advance = observer._advance
+
+    def advance_slowly() -> None:
+        gpu.host_s += 2.0
+        advance()
+
+    monkeypatch.setattr(observer, "_advance", advance_slowly)
+    GpuProgram(gpu).train(10)
+    times = [step[1] for step in read(tmp_path)["steps"]]
+    assert times == pytest.approx([0.156, *[0.163] * 6])  # with the launch, which the GPU waits for from the second on
+
+
+def test_a_program_that_is_stopped_or_ends_waits_for_the_times_of_its_last_steps(tmp_path, gpu):
+    observe(tmp_path, steps=8, stop=True)
+    with pytest.raises(SystemExit):
+        GpuProgram(gpu).train(20)
+    assert gpu.num_waits and [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 9))
+
+
+def test_a_gpu_that_never_gets_to_the_last_steps_does_not_keep_a_program_from_ending(tmp_path, gpu):
+    observer = observe(tmp_path, steps=0)
+    program = GpuProgram(gpu)
+    program.train(4, most_ahead_s=0.0)
+    program.train(1, gpu_s=math.inf)
+    observer._close()
+    found = read(tmp_path)
+    assert found["num_steps"] == 5 and [step[0] for step in found["steps"]] == [2, 3, 4]
+
+
+def test_what_becomes_part_of_a_cuda_graph_is_not_a_step(tmp_path, gpu, monkeypatch):
+    observe(tmp_path, steps=4)
+    program = GpuProgram(gpu)
+    program.train(2, most_ahead_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(attach, "mark", None)  # nothing is asked of the GPU
+        program.optimizer.step()
+    program.train(3, most_ahead_s=0.0)
+    assert [step[0] for step in read(tmp_path)["steps"]] == [2, 3, 4]
+
+
 def test_without_variables_nothing_is_loaded_and_torch_stays_as_it_is(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -97,7 +232,7 @@ def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
     Program().train(20)
     found = read(tmp_path)
     assert [step[0] for step in found["steps"]] == list(range(2, 17))
-    assert all(0 < data_s < step_s for _, step_s, data_s in found["steps"])
+    assert all(0 < data_s < step_s and host_s > 0 for _, step_s, data_s, host_s in found["steps"])
     assert found["recorded"] == [7, 11] and found["num_steps"] == 16
     assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
     events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]

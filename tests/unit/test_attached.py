@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from paceline.predict.simulate import Contention, MachineCosts
 from paceline.predict.traced import read_steps
 from paceline.predict.traces import Lateness, read_ranks
 from paceline.records import Samples, StepRecord, TracedMessage, TracedStepRecord
+from paceline.records.doubts import find_doubts
 from paceline.records.environment import capture_environment
+from paceline.records.samples import UNSTABLE
 from paceline.records.steps import RACED
 from paceline.records.store import Run
 from paceline.report.attached import NOW, AttachedResult, _write_cap
-from paceline.units import KIB, MIB
+from paceline.units import KIB, MIB, format_ms
 from paceline.verbs.attach import _build_record, _Files
 from tests.unit.made_ddp import build_document, made_job, made_on_cpu, made_on_gpu
 
@@ -205,7 +208,7 @@ def test_a_cap_is_written_as_short_as_torch_understands_it(cap_bytes, text):
 
 
 def write_rank(folder: Path, name: str, rank: int, numbers: range, **more: object) -> str:
-    steps = [(number, 0.01 * number, 0.001) for number in numbers]
+    steps = [(number, 0.01 * number, 0.001, 0.002) for number in numbers]
     head = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "threads": 1}
     text = json.dumps(head | more | {"steps": steps}) + "\n"
     with (folder / f"rank-{name}.jsonl").open("a") as file:
@@ -239,6 +242,43 @@ def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
     assert [row[0] for row in record.timing.seconds] == pytest.approx([0.05, 0.10, 0.11, 0.12])
     assert len(record.timing.warmup_seconds) == 3 and record.phase("data_wait").median_s == 0.001
     assert (record.model, record.wrapper, record.bucket_bytes) == ("Net", "torch", (3 * MIB, MIB))
+
+
+def write_cuda_rank(folder: Path, rank: int, gpu_s: float, host_s: list[float]) -> None:
+    steps = [(number, gpu_s, 0.0, seconds) for number, seconds in enumerate(host_s, 2)]
+    head = {"rank": rank, "world_size": 2, "backend": "nccl", "device": "cuda", "threads": 1}
+    (folder / f"rank-{rank}-1.jsonl").write_text(json.dumps(head | {"steps": steps, "num_steps": steps[-1][0]}) + "\n")
+
+
+def test_a_host_that_runs_ahead_of_its_gpu_is_no_reason_to_doubt_the_times(tmp_path):
+    """Steps of 156 ms, which the host launches in 7 ms until the queue of the GPU is full."""
+    for rank in (0, 1):
+        write_cuda_rank(tmp_path, rank, 0.156, [0.007] * 20 + [0.160, 0.030] * 10)
+    record = _build_record(_Files(tmp_path, 0).read())
+    assert record.timing.median_s == 0.156 and record.timing.noise == 0
+    assert record.host is not None and record.host.noise > UNSTABLE  # by its clock nothing could be concluded
+    environment = replace(capture_environment(), load_average=None, stolen=0.0)
+    assert find_doubts([record], environment) == []
+    assert find_doubts([replace(record, timing=record.host)], environment)[0].kind == "inconclusive"
+    result = build((record,))
+    spread = f"{format_ms(0.007)} to {format_ms(0.16)} ms"
+    assert result.step_s == 0.156 and any(spread in line for line in result.findings)
+
+
+def test_a_gpu_that_is_idle_until_the_host_launches_more_is_bound_by_the_host(one_bucket):
+    recorded_s = statistics.median(step.step_s for step in one_bucket)
+    idle = tuple(replace(step, idle_s=0.5 * recorded_s) for step in one_bucket)
+    result = build((made_steps((recorded_s,) * 9), *idle))
+    assert result.bottleneck.kind == "host" and result.idle_s == pytest.approx(0.5 * recorded_s)
+    assert result.to_json()["idle_s"] == result.idle_s and result.verdict_text.count("What helps") == 1
+    # Where recording made the step longer, the GPU waited that much longer for the host.
+    result = build((made_steps((0.7 * recorded_s,) * 9), *idle))
+    assert result.idle_s == pytest.approx(0.2 * recorded_s)
+    # A GPU that waits for data is idle because of them.
+    waits = Samples(((0.6 * recorded_s, 0.6 * recorded_s),) * 9)
+    result = build((made_steps((recorded_s,) * 9, data_wait=waits), *idle))
+    assert result.bottleneck.kind == "data" and result.idle_s == 0
+    assert "host" not in [one.kind for one in build((made_steps((recorded_s,) * 9), *one_bucket)).bottlenecks]
 
 
 def attached_over_link(ready_ms: tuple[float, ...], cuts: tuple[int, ...]) -> AttachedResult:

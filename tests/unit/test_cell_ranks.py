@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import threading
 
 import pytest
 
 from paceline import ConfigError
+from paceline.runtime import worker
 from paceline.runtime.cell_ranks import CellError, CellInterrupted, RankLines, describe_end, parse_ranks, runs_on_ranks
-from paceline.runtime.cells import Ended, Output, _merge, describe
+from paceline.runtime.cells import Ended, Output, _merge, _Outbox, describe
 from paceline.runtime.worker import Failure
 
 
@@ -41,6 +43,30 @@ def test_a_progress_bar_overwrites_its_own_line_and_others_show_their_last_state
 def test_neighbouring_text_travels_in_one_message():
     batch = [Output("stdout", "a"), Output("stdout", "b"), Output("stderr", "c"), Ended(1), Output("stdout", "d")]
     assert _merge(batch) == [Output("stdout", "ab"), Output("stderr", "c"), Ended(1), Output("stdout", "d")]
+
+
+class Measured(str):
+    """Text whose length, when the outbox asks for it, takes until the event is set."""
+
+    asked, go_on = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        if threading.current_thread().name == "paceline-outbox":
+            self.asked.set()
+            assert self.go_on.wait(20)
+        return super().__len__()
+
+
+def test_text_that_is_written_while_other_text_is_sent_is_counted(monkeypatch):
+    monkeypatch.setattr(worker, "send_to_launcher", lambda message: None)
+    outbox = _Outbox()
+    outbox.put(Output("stdout", Measured("sent")))
+    assert Measured.asked.wait(20)
+    outbox.put(Output("stdout", "written meanwhile"))
+    outbox.put(Ended(1))
+    Measured.go_on.set()
+    outbox.close()
+    assert outbox._pending == 0
 
 
 def fail(rank: int, when_s: float, text: str, trace: str = "trace", secondary: bool = False, **more) -> Ended:

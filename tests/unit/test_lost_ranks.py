@@ -14,10 +14,11 @@ from paceline import machine
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel, naming_lost_peers
 from paceline.runtime import pulse, world
-from paceline.runtime.monitor import Judge, Monitor, Sight, Suspicion, why_not
+from paceline.runtime.monitor import HangDetector, Monitor, RankSnapshot, Suspicion, why_not
 from paceline.runtime.pulse import BETWEEN, WAIT
 from paceline.runtime.recovery import RECOVERS, Recovery
 from paceline.runtime.worker import find_code
+from paceline.torch_internals import find_counter
 from paceline.training.regroup import MoreRanksError, check_policy, may_stay
 from tests.conftest import wait_until
 
@@ -31,23 +32,23 @@ def lost() -> Any:
     world._lost.clear()
 
 
-def look_for(seconds: float, *ranks: Sight) -> Suspicion | None:
+def look_for(seconds: float, *ranks: RankSnapshot) -> Suspicion | None:
     """What is found of ranks that stay as they are, after 100 steps of 50 ms."""
-    judge = Judge()
+    detector = HangDetector()
     for look in range(round(seconds / 0.1)):
-        sights = {rank: one._replace(beat_ns=look, cpu_s=0.1 * look) for rank, one in enumerate(ranks)}
-        if (found := judge.look(0.1 * look, sights)) is not None:
+        snapshots = {rank: one._replace(beat_ns=look, cpu_s=0.1 * look) for rank, one in enumerate(ranks)}
+        if (found := detector.look(0.1 * look, snapshots)) is not None:
             return found
     return None
 
 
-def make_sight(phase: int = WAIT, num_started: int = 0, **changes: Any) -> Sight:
-    return Sight("R", 0.0, phase=phase, num_steps=100, p99_s=0.05, num_started=num_started, **changes)
+def make_snapshot(phase: int = WAIT, num_started: int = 0, **changes: Any) -> RankSnapshot:
+    return RankSnapshot("R", 0.0, phase=phase, num_steps=100, p99_s=0.05, num_started=num_started, **changes)
 
 
 def test_a_rank_that_spins_in_a_collective_of_its_own_is_asked_for_its_stack():
-    assert look_for(10.0, make_sight(), make_sight(BETWEEN)) is None  # it computes
-    found = look_for(10.0, make_sight(num_started=70), make_sight(BETWEEN))
+    assert look_for(10.0, make_snapshot(), make_snapshot(BETWEEN)) is None  # it computes
+    found = look_for(10.0, make_snapshot(num_started=70), make_snapshot(BETWEEN))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
 
 
@@ -55,20 +56,20 @@ def test_a_rank_that_spins_in_a_collective_of_its_own_is_asked_for_its_stack():
     ("counts", "rank"), [((70, 71), 1), ((71, 70), 0), ((70, 70, 69, 70), 2), ((70, 71, 70, 70), 1)]
 )
 def test_the_rank_with_another_number_of_collectives_is_named(counts, rank):
-    found = look_for(5.0, *(make_sight(num_started=count) for count in counts))
+    found = look_for(5.0, *(make_snapshot(num_started=count) for count in counts))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronised", rank, True)
 
 
 @pytest.mark.parametrize("counts", [(70, 70), (0, 70)])
 def test_ranks_with_equal_or_unknown_numbers_wait_for_each_other(counts):
-    ranks = [make_sight(num_started=count) for count in counts]
+    ranks = [make_snapshot(num_started=count) for count in counts]
     assert look_for(5.0, *ranks) is None
     found = look_for(10.0, *ranks)
     assert found is not None and (found.kind, found.rank) == ("all-wait", None)
 
 
 def test_an_unfinished_kernel_comes_before_the_number_of_collectives():
-    found = look_for(5.0, make_sight(num_started=70), make_sight(num_started=71, is_busy=True))
+    found = look_for(5.0, make_snapshot(num_started=70), make_snapshot(num_started=71, is_busy=True))
     assert found is not None and (found.kind, found.rank) == ("kernel", 1)
 
 
@@ -197,3 +198,8 @@ def test_nccl_needs_somebody_who_tells_that_a_rank_is_lost(monkeypatch):
 def test_a_process_on_the_only_gpu_may_share_it_in_a_later_world(monkeypatch, gpus, ranks, asked, expected):
     monkeypatch.setenv(machine.SHARE_GPUS, asked)
     assert machine.must_share_gpus(gpus, ranks) == expected
+
+
+def test_torch_counts_the_collectives_of_a_group():
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert find_counter(group) is not None and find_counter(object()) is None

@@ -1,10 +1,13 @@
-"""What the monitor makes of sights of ranks: the verdicts, and the honest pauses that are none."""
+"""What the monitor concludes from snapshots of ranks: what ends a job, what is a warning, and what is neither."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,49 +19,55 @@ from paceline.errors import ConfigError
 from paceline.runtime import monitor as monitor_module
 from paceline.runtime import pulse
 from paceline.runtime.monitor import (
-    Judge,
+    HangDetector,
     Monitor,
-    Sight,
+    RankSnapshot,
     Suspicion,
     Verdict,
     describe_end,
     describe_frames,
     find_frames,
+    find_hang_timeout,
     is_importing,
     is_in_collective,
     why_not,
 )
 from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
 
-STEP_S = 0.05
+STEP_S, TIMEOUT_S = 0.05, 100.0
 
 
 class Scene:
     """Two ranks that have trained for a while; then each does what the test says, second after second."""
 
-    def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False) -> None:
-        self.judge, self.now_s = Judge(has_others), 0.0
-        self.sights = [Sight("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01) for _ in range(2)]
+    def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2) -> None:
+        self.detector, self.now_s = HangDetector(has_others, TIMEOUT_S), 0.0
+        first = RankSnapshot("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01)
+        self.snapshots, self.warnings = [first] * ranks, list[Suspicion]()
         for _ in range(50):  # busy: a beat and a step at every look
-            self.run(0.1, *(dict(cpu=0.5, beats=True, steps=2) for _ in range(2)))
+            self.run(0.1, *(dict(cpu=0.5, beats=True, steps=2) for _ in range(ranks)))
 
     def run(self, seconds: float, *ranks: dict) -> Suspicion | None:
-        """`state`, `phase`, `cpu` (share of a core), `beats`, `steps` per look of each rank; until a verdict."""
+        """`state`, `phase`, `cpu` (share of a core), `beats`, `steps` per look of each rank; until something must end,
+        or a stack is needed. Warnings are noted."""
         for _ in range(round(seconds / 0.1)):
             self.now_s += 0.1
             for rank, given in enumerate(ranks):
-                sight = self.sights[rank]
-                phase, steps = given.get("phase", sight.phase), given.get("steps", 0)
-                self.sights[rank] = sight._replace(
-                    state=given.get("state", "R"), cpu_s=sight.cpu_s + 0.1 * given.get("cpu", 0.0),
-                    serial=sight.serial + (phase != sight.phase or steps > 0), phase=phase,
-                    bucket=given.get("bucket", -1), beat_ns=sight.beat_ns + given.get("beats", True),
+                before = self.snapshots[rank]
+                phase, steps = given.get("phase", before.phase), given.get("steps", 0)
+                self.snapshots[rank] = before._replace(
+                    state=given.get("state", "R"), cpu_s=before.cpu_s + 0.1 * given.get("cpu", 0.0),
+                    serial=before.serial + (phase != before.phase or steps > 0), phase=phase,
+                    bucket=given.get("bucket", -1), beat_ns=before.beat_ns + given.get("beats", True),
                     most_s=given.get("most_s", math.inf),
-                    step=sight.step + steps, num_steps=sight.num_steps + steps, is_busy=given.get("is_busy", False),
+                    step=before.step + steps, num_steps=before.num_steps + steps, is_busy=given.get("is_busy", False),
                 )  # fmt: skip
-            found = self.judge.look(self.now_s, dict(enumerate(self.sights)))
-            if found is not None:
+            found = self.detector.look(self.now_s, dict(enumerate(self.snapshots)))
+            if found is not None and (found.ends or not found.is_certain):
                 return found
+            if found is not None:
+                self.detector.note_named(found.rank)
+                self.warnings.append(found)
         return None
 
 
@@ -66,28 +75,53 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
 
 
 @pytest.mark.parametrize(
-    ("culprit", "kind", "at_least_s", "at_most_s"),
+    ("culprit", "kind", "named_s", "ended_s"),
     [
-        (dict(state="T", phase=FORWARD, beats=False), "stopped", 1.5, 2.0),
-        (dict(state="S", phase=FORWARD, beats=False), "gil", 3.0, 3.5),
-        (dict(state="R", phase=BACKWARD, beats=False, cpu=1.0), "gil", 3.0, 3.5),
-        (dict(state="R", phase=OPTIMIZER, cpu=0.9), "loop", 3.0, 3.5),
-        (dict(state="S", phase=BACKWARD), "blocked", 3.0, 3.5),
-        (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, 3.5),
-        (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 601.0),
-        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", 1800.0, 1801.0),
-        (dict(state="D", phase=FORWARD), "disk", 60.0, 60.5),
-        (dict(state="R", phase=SLOW, cpu=1.0, most_s=40.0), "loop", 40.0, 40.5),
+        (dict(state="S", phase=FORWARD, beats=False), "gil", 3.0, TIMEOUT_S),
+        (dict(state="R", phase=BACKWARD, beats=False, cpu=1.0), "gil", 3.0, TIMEOUT_S),
+        (dict(state="R", phase=FORWARD, cpu=0.9), "loop", 3.0, TIMEOUT_S),
+        (dict(state="R", phase=OPTIMIZER, cpu=0.9), "loop", 3.0, TIMEOUT_S),
+        (dict(state="S", phase=BACKWARD), "blocked", 3.0, TIMEOUT_S),
+        (dict(state="D", phase=FORWARD), "disk", 3.0, TIMEOUT_S),
+        (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, TIMEOUT_S),
+        (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 1800.0),
+        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", None, 1800.0),
+        (dict(state="R", phase=SLOW, cpu=1.0, most_s=40.0), "loop", None, 40.0),
     ],
 )
-def test_a_rank_that_hangs_is_to_blame(culprit, kind, at_least_s, at_most_s):
+def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, kind, named_s, ended_s):
     scene = Scene()
     found = scene.run(2000.0, WAITS, culprit)
-    # What is uncertain asks for a stack, and goes on.
-    while found is not None and not found.is_certain:
+    while found is not None and not found.is_certain:  # the stack is needed, and is not in a collective
         found = scene.run(2000.0, WAITS, culprit)
-    assert found is not None and (found.kind, found.rank) == (kind, 1)
-    assert at_least_s <= found.since_s <= at_most_s
+    assert found is not None and (found.kind, found.rank, found.end_s) == (kind, 1, ended_s)
+    assert ended_s < found.since_s <= ended_s + 1.0
+    # The warning comes once, though a rank is looked at ten times a second.
+    assert [(one.kind, one.rank) for one in scene.warnings] == ([(kind, 1)] if named_s else [])
+    assert all(named_s < one.since_s <= named_s + 1.0 for one in scene.warnings)
+
+
+def test_a_rank_that_is_slow_once_is_named_again_when_it_is_slow_again():
+    scene, slow = Scene(), dict(state="R", phase=FORWARD, cpu=1.0)
+    for number in range(1, 4):
+        assert scene.run(15.0, WAITS, slow) is None and len(scene.warnings) == number
+        assert scene.run(1.0, *(dict(cpu=0.5, steps=2, phase=FORWARD) for _ in range(2))) is None
+
+
+def test_a_rank_is_ended_no_sooner_than_it_is_named():
+    scene, slow = Scene(step_s=50.0), dict(state="R", phase=FORWARD, cpu=1.0)
+    found = scene.run(1000.0, WAITS, slow)
+    assert found is not None and (found.kind, found.end_s) == ("loop", 200.0)  # and not after 100 s
+
+
+@pytest.mark.parametrize("named", [[], [0, 1]])
+def test_a_rank_that_is_suspended_ends_the_job_at_once(named):
+    scene = Scene(ranks=3)
+    for rank in named:
+        scene.detector.note_named(rank)
+    found = scene.run(100.0, WAITS, dict(state="T", phase=FORWARD, beats=False), WAITS)
+    assert found is not None and (found.kind, found.rank, found.end_s) == ("stopped", 1, None)
+    assert 1.5 <= found.since_s <= 2.0 and not scene.warnings
 
 
 @pytest.mark.parametrize(
@@ -109,28 +143,31 @@ def test_a_pause_is_no_hang(pause):
         found = scene.run(0.1, WAITS, pause)
         assert found is None or not found.is_certain
     assert scene.run(2.0, *(dict(cpu=0.5, steps=1, phase=FORWARD) for _ in range(2))) is None
+    assert not scene.warnings
 
 
 def test_a_pause_that_is_marked_takes_as_long_as_it_takes():
     for pause in (dict(state="R", cpu=1.0), dict(state="S"), dict(state="S", beats=False), dict(state="D")):
-        assert Scene().run(2000.0 if "cpu" in pause else 200.0, WAITS, dict(phase=SLOW) | pause) is None
+        scene = Scene()
+        assert scene.run(2000.0 if "cpu" in pause else 200.0, WAITS, dict(phase=SLOW) | pause) is None
+        assert not scene.warnings
 
 
 def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame():
     """As torch's wrapper does in forward, where it makes buffers equal; its stack says so."""
     waits, pause = dict(state="S", phase=FORWARD), dict(state="R", phase=BETWEEN, cpu=1.0)
     scene = Scene()
-    found = scene.run(100.0, waits, pause)
-    assert found is not None and (found.kind, found.rank) == ("blocked", 0)
-    scene.judge.seen[0].is_in_collective = True
+    assert scene.run(20.0, waits, pause) is None
+    assert [(one.kind, one.rank) for one in scene.warnings] == [("blocked", 0)]
+    scene.detector.seen[0].is_in_collective = True
     assert scene.run(1000.0, waits, pause) is None
     # Until the other one does something else, and waits for what this one does not make.
     found = scene.run(100.0, waits, WAITS)
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 0, True)
     # In the next phase nothing is known of it.
     assert scene.run(1.0, dict(state="R", phase=BACKWARD), WAITS) is None
-    found = scene.run(100.0, dict(state="S", phase=BACKWARD), WAITS)
-    assert found is not None and (found.kind, found.rank) == ("blocked", 0)
+    assert scene.run(10.0, dict(state="S", phase=BACKWARD), WAITS) is None
+    assert [(one.kind, one.rank) for one in scene.warnings] == [("blocked", 0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -177,44 +214,68 @@ def test_a_suspended_job_is_no_hang():
 
 
 def test_a_long_step_that_nobody_waits_for_has_more_time():
-    busy = dict(state="R", phase=FORWARD, cpu=1.0)
-    found = Scene().run(100.0, busy, busy)
-    assert found is not None and found.kind == "loop" and found.since_s > 15.0
+    scene, busy = Scene(), dict(state="R", phase=FORWARD, cpu=1.0)
+    assert scene.run(50.0, busy, busy) is None
+    assert [(one.kind, one.since_s > 15.0) for one in scene.warnings] == [("loop", True)] * 2
 
 
 def test_limits_follow_the_steps():
     blocked = dict(state="S", phase=FORWARD)
-    slow = Scene(step_s=2.0).run(100.0, WAITS, blocked)
-    early = Scene(num_steps=-97).run(100.0, WAITS, blocked)  # three steps so far
-    assert slow is not None and 8.0 <= slow.since_s < 8.5
-    assert early is not None and 30.0 <= early.since_s < 30.5
+    for scene, limit_s in ((Scene(step_s=2.0), 8.0), (Scene(num_steps=-97), 30.0)):  # three steps so far
+        assert scene.run(50.0, WAITS, blocked) is None
+        assert [limit_s < one.since_s < limit_s + 0.5 for one in scene.warnings] == [True]
 
 
 def test_time_counts_only_while_the_monitor_looks():
     scene = Scene()
     blocked = dict(state="S", phase=FORWARD)
     assert scene.run(1.0, WAITS, blocked) is None
-    scene.now_s += 100.0  # the machine slept
-    assert scene.run(1.0, WAITS, blocked) is None
+    scene.now_s += 1000.0  # the machine slept
+    assert scene.run(1.0, WAITS, blocked) is None and not scene.warnings
 
 
-def test_what_does_not_match_is_found():
+def test_what_does_not_match_ends_the_job_at_once():
     scene = Scene()
     found = scene.run(100.0, WAITS, dict(state="S", phase=BETWEEN))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
-    found = Scene().run(100.0, WAITS, dict(state="", phase=BETWEEN))
-    assert found is not None and (found.kind, found.rank) == ("left", 1)
-    found = Scene().run(100.0, WAITS, dict(state="S", phase=WAIT, bucket=1))
-    assert found is not None and (found.kind, found.rank) == ("all-wait", None)
+    for other, kind, rank in (
+        (dict(state="", phase=BETWEEN), "left", 1), (dict(state="S", phase=WAIT, bucket=1), "all-wait", None)
+    ):  # fmt: skip
+        found = Scene().run(50.0, WAITS, other)
+        assert found is not None and (found.kind, found.rank, found.end_s) == (kind, rank, None)
+
+
+def test_ranks_that_wait_for_the_same_message_may_only_wait_for_a_large_one():
+    scene = Scene()
+    found = scene.run(1000.0, WAITS, WAITS)
+    assert found is not None and (found.kind, found.rank, found.end_s) == ("all-wait", None, TIMEOUT_S)
+    assert [(one.kind, one.rank) for one in scene.warnings] == [("all-wait", None)]
+
+
+@pytest.mark.parametrize("other", [dict(state="", phase=BETWEEN), dict(state="S", phase=BETWEEN)])
+@pytest.mark.parametrize("slow", [dict(state="R", phase=BETWEEN, cpu=1.0), dict(state="R", phase=FORWARD, cpu=1.0)])
+def test_nothing_is_proven_while_a_rank_computes(slow, other):
+    """Of three ranks, one has left or is in a collective of its own: that may be with the slow one, and without the
+    first."""
+    scene = Scene(ranks=3)
+    for _ in range(100):
+        found = scene.run(0.5, WAITS, other, slow)
+        assert found is None or not found.is_certain
+        scene.detector.seen[1].is_in_collective = True  # as its stack says
+    # When that one waits as well, it is proven.
+    found = scene.run(20.0, WAITS, other, WAITS)
+    assert found is not None and (found.rank, found.ends) == (1, True) and found.kind in ("left", "collective")
 
 
 def test_a_rank_on_another_host_may_be_the_one_that_is_waited_for():
-    assert Scene(has_others=True).run(100.0, WAITS, WAITS) is None
+    scene = Scene(has_others=True)
+    assert scene.run(1000.0, WAITS, WAITS) is None and not scene.warnings
 
 
 def test_before_the_first_step_ranks_have_minutes():
     scene = Scene(num_steps=-100)
     assert scene.run(250.0, dict(state="S", phase=START), dict(state="R", phase=START, cpu=1.0)) is None
+    assert not scene.warnings
 
 
 def test_the_verdict_is_one_paragraph():
@@ -225,6 +286,10 @@ def test_the_verdict_is_one_paragraph():
     verdict = Verdict("gil", 1, "holds", "in step 4, in forward", 3.25, "rank 0 waits", place, stack)
     said = verdict.summary
     assert "\n" not in said and "3.2 s" in said and "forward (model.py:12) < <module> (train.py:40)" in said
+    assert "Paceline ended it" in said  # whoever is ended is told so
+    warning = dataclasses.replace(verdict, ends=False, limit="600 s (the hang timeout)").summary
+    assert "Paceline ends it only if this lasts longer than 600 s" in warning
+    assert "Paceline" not in dataclasses.replace(verdict, kind="ended").summary
     assert find_frames("") == []
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
     assert "by the kernel, as" in describe_end(-signal.SIGKILL, is_oom=True)
@@ -282,6 +347,64 @@ def test_pages_stacks_and_ends_of_real_processes():
                 rank.communicate()
         monitor.look()
         assert monitor.are_all_gone() and monitor.have_all_left()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_a_launcher_with_many_open_files_sees_its_ranks():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("no more than 1024 files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1200 if hard == resource.RLIM_INFINITY else min(hard, 1200), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in (os.dup(2) for _ in range(1100)):
+            stack.callback(os.close, descriptor)
+        monitor = stack.enter_context(Monitor([0], 1))
+        rank = subprocess.Popen([sys.executable, "-c", RANK, *monitor.find_pages(0)], stdout=subprocess.PIPE)
+        stack.callback(rank.communicate)
+        stack.callback(rank.kill)
+        assert rank.stdout.readline() == b"ready\n"
+        assert monitor.look() is None and monitor._processes[0].handle > 1024
+        monitor.wait(0.01)
+        assert not monitor.are_all_gone()
+        rank.kill()
+        deadline = time.monotonic() + 30
+        while not monitor.are_all_gone() and time.monotonic() < deadline:
+            monitor.wait(0.1)
+        assert monitor.are_all_gone() and "SIGKILL" in monitor.find_ended()[0][0]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_what_is_announced_is_in_the_log_of_every_rank_once(tmp_path, capfd):
+    """Two ranks with a log of their own, one that writes to the log of another, and one that writes where we do."""
+    logs = [tmp_path / "0", tmp_path / "1", tmp_path / "0", None]
+    with Monitor(range(4), 4) as monitor, contextlib.ExitStack() as stack:
+        for rank, log in enumerate(logs):
+            output = None if log is None else stack.enter_context(log.open("ab"))
+            command = [sys.executable, "-c", RANK, *monitor.find_pages(rank)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            assert process.stdout.readline() == b"ready\n"
+        monitor.look()
+        at = 'Thread 0x2 (most recent call first):\n  File "/a/model.py", line 12 in forward\n'
+        monitor.announce("warning: rank 1 is slow", 1, at)
+        deadline = time.monotonic() + 30
+        while not all(log.read_text() for log in logs if log is not None) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+    assert [log.read_text() for log in logs[:2]] == ["paceline: warning: rank 1 is slow\n"] * 2
+    assert capfd.readouterr().err == "paceline: warning: rank 1 is slow\n  forward (/a/model.py:12)\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "expected"),
+    [(None, "", 600.0), (None, "90s", 90.0), ("2min", "90s", 120.0), ("0s", "", None), (None, "soon", None)],
+)
+def test_the_hang_timeout_is_that_of_the_option_or_of_the_environment(monkeypatch, given, variable, expected):
+    monkeypatch.setenv("PACELINE_HANG_TIMEOUT", variable)
+    with pytest.raises(ConfigError, match="timeout|TIMEOUT") if expected is None else contextlib.nullcontext():
+        assert find_hang_timeout(given) == expected
 
 
 @pytest.mark.parametrize("at_most", [0, -1.0, math.nan])
@@ -397,8 +520,8 @@ def test_marks_on_a_page():
             assert pulse.read_text(monitor._processes[0].page, pulse.ERROR) == "failed: ValueError: no"
         finally:
             pulse.close_page()
-        sight = monitor._processes[0].look()
-        assert sight is not None and sight.phase == LEFT and sight.num_steps == 1
+        snapshot = monitor._processes[0].look()
+        assert snapshot is not None and snapshot.phase == LEFT and snapshot.num_steps == 1
         assert monitor.look() is None and not monitor.have_all_left()  # it failed
         assert monitor.describe(0) == "in step 8"
         with Monitor([0], 1) as other:

@@ -64,6 +64,85 @@ def test_a_step_on_a_gpu_has_the_times_of_its_kernels():
             assert (message.start_s, message.done_s) == pytest.approx((bucket.start_s, bucket.done_s))
 
 
+ON_GPU = replace(JOB, device="cuda")
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_a_gpu_that_is_behind_when_the_trace_begins_does_not_make_its_first_step_long(marks):
+    """The host was 1.5 s ahead: its clock says nothing about when the first traced step began."""
+    costs = MachineCosts(LINE)
+    steps = read(made_on_gpu(ON_GPU, costs, CUTS, num_steps=6, behind_ms=1500.0, marks=marks))
+    expected = simulate(ON_GPU, CUTS, costs)
+    assert [step.step_s for step in steps] == pytest.approx([expected.step_s] * 6)
+    assert [step.before_s for step in steps] == pytest.approx([JOB.before_s] * 6)
+    assert TracedJob(steps).spread == pytest.approx(0, abs=1e-6)
+
+
+def test_a_pause_of_the_host_between_steps_is_in_none_and_a_gpu_that_is_behind_works_through_it():
+    made = MadeTrace()
+    starts = {0: (0.0, 10.0), 1: (50.0, 60.0), 2: (90.0, 95.0)}  # between steps the host pauses, in ms
+    kernels = {0: (1.5, 2.5, 9.0), 1: (51.5, 53.5, 120.0), 2: (120.0, 130.0, 140.0)}  # forward, backward, end
+    for number, (begin, end) in starts.items():
+        made.phase(f"ProfilerStep#{number}", begin, end)
+        made.op(f"{NODE}torch::autograd::AccumulateGrad", begin + 2, begin + 3, **{"Input Dims": [[4]]})
+        made.op("torch::autograd::AccumulateGrad", begin + 2, begin + 2.1, **{"Input Dims": [[4]]})
+        made.op("c10d::allreduce_", begin + 2.5, begin + 2.6, **{"Input Dims": [[[4]]]})
+        for place, (first, last) in enumerate(itertools.pairwise(kernels[number])):
+            host, correlation = begin + 1 + 1.2 * place, 2 * number + place + 1
+            made.add("cuda_runtime", "cudaLaunchKernel", host, host + 0.1, correlation=correlation)
+            made.kernel("gemm_kernel", first, last, correlation=correlation)
+        made.add("user_annotation", "gloo:all_reduce", begin + 2.6, begin + 2.7)
+    # The first has a pause behind it and the second begins with the host; the third begins when the second is done.
+    assert [step.step_s * 1e3 for step in read(made)] == pytest.approx([9.0, 71.0, 20.0], abs=0.01)
+
+
+def made_layers(beside_ms: float, shapes: bool = True) -> MadeTrace:
+    """Backward of 8 equal layers of 10 ms on a GPU: next to a message, which the second hands over, three of them take
+    longer, and before each layer the GPU waits for the host for a millisecond."""
+    made, now, number = MadeTrace(), 0.0, 0
+    for step in range(3):
+        made.phase(FORWARD, now, now + 0.1)
+        for layer in range(8):
+            took = beside_ms if 2 <= layer < 5 else 10.0
+            dims = {"Input Dims": [[64, 64]]} if shapes else {}
+            made.op("aten::mm", now + 0.7, now + 0.9, tid=2, **dims)
+            number += 1
+            made.add("cuda_runtime", "cudaLaunchKernel", now + 0.8, now + 0.85, tid=2, correlation=number)
+            made.kernel("gemm_kernel", now + 1.0, now + 1.0 + took, grid=[4, 1, 1], correlation=number)
+            made.op(f"{NODE}torch::autograd::AccumulateGrad", now + 0.65, now + 0.95, tid=2)
+            made.op("torch::autograd::AccumulateGrad", now + 0.9, now + 0.91, tid=2, **dims)
+            if layer == 1:
+                said = {"Collective name": "allreduce", "In msg nelems": 8 * 64 * 64, "dtype": "Float"}
+                made.op("c10d::allreduce_", now + 0.92, now + 0.94, tid=2)
+                made.add("user_annotation", "nccl:all_reduce", now + 0.92, now + 0.94, tid=2)
+                made.add("cuda_runtime", "cudaLaunchKernel", now + 0.93, now + 0.94, tid=2, correlation=1000 + step)
+                sent = now + 11.5, now + 11.5 + 3 * (beside_ms + 1)
+                made.kernel("ncclDevKernel_AllReduce_Sum_f32", *sent, tid=20, correlation=1000 + step, **said)
+            now += took + 1.0
+        made.phase("Optimizer.step#SGD.step", now, now + 0.5)
+        now += 0.5
+    return made
+
+
+def test_kernels_that_ran_next_to_messages_and_without_tell_what_messages_cost():
+    for beside_ms, rate in ((12.5, 0.8), (10.0, 1.0)):
+        steps = read(made_layers(beside_ms))
+        assert [step.without_s / step.beside_s for step in steps] == pytest.approx([rate] * 3)
+        traced = TracedJob(steps)
+        assert traced.has_contention and traced.fit.costs.contention.basis.startswith("measured")
+        assert traced.fit.costs.contention.rates(MIB) == pytest.approx((rate, 1.0))
+    traced = TracedJob(read(made_layers(12.5, shapes=False)))  # the kernels may have had other inputs
+    assert not traced.has_contention and traced.fit.costs.contention.basis.startswith("assumed")
+
+
+def test_a_gpu_that_waits_for_the_host_is_idle():
+    steps = read(made_layers(12.5))
+    # Before a layer, but for those next to a message, which keeps the GPU at work.
+    assert [step.idle_s for step in steps] == pytest.approx([5e-3, 5.5e-3, 5.5e-3], abs=1e-5)
+    assert [step.idle_s for step in read(made_on_gpu(ON_GPU, MachineCosts(LINE), CUTS))] == pytest.approx([0] * 3)
+    assert [step.idle_s for step in read(made_on_cpu(JOB, FREE, CUTS))] == [0] * 3
+
+
 @pytest.mark.parametrize("marks", [False, True])
 def test_the_job_and_other_buckets_come_out_of_the_trace_of_one(marks):
     job = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31)

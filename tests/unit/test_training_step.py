@@ -245,7 +245,7 @@ def test_a_loss_that_is_no_number_names_a_parameter():
 
 def test_a_phase_that_comes_again_is_added_up(monkeypatch):
     moments = iter([0.0, 1.0, 3.0, 3.5, 7.5, 8.0])
-    monkeypatch.setattr(step.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(step, "mark", lambda _: next(moments))
     clock = PhaseClock(torch.device("cpu"))
     for phase in ("forward", "backward", "forward", "backward", "optimizer"):
         clock.enter(phase)
@@ -254,7 +254,7 @@ def test_a_phase_that_comes_again_is_added_up(monkeypatch):
 
 def test_every_step_begins_anew(monkeypatch):
     moments = iter([0.0, 1.0, 10.0, 12.0])
-    monkeypatch.setattr(step.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(step, "mark", lambda _: next(moments))
     clock = PhaseClock(torch.device("cpu"))
     clock.enter("forward")
     assert clock.end().read() == {"forward": 1.0}

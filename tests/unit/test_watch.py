@@ -218,7 +218,7 @@ def test_the_present_is_the_median_of_the_last_steps_of_each_rank(running):
 def write_steps(folder, rank, first, last, **more):
     """What a rank of a program writes: 20 ms a step, of which the second rank waits 5 ms for data."""
     about = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "host": "a", "threads": 1}
-    steps = [(number, 0.02, 0.005 * rank) for number in range(first, last + 1)]
+    steps = [(number, 0.02, 0.005 * rank, 0.001) for number in range(first, last + 1)]
     with (folder / f"rank-{rank}-{rank}.jsonl").open("a") as file:
         file.write(json.dumps(about | more | {"steps": steps}) + "\n")
 

@@ -104,7 +104,7 @@ add_command(
     f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
     "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
     "test_samples strategy workers profile:train compare:train resume save_every mtbf:train keep on_fault max_faults "
-    "spares tensorboard watch",
+    "spares hang_timeout tensorboard watch",
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
 )  # fmt: skip

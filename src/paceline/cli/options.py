@@ -296,6 +296,8 @@ OPTIONS = {
         "After a fault of a rank: stop, restart, spare (a warm one takes its place) or shrink.", "stop"),
     "max_faults": Option(JOB, "Faults after which a run recovers no more.", 10),
     "spares": Option(JOB, "Warm processes, with --on-fault spare.", 1),
+    "hang_timeout": Option(JOB,
+        "How long a rank may hang in a step before it is ended; it is named within seconds. Default: 10min.", str),
     "keep": Option(OUTPUT, "How many checkpoints are kept.", 3),
     "watch": Option(OUTPUT, "Show it on a live page; its address is printed.", False),
     "port:watch": Option(OUTPUT, "Port of the page. Default: one that is free.", int),

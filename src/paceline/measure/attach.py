@@ -1,8 +1,9 @@
 """Inside the ranks of a user's own program: the times of their steps and a trace of a few, without an edit of it.
 
-`paceline.autoload` calls `attach` where PACELINE_ATTACH holds its settings. A step ends with its optimizer. What it is
-made of is seen by torch's profiler, which records some steps: nothing is put between torch's wrapper and its messages,
-so that every result stays as it is. Each rank writes files of its own, and sends nothing. Needs torch alone.
+`paceline.autoload` calls `attach` where PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU,
+when the GPU is done with it. What it is made of is seen by torch's profiler, which records some steps: nothing is put
+between torch's wrapper and its messages, so that every result stays as it is. Each rank writes files of its own, sends
+nothing, and never makes the program wait for its GPU. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -19,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +33,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from paceline.runtime.moments import between_s, is_past, mark
+
 # On more ranks the files of traces would be many, and say the same.
 _MOST_RECORDED = 16
 # The step after which wrappers have their final buckets.
 _SETTLED = 4
 _WRITE_EVERY_S = 0.25
+# How long the GPU may take for its last steps once the program is to be stopped, and once it ends by itself.
+_STOP_S, _CLOSE_S, _POLL_S = 60.0, 5.0, 1e-3
 # How often a program may catch the exit that `--stop` asks for.
 _MOST_EXITS = 3
 # Where a wrapper keeps the caps that it was made with: ours, and torch's of several versions.
@@ -60,10 +67,22 @@ def attach() -> None:
     Observer(Settings(**json.loads(os.environ["PACELINE_ATTACH"]))).install()
 
 
-class Observer:
-    """The steps of this process: of each its number, its seconds, and those of them in data loaders.
+class _Taken(NamedTuple):
+    """A step that the host has taken, in moments of its device; `waits` are those spent in data loaders."""
 
-    The optimizers that step before one of them steps again belong to one step, and the last of them ends it.
+    number: int
+    begin: Any
+    end: Any
+    waits: list[tuple[Any, Any]]
+    host_s: float
+
+
+class Observer:
+    """The steps of this process: of each its number, its seconds, those of them in data loaders, and the host's own.
+
+    On a GPU the first two are times of the GPU: it waits for data while it has nothing to do and the host is in a data
+    loader; the rest of the host's wait is hidden. The optimizers that step before one of them steps again belong to one
+    step, and the last of them ends it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,9 +91,13 @@ class Observer:
         self._wrapped: list[weakref.ref[Any]] = []
         self._seen: list[int] = []
         self._last = 0  # the optimizer that ends a step
-        self._steps: list[tuple[int, float, float]] = []
+        self._taken: deque[_Taken] = deque()  # those that the device may still be working on
+        self._steps: list[tuple[int, float, float, float]] = []
         self._num_steps = self._num_exits = self._pid = self._thread = 0
-        self._end_s = self._data_s = self._written_s = 0.0
+        self._device = torch.device("cpu")
+        self._begin: Any = 0.0
+        self._waits: list[tuple[Any, Any]] = []
+        self._end_s = self._written_s = 0.0
         self._profiler: Any = None
         self._range: Any = None  # of the step that is recorded
         self._first = 0  # the step after which recording began
@@ -106,21 +129,20 @@ class Observer:
         return call
 
     def _time_data(self, original: Any) -> Callable[[Any], Any]:
-        clock, identify = time.perf_counter, threading.get_ident  # once in every step, or more often
-
         def call(iterator: Any) -> Any:
-            begin_s = clock()
+            if threading.get_ident() != self._thread:
+                return original(iterator)
+            begin = mark(self._device)
             try:
                 return original(iterator)
             finally:
-                if identify() == self._thread:
-                    self._data_s += clock() - begin_s
+                self._waits.append((begin, mark(self._device)))
 
         return call
 
     def _before_optimizer(self, *_: Any) -> None:
         # Here, not at the end of a step: there the range of the optimizer is still open.
-        if self._profiler is not None and self._range is None and not self._tail:
+        if self._profiler is not None and self._range is None and not self._tail and not _is_captured():
             try:
                 self._stop_recording()
             except Exception as error:
@@ -139,7 +161,9 @@ class Observer:
             self._exit()
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
-        now_s = time.perf_counter()
+        if _is_captured():
+            return
+        end, now_s = mark(self._device), time.perf_counter()
         if not self._num_steps and id(optimizer) not in self._seen:
             self._open(optimizer)
             self._seen.append(id(optimizer))
@@ -147,10 +171,14 @@ class Observer:
             self._last = self._last or self._seen[-1]
             if id(optimizer) != self._last:
                 return
+            if self._are_all_taken():
+                self._finish()
+                return
             self._num_steps = max(1, self._num_steps) + 1
-            self._steps.append((self._num_steps, now_s - self._end_s, self._data_s))
+            self._taken.append(_Taken(self._num_steps, self._begin, end, self._waits, now_s - self._end_s))
             self._advance()
-        self._end_s, self._data_s = time.perf_counter(), 0.0
+        # What was done in between, such as starting a profile, belongs to no step.
+        self._begin, self._end_s, self._waits = mark(self._device), time.perf_counter(), []
 
     def _open(self, optimizer: Optimizer) -> None:
         """This process trains: which rank it is, and where its files are."""
@@ -160,12 +188,12 @@ class Observer:
         rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
         if is_open:
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        parameter = next(iter(optimizer.param_groups[0]["params"]), None)
+        devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
+        self._device = next((one for one in devices if one.type == "cuda"), (devices or [self._device])[0])
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._head = {
             "rank": rank, "world_size": world_size, "backend": dist.get_backend() if is_open else "none",
-            "host": socket.gethostname(), "device": "cpu" if parameter is None else parameter.device.type,
-            "threads": torch.get_num_threads(),
+            "host": socket.gethostname(), "device": self._device.type, "threads": torch.get_num_threads(),
         }  # fmt: skip
         self._path /= f"rank-{rank}-{self._pid}.jsonl"
         # A forked process ends without what atexit knows, and one of torch.multiprocessing without the other.
@@ -175,6 +203,7 @@ class Observer:
     def _advance(self) -> None:
         """After a step: what is due now."""
         settings, number = self._settings, self._num_steps
+        self._settle()
         if number == _SETTLED:  # at the end of the program its wrappers may be gone
             self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
@@ -185,8 +214,26 @@ class Observer:
             self._take_turn(**settings.race)
         if settings.every and (number % settings.every == 0 or time.perf_counter() > self._written_s + _WRITE_EVERY_S):
             self._write({})
-        if settings.steps and number >= settings.steps:
-            self._finish()
+        if self._are_all_taken():
+            self._finish(_STOP_S if settings.stop else 0.0)
+
+    def _are_all_taken(self) -> bool:
+        return 0 < self._settings.steps <= self._num_steps
+
+    def _settle(self, wait_s: float = 0.0) -> None:
+        """Read the times of the steps that the device is done with, after waiting this long at most for the others."""
+        until_s = time.monotonic() + wait_s
+        while self._taken:
+            step = self._taken[0]
+            # All of them: a program may change its stream within a step.
+            moments = [step.begin, step.end, *itertools.chain(*step.waits)]
+            while not all(map(is_past, moments)):
+                if time.monotonic() >= until_s:
+                    return
+                time.sleep(_POLL_S)
+            data_s = sum(between_s(*wait) for wait in step.waits)
+            self._steps.append((step.number, between_s(step.begin, step.end), data_s, step.host_s))
+            self._taken.popleft()
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
         """Between two turns: note the buckets of the one, and give the wrappers those of the other."""
@@ -245,9 +292,13 @@ class Observer:
             file.write(json.dumps(self._head | more | {"steps": self._steps}) + "\n")
         self._steps, self._written_s = [], time.perf_counter()
 
-    def _finish(self) -> None:
-        """Write what there is, once. Hooks stay, and do nothing: torch goes through them at this moment."""
+    def _finish(self, wait_s: float = 0.0) -> None:
+        """Write what there is, once; while the GPU still works on it and there is no time to wait, a later step does.
+        Hooks stay, and do nothing: torch goes through them at this moment."""
         if self._tail or os.getpid() != self._pid:
+            return
+        self._settle(wait_s)
+        if self._taken and not wait_s:
             return
         self._tail["num_steps"] = self._num_steps
         if self._profiler is not None:
@@ -255,8 +306,10 @@ class Observer:
         self._end()
 
     def _close(self) -> None:
-        with contextlib.suppress(Exception):  # the folder may be gone
-            self._finish()
+        try:
+            self._finish(_CLOSE_S)
+        except Exception as error:  # of a GPU that failed, or because the folder is gone
+            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         """The program goes on without being observed."""
@@ -276,6 +329,11 @@ class Observer:
             sys.stderr.flush()
             os._exit(0)
         raise SystemExit(0)
+
+
+def _is_captured() -> bool:
+    """Whether this becomes part of a CUDA graph. It is not a step then, and must not ask the GPU for anything."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rebucket(wrapper: Any, cap_mib: float | None) -> None:

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from paceline.measure.engine import synchronize
 from paceline.measure.steps import Probe, Variant
 from paceline.parallel.channel import Channel
+from paceline.runtime.moments import between_s, mark
 from paceline.runtime.world import World
 from paceline.training.step import PhaseClock, Phases, PhaseTimes
 
@@ -75,12 +76,12 @@ class _Messages(Traffic):
         return 1
 
     def send(self, num_bytes: int, count: int, is_timed: bool = True) -> list[Any]:
-        span = [_mark(self.device), None]
+        span = [mark(self.device), None]
         work = self._channel.start_sum(self._take(num_bytes))
         if self._side is not None:
             with torch.cuda.stream(self._side):
                 work.wait()  # the stream does, and not this thread
-                span[1] = _mark(self.device)
+                span[1] = mark(self.device)
         elif is_timed:
             work.get_future().add_done_callback(lambda _: _note_end(span))
         self._works.append((work, span))
@@ -140,11 +141,11 @@ class _Kernels(Traffic):
         part = self._take(num_bytes * count)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
-            span = [_mark(self.device)]
+            span = [mark(self.device)]
             total = self._total[: part.numel()]
             torch.add(total, part, out=total)
             part.copy_(total)
-            return [*span, _mark(self.device)]
+            return [*span, mark(self.device)]
 
 
 def build_traffic(world: World, channel: Channel, memory: torch.Tensor) -> Traffic | None:
@@ -204,7 +205,7 @@ class Disturbance(Probe):
         span = self._traffic.send(self._num_bytes, count)
         synchronize(self._traffic.device)
         self._traffic.wait()
-        return max(1e-9, _between(*span) / count)
+        return max(1e-9, between_s(*span) / count)
 
     def _fire(self, *grads: Any) -> None:
         self._spans.append(self._traffic.send(self._num_bytes, self._num_each, self._is_timed))
@@ -216,8 +217,8 @@ class Disturbance(Probe):
             pairs = itertools.pairwise(self._clock.kept.moments)
             *_, over = (moment for (phase, _), (_, moment) in pairs if phase == "backward")
             count = max(1, len(self._spans)) * self._num_each
-            before = (max(0.0, min(_between(begin, end), _between(begin, over))) for begin, end in self._spans)
-            self._variant.note("under_way", sum(_between(*span) for span in self._spans) / count)
+            before = (max(0.0, min(between_s(begin, end), between_s(begin, over))) for begin, end in self._spans)
+            self._variant.note("under_way", sum(between_s(*span) for span in self._spans) / count)
             self._variant.note("overlapped", sum(before) / count)
 
 
@@ -229,20 +230,6 @@ class _KeptClock(PhaseClock):
     def end(self) -> PhaseTimes:
         self.kept = super().end()
         return self.kept
-
-
-def _mark(device: torch.device) -> Any:
-    """This moment, of the current stream on a GPU."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    """Seconds; negative where the end was first."""
-    return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3)
 
 
 def _note_end(span: list[Any]) -> None:

@@ -28,6 +28,7 @@ from paceline.measure import fault_places
 from paceline.measure.fault_places import OUT, Place, open_place
 from paceline.records.kinds import FaultRecord
 from paceline.runtime.agent import build_guard
+from paceline.runtime.monitor import TIMEOUT_VARIABLE
 
 SYSTEMS = ("train", "script", "torch")
 ATTACHED = "attached"  # torch's wrapper, in a script that knows nothing of the monitor
@@ -59,7 +60,7 @@ FAULTS: dict[str, Fault] = {
     "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
     "gil": Fault("forward", "GIL"),
     "loop": Fault("forward", "keeps computing"),
-    "deadlock": Fault("backward", "hangs"),
+    "deadlock": Fault("backward", "is blocked"),
     "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
     "exception": Fault("forward", "ValueError: a bad sample"),
     "exception-in-backward": Fault("backward", "ValueError: a bad sample"),
@@ -91,6 +92,7 @@ _START_S = 120.0
 _WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # of a state that takes a while to be written
 _STOP_S = 60.0  # how long a job may take to end that was asked to
+_HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
 _LEAVE_S = 2.0, 8.0  # how long processes may take to end after the command, on one host and on two
 
 
@@ -122,6 +124,8 @@ class _Job:
         variables |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACELINE_MONITOR": "1"} if is_attached else {}
+        # A hang is named at once, and ended after this time; pauses have the time that they have elsewhere.
+        variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked["fault"] in _HANGS else {}
         (folder / "tmp").mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             [*build_guard(signal.SIGTERM), *command], cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE,

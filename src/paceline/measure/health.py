@@ -28,6 +28,11 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool
 from paceline.units import MIB, format_duration, format_memory, format_number_of, format_rate
 
+# The first and the last that the tests pass on, as in pyproject.toml.
+TESTED_PYTHON = (3, 11), (3, 13)
+TESTED_TORCH = (2, 11), (2, 15)
+_INSTALL = "pip install 'torch>=2.11,<2.16'"
+
 
 def check_health(environment: Environment) -> Iterator[CheckRecord]:
     """All checks, cheap ones first, each when it is done. `environment` is from before them: they are work."""
@@ -43,7 +48,7 @@ def _check_parts() -> Iterator[CheckRecord]:
     try:
         import torch  # noqa: F401
     except Exception as error:
-        yield _report("torch", f"cannot be imported: {error}", "reinstall it: pip install 'torch>=2.11'", "fail")
+        yield _report("torch", f"cannot be imported: {error}", f"reinstall it: {_INSTALL}", "fail")
         return
     yield from _check_torch()
     yield _check_allreduce("gloo", 2, "2-rank all-reduce")
@@ -58,8 +63,14 @@ def _report(name: str, found: str, advice: str = "", status: str = "warn") -> Ch
     return CheckRecord(name=name, status=status if advice else "ok", found=found, advice=advice)
 
 
+def _advise_version(name: str, version: tuple[int, ...], tested: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    first, last = (".".join(map(str, bound)) for bound in tested)
+    return "" if tested[0] <= version <= tested[1] else f"Paceline is tested with {name} {first} to {last}"
+
+
 def _check_host() -> Iterator[CheckRecord]:
-    yield _report("Python", f"{platform.python_version()} ({sys.implementation.name}, {platform.machine()})")
+    found = f"{platform.python_version()} ({sys.implementation.name}, {platform.machine()})"
+    yield _report("Python", found, _advise_version("Python", sys.version_info[:2], TESTED_PYTHON))
     cores, all_cores, quota = machine.count_cores(), os.cpu_count() or 1, machine.read_quota()
     limited = f" of {all_cores} (limited by affinity or the container)" if cores < all_cores else ""
     advice = f"the container may use {quota:g} at a time, and waiting for more looks like noise: raise its quota"
@@ -134,10 +145,9 @@ def _check_torch() -> Iterator[CheckRecord]:
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
-    is_old, advice = version < (2, 11), "torch 2.11 or newer is needed: pip install 'torch>=2.11'"
-    if not is_old:
-        advice = "newer than what Paceline was tested with (2.11 to 2.13)" if version > (2, 13) else ""
-    yield _report("torch", found, advice, "fail" if is_old else "warn")
+    advice = _advise_version("torch", version, TESTED_TORCH)
+    advice += f": {_INSTALL}" if advice else ""
+    yield _report("torch", found, advice, "fail" if version < TESTED_TORCH[0] else "warn")
     cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
     found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
     is_more, advice = asked and asked.isdigit() and int(asked) > cores, "slow each other down: unset it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 import weakref
@@ -18,6 +17,7 @@ from paceline.errors import CollectiveError
 from paceline.runtime import messages, pulse
 from paceline.runtime.recovery import RECOVERS
 from paceline.runtime.world import find_departed_ranks, has_lost_rank, keep_groups
+from paceline.torch_internals import find_counter, new_local_group
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
@@ -26,6 +26,9 @@ _BROADCAST_BYTES = 64 << 20
 # Between two ranks, from this size on messages to each other are under way at once; the tag is one that programs do
 # not use.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
+# How often a rank that waits for the others asks the store, at first and later; and how long the rank that looks for
+# absent ranks may take before another one does.
+_FIRST_LOOK_S, _LAST_LOOK_S, _TURN_S = 0.002, 0.1, 1.0
 
 
 class Sent(NamedTuple):
@@ -81,19 +84,28 @@ class Channel:
         return self._store("failures")
 
     def meet(self, name: str, limit_s: float) -> list[int]:
-        """Wait in the store, without a message, until every rank has called this with the same name, which is used
-        once. Returns the ranks that did not within the limit, and then does so on whoever calls it later, too."""
+        """Wait in the store, without sending a message, until every rank has called this with the same name. A name is
+        used once. Returns the ranks that missed the limit; ranks that call this later get the same list."""
         if self.world_size == 1:
             return []
         store, until_s = self._store(f"meeting-{name}"), time.monotonic() + limit_s
         store.set(str(self.rank), "")
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
+        # One request per look, and looks get rarer: hundreds of ranks share one store.
+        pause_s, has_turn = _FIRST_LOOK_S, False
         while not store.check(["end"]):
-            time.sleep(0.002)
-            absent = [rank for rank in range(self.world_size) if not store.check([str(rank)])]
-            if time.monotonic() > until_s and absent:
+            if time.monotonic() <= until_s:
+                time.sleep(pause_s)
+                pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
+            elif not has_turn:
+                # Looking for the absent ranks takes one request per rank, so one rank does it. The others take over one
+                # after another, in case that one dies.
+                until_s, has_turn = until_s + _TURN_S * (store.add("late", 1) - 1), True
+            elif absent := [rank for rank in range(self.world_size) if not store.check([str(rank)])]:
                 store.compare_set("end", "", " ".join(map(str, absent)))
+            else:  # the last rank has arrived, and is about to say so
+                until_s = time.monotonic() + pause_s
         end = store.get("end").decode()
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
@@ -162,8 +174,7 @@ class Channel:
         waits for other ranks, so the monitor is shown this moment of it."""
         if self._computed is not None and pulse.is_open():
             self._computed.record()
-            count = getattr(self.group, "_get_sequence_number_for_group", None)
-            pulse.watch_device(self._computed.query, count)
+            pulse.watch_device(self._computed.query, find_counter(self.group))
 
     def settle(self) -> None:
         """Raise where another rank is lost and messages were aborted: what they left must not become a step. Where
@@ -247,13 +258,10 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
     """Another group of the same ranks, until `owner` goes; None where torch cannot make one. Collective."""
     try:
-        is_part = like.world_size < dist.get_world_size()
-        ranks = dist.get_process_group_ranks(like.group) if is_part else None
-        if is_part:
-            gc.collect()
-        # Without the ranks outside. torch then names a group by its ranks and by how many groups there are: so those
-        # that nobody uses must be gone on all ranks. It allows one group per name.
-        group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=is_part)
+        if like.world_size < dist.get_world_size():
+            group = new_local_group(dist.get_process_group_ranks(like.group), like.backend)
+        else:
+            group = dist.new_group(backend=like.backend)
     except ValueError:
         return None
     proof.check_group(group)

@@ -71,7 +71,7 @@ class DDP(DistributedDataParallel):
 
     Args:
         module: The module whose gradients are averaged.
-        device_ids: This and the arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel,
+        device_ids: This and the arguments up to `lazy_bucket_allocation` are those of torch's DistributedDataParallel,
             and mean the same unless `docs/ddp.md` says otherwise.
         reducer: `bucketed`, or a simpler one: `overlap`, `flat`, `per_parameter`.
         plan: The buckets, instead of a cap.
@@ -92,6 +92,7 @@ class DDP(DistributedDataParallel):
     logger = mixed_precision = None
     is_multi_device_module = False
     require_forward_param_sync = True
+    should_finalize_after_backward = False
 
     def __init__(
         self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
@@ -101,7 +102,7 @@ class DDP(DistributedDataParallel):
         static_graph: bool = False, delay_all_reduce_named_params: None = None, param_to_hook_all_reduce: None = None,
         mixed_precision: None = None, device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False, bucket_cap_mb_list: Sequence[float] | None = None,
-        batched_grad_copy: bool = False, forward_sync_buffers: bool | None = None,
+        batched_grad_copy: bool = False, forward_sync_buffers: bool | None = None, lazy_bucket_allocation: bool = False,
         *,
         reducer: str = "bucketed", plan: Plan | None = None, init: str | None = None, average: str = "ranks",
         samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
@@ -134,6 +135,7 @@ class DDP(DistributedDataParallel):
         self.broadcast_buffers = self.forward_sync_buffers = sync_buffers
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
         ignored = set(ignore)
         if unknown := ignored - known:
@@ -719,6 +721,18 @@ class DDP(DistributedDataParallel):
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("_register_fused_optim: not supported, use an optimizer that steps after backward")
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    def finalize_backward(self) -> None:
+        raise ConfigError("manual finalization of backward: not supported, gradients are final when backward returns")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """The fields of torch's logger that exist here. `report` has the times."""

@@ -45,8 +45,8 @@ def find_late_by_waits(waits: Sequence[Sequence[float]]) -> Lateness | None:
 
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
     """Recorded steps as long, in the median of each rank, as those that were not recorded. What recording cost is taken
-    from the rank's own work, which it slows evenly; messages leave earlier by that, and take as long. Where recorded
-    steps happened to be the shorter ones, all of them is longer."""
+    from the rank's own work, which it slows evenly, and from the time in which a GPU waits for the host; messages leave
+    earlier by that, and take as long. Where recorded steps happened to be the shorter ones, all of them is longer."""
     found = []
     for steps in group_by(records, lambda record: record.rank).values():
         recorded_s = statistics.median(step.step_s for step in steps)
@@ -60,6 +60,7 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
                 for m, at_s in moments
             )
             times = {name: getattr(step, name) * factor for name in ("before_s", "backward_s", "after_s")}
+            times["idle_s"] = max(0.0, step.idle_s - max(0.0, recorded_s - step_s))
             ready_s = tuple(moment * factor for moment in step.ready_s)
             found.append(replace(step, **times, ready_s=ready_s, messages=messages))
     return found
@@ -67,12 +68,13 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
 
 def list_bottlenecks(
     step_s: float, data: Samples, lateness: Lateness | None, buckets: tuple[str, float] | None,
-    messages: tuple[float, float, float] | None,
+    messages: tuple[float, float, float] | None, idle_s: float = 0.0,
 ) -> list[Advice]:  # fmt: skip
     """What bounds a step of `step_s`, the largest first: data, late rank, buckets, batch (a step sends for more than
-    half as long as it computes, and buckets do not hide that), network, or computing. `data`: how long each rank waits
-    in data loaders. `buckets`: what to write, and the seconds that it saves. `messages`: how long the messages of a
-    step take, what of that is exposed with the best buckets, and how long a rank computes."""
+    half as long as it computes, and buckets do not hide that), network, host, or computing. `data`: how long each rank
+    waits in data loaders. `buckets`: what to write, and the seconds that it saves. `messages`: how long the messages of
+    a step take, what of that is exposed with the best buckets, and how long a rank computes. `idle_s`: how long a GPU
+    has nothing to do, neither for want of data nor because of messages."""
     found = []
     waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
     data_s, slow = max(waits), waits.index(max(waits))
@@ -86,6 +88,9 @@ def list_bottlenecks(
         text = f"the others wait {format_duration(lateness.mean_s)} of each step for rank {lateness.rank}, last in "
         text += f"{lateness.share:.0%} of them: look at its cores, its GPU's clock, its data and its batches"
         found.append(("late rank", max(0.0, lateness.mean_s - own_s), text))
+    text = f"the GPU is idle for {format_duration(idle_s)} of each step, {idle_s / step_s:.0%} of it, until the host "
+    text += "launches more work: use a larger batch, torch.compile, CUDA graphs, or fewer calls that wait for the GPU"
+    found.append(("host", idle_s, f"{text}, such as .item()"))
     saved_s = 0.0
     if buckets is not None:
         write, saved_s = buckets

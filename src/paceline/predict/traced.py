@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import RecordError, refuse
-from paceline.predict.traces import BUCKET, Event, Floats, RankTrace, find_messages, is_collective
+from paceline.predict.traces import BUCKET, Event, Floats, RankTrace, find_messages, is_collective, union_time
 from paceline.records.samples import group_by
 from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
 
@@ -68,16 +69,20 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     )
     windows = _find_windows(timed, ranges, backwards)
     steps: list[TracedStepRecord] = []
-    reached = previous = windows[0][0] if windows else 0.0
-    for begin, end in windows:
-        # What lies between two ranges of steps, such as a barrier of the loop, belongs to none.
-        first, reached, previous = reached + begin - previous, device.find_end(begin, end), end
+    first = reached = previous = 0.0
+    for number, (begin, end) in enumerate(windows):
+        # What lies between two ranges of steps, such as a barrier of the loop, belongs to none. A GPU that is behind
+        # works through it.
+        later = min(reached + begin - previous, max(reached, begin))
+        first = later if number else device.find_start(begin, end)
+        reached, previous = device.find_end(begin, end), end
         inside = [backward for backward in backwards if begin <= backward.begin < end]
         sent = [_pair(backward, calls, messages, device) for backward in inside]
         chosen = max((k for k, one in enumerate(sent) if one.pairs), default=len(inside) - 1)
         alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k].pairs]
         if inside:
-            step = _build_step(trace, len(steps), inside[chosen], sent[chosen].pairs, sizes, device, (first, reached))
+            spans = (begin, end), (first, reached)
+            step = _build_step(trace, len(steps), inside[chosen], sent[chosen].pairs, sizes, device, *spans)
             alone_s = tuple((last - first) * 1e-6 for first, last in alone)
             steps.append(replace(step, alone_s=alone_s, num_other=sent[chosen].num_other))
     refuse(
@@ -122,15 +127,25 @@ class _Device:
     """What computes. A moment of the host is, on a GPU, that at which the kernels launched until then are done."""
 
     def __init__(self, timed: Sequence[Event]) -> None:
-        called = {_get(e, "correlation"): float(e["ts"]) for e in timed if e.get("cat") in _CALLS}
-        linked = [
-            (called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called
-        ]
-        linked.sort(key=lambda pair: pair[0])
+        called = {_get(e, "correlation"): e for e in timed if e.get("cat") in _CALLS}
+        calls = [(called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called]
+        calls.sort(key=lambda pair: _begin(pair[0]))
+        linked = [(_begin(call), event) for call, event in calls]
         self.launched = {id(event): moment for moment, event in linked}
         self._all = _Kernels(linked)
         self._computing = _Kernels([pair for pair in linked if not is_collective(pair[1]["cat"], pair[1]["name"])])
         self.is_gpu = bool(self._computing.moments)
+        shaped = (e for e in timed if e.get("cat") == "cpu_op" and _get(e, "Input Dims"))
+        self._shaped, self._calls = group_by(shaped, lambda event: event.get("tid")), calls
+
+    def find_start(self, begin: float, end: float) -> float:
+        """When a GPU could start with the first step of a trace, which the host launched from `begin` to `end`: it may
+        have been behind, with work from before the trace. Then its first kernel waited for longer than for the host."""
+        own = (e for e in self._computing.list_within(begin, end) if e["cat"] == "kernel")
+        if (kernel := next(own, None)) is None:
+            return begin
+        launch = self.launched[id(kernel)]
+        return _begin(kernel) if _begin(kernel) - launch > launch - begin else begin
 
     def find_end(self, begin: float, end: float) -> float:
         """When what the host launched from `begin` to `end` is done."""
@@ -149,25 +164,56 @@ class _Device:
         """How long the work takes that the host did, or launched, from `begin` to `end`."""
         return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
 
+    def measure_idle(self, begin: float, end: float, *parts: tuple[float, float]) -> float:
+        """How long a GPU had nothing to do in these parts of what the host launched from `begin` to `end`."""
+        windows = np.array([part for part in parts if part[0] < part[1]])
+        if not self.is_gpu or not windows.size:
+            return 0.0
+        works = self._all.list_within(begin, end)
+        starts, ends = (np.array([moment(event) for event in works]) for moment in (_begin, _end))
+        return float(np.diff(windows).sum()) - union_time(starts, ends, windows)
+
+    def compare(self, begin: float, end: float, messages: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Of what the host launched from `begin` to `end`: how long kernels took next to messages, and how long the
+        same kernels take without. Only those that ran both ways count: equal names and grids, launched by the same
+        operators with inputs of the same shapes."""
+        groups: defaultdict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        for call, event in self._calls[self._all.find_within(begin, end)]:
+            operators, first, last = self._shaped.get(call.get("tid"), []), _begin(event), _end(event)
+            place = bisect.bisect(operators, _begin(call), key=_begin)
+            if event["cat"] != "kernel" or is_collective("kernel", event["name"]) or not place:
+                continue
+            by = operators[place - 1]
+            key = event["name"], str(_get(event, "grid")), by["name"], str(_get(by, "Input Dims"))
+            if any(start <= first and last <= done for start, done in messages):
+                groups[key][0].append(event["dur"])
+            elif all(last <= start or done <= first for start, done in messages):
+                groups[key][1].append(event["dur"])
+        both = [(beside, alone) for beside, alone in groups.values() if beside and alone]
+        return sum(sum(b) for b, _ in both) * 1e-6, sum(len(b) * statistics.median(a) for b, a in both) * 1e-6
+
 
 class _Kernels:
     """What a GPU did, in the order in which it was launched."""
 
     def __init__(self, linked: Sequence[tuple[float, Event]]) -> None:
-        self.moments = [moment for moment, _ in linked]
-        self._starts, self._ends = [float(e["ts"]) for _, e in linked], [_end(e) for _, e in linked]
+        self.moments, self._events = [moment for moment, _ in linked], [event for _, event in linked]
+        self._starts, self._ends = [_begin(e) for e in self._events], [_end(e) for e in self._events]
 
-    def _within(self, begin: float, end: float) -> slice:
+    def find_within(self, begin: float, end: float) -> slice:
         return slice(bisect.bisect_left(self.moments, begin), bisect.bisect_left(self.moments, end))
 
+    def list_within(self, begin: float, end: float) -> list[Event]:
+        return self._events[self.find_within(begin, end)]
+
     def find_begin(self, begin: float, end: float, default: float) -> float:
-        return min(self._starts[self._within(begin, end)], default=default)
+        return min(self._starts[self.find_within(begin, end)], default=default)
 
     def find_end(self, begin: float, end: float, default: float) -> float:
-        return max(self._ends[self._within(begin, end)], default=default)
+        return max(self._ends[self.find_within(begin, end)], default=default)
 
     def sum_up(self, begin: float, end: float) -> float:
-        part = self._within(begin, end)
+        part = self.find_within(begin, end)
         return sum(self._ends[part]) - sum(self._starts[part])
 
 
@@ -224,8 +270,9 @@ def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
 
 def _build_step(
     trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], sizes: _Sizes, device: _Device,
-    span: tuple[float, float],
+    window: tuple[float, float], span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
+    """`window` is when the host took the step, `span` when the device did."""
     begin, end = device.place(backward)
     handed = [pair.handed for pair in pairs]
     hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
@@ -235,22 +282,27 @@ def _build_step(
     gradients, sent, are_known = sizes.find(pairs, ready, device)
     backend, messages = _name_backend(pairs), list[TracedMessage]()
     servers = SERVERS.get(backend, 1)
-    done = [begin] * servers
+    done, moving = [begin] * servers, list[tuple[float, float]]()
     for pair, num_bytes in zip(pairs, sent, strict=True):
         launch = max(begin, device.find_ready(backward.begin, pair.handed))
         # A range may begin before its data are there, or before a message in front of it is done.
         start = max(launch, pair.message["ts"], sorted(done)[-servers])
         # The thread of a backend may note the end late, after the optimizer has begun with the result.
         done.append(max(start, _end(pair.message) if device.is_gpu else min(_end(pair.message), backward.limit)))
+        moving.append((start, done[-1]))
         messages.append(TracedMessage(num_bytes, *((moment - begin) * 1e-6 for moment in (launch, start, done[-1]))))
     calls = [pair.call["dur"] for pair in pairs if pair.call is not None and pair.call["cat"] != BUCKET]
+    beside_s, alone_s = device.compare(*window, moving)
+    over = max(end, *done)
+    idle = device.measure_idle(*window, (span[0], end), (over, span[1]))
     there = (min(end, max(begin, device.find_ready(backward.begin, moment))) for moment, _ in ready)
     return TracedStepRecord(
         rank=trace.rank, world_size=trace.world_size, device="cuda" if device.is_gpu else "cpu", backend=backend,
         host=trace.host, number=number, before_s=max(0.0, begin - span[0]) * 1e-6, backward_s=(end - begin) * 1e-6,
-        after_s=max(0.0, span[1] - max(end, *done)) * 1e-6, gradient_bytes=tuple(gradients),
+        after_s=max(0.0, span[1] - over) * 1e-6, gradient_bytes=tuple(gradients),
         ready_s=tuple((moment - begin) * 1e-6 for moment in there), messages=tuple(messages), are_sizes_known=are_known,
         launch_s=statistics.median(calls) * 1e-6 if calls and not device.is_gpu else 0.0,
+        idle_s=max(0.0, idle) * 1e-6, beside_s=beside_s, without_s=alone_s,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The job of traced steps, and what its messages cost: what the simulator needs to predict other buckets for it.
 
 A trace shows a step in which messages and arithmetic slow each other down. Here that is undone, by rates that were
-measured where the trace has a backward without messages and else assumed, and the simulator does it again.
+measured where the trace has a backward without messages, or kernels that also ran without them, and else assumed; the
+simulator does it again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ _ERROR_OF_TWICE = 0.05
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
 # Messages are made faster or slower by no more than this to reproduce the traced step.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+# Of the time that messages are under way during backward, what the compared kernels must cover.
+_LEAST_COMPARED = 0.1
 # A change of the step by less than this share says nothing of its messages.
 _HIDDEN = 0.01
 
@@ -145,9 +148,15 @@ class TracedJob:
 
     @property
     def has_contention(self) -> bool:
-        """Whether a backward without messages tells what they cost one with them; else it is assumed."""
-        under = [split.under_s[-1] for split in self._splits[self.rank]]
-        return bool(self.alone_s) and statistics.median(under) >= 0.02 * self.step_s
+        """Whether a backward without messages, or kernels without, tell what messages cost; else it is assumed."""
+        under_s = statistics.median(split.under_s[-1] for split in self._splits[self.rank])
+        return (bool(self.alone_s) and under_s >= 0.02 * self.step_s) or self.has_kernels
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether enough kernels ran next to messages and without them to tell what messages cost."""
+        under_s = sum(split.under_s[-1] for split in self._splits[self.rank])
+        return sum(step.beside_s for step in self.steps) >= max(1e-9, _LEAST_COMPARED * float(under_s))
 
     @property
     def has_latency(self) -> bool:
@@ -233,8 +242,13 @@ class TracedJob:
     def _fit_contention(
         self, steps: Sequence[TracedStepRecord], under_s: float, parts: Floats, resample: Resample
     ) -> Contention:
-        """From backwards without messages; else as assumed, unless messages show that they are slowed less. `parts`: of
-        each step and message its time next to computing, and behind that."""
+        """From kernels that ran both next to messages and without, or from backwards without messages; else as assumed,
+        unless messages show that they are slowed less. `parts`: of each step and message its time next to computing,
+        and behind that."""
+        if self.has_kernels and (beside_s := sum(step.beside_s for step in steps)) > 0:
+            rate = min(1.0, max(0.1, sum(step.without_s for step in steps) / beside_s))
+            basis = f"measured: kernels take {1 / rate - 1:.1%} longer next to messages than the same kernels without"
+            return Contention((1,), (rate,), (1.0,), basis, is_by_bytes=True)
         if not self.has_contention or under_s <= 0:
             assumed = Contention.assume(self.device, self.is_on_host, source=resample.source)
             rate = self._find_least_rate(parts)

@@ -18,7 +18,9 @@ PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed", "together", "coded")
 RACED = "confirmed"  # the note of steps of the job that raced under a plan
 # The samples of a record besides its timing; those after the phases belong to further kinds of steps.
-EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone")
+EXTRA_SAMPLES = (
+    "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone", "host",
+)  # fmt: skip
 
 
 def _median_difference(here: Samples, there: Samples) -> float:
@@ -39,7 +41,8 @@ class StepRecord(Record):
     `marked` with their phases marked, `no_comm` with communication off (`no_comm_backward` is their backward), and
     steps in which messages are timed: `busy` is how long at least one message was in flight. The phases (`data_wait`,
     `forward`, `backward` with what it waits for, `optimizer`) belong to `marked`, or to `timing` where there is none.
-    None stands for what was not measured.
+    `host` is how long the host took for a step of a program that was attached to, where `timing` is the GPU's: the host
+    may run ahead of it. None stands for what was not measured.
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward: `under_way` is then the mean
@@ -89,6 +92,7 @@ class StepRecord(Record):
     under_way: Samples | None = None
     overlapped: Samples | None = None
     alone: Samples | None = None
+    host: Samples | None = None
     num_wrong: int | None = None
     num_checked: int | None = None
     held_bytes: int = 0

@@ -37,7 +37,11 @@ class TracedStepRecord(Record):
     `gradient_bytes` are of the gradients in the order in which they were ready. `alone_s` are the backwards of the step
     that sent nothing: those of `no_sync`. `launch_s` is what the host needs to hand over a message; 0 where the device
     computes meanwhile. `are_sizes_known` says whether the trace has the sizes of gradients, or only those of messages.
-    A step without messages sent nothing. `num_other` all-reduces inside backward were not of gradients."""
+    A step without messages sent nothing. `num_other` all-reduces inside backward were not of gradients.
+
+    On a GPU, `idle_s` is how long it had nothing to do, but for the time in which communication is exposed. Kernels
+    that ran next to messages took `beside_s`, and would have taken `without_s` without; only those count that ran both
+    ways in this step."""
 
     kind: ClassVar[str] = "traced_step"
     rank: int
@@ -56,10 +60,14 @@ class TracedStepRecord(Record):
     launch_s: float = 0.0
     are_sizes_known: bool = True
     num_other: int = 0
+    idle_s: float = 0.0
+    beside_s: float = 0.0
+    without_s: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        times = (self.before_s, self.backward_s, self.after_s, self.launch_s, *self.ready_s, *self.alone_s)
+        times = [self.before_s, self.backward_s, self.after_s, self.launch_s, *self.ready_s, *self.alone_s]
+        times += [self.idle_s, self.beside_s, self.without_s]
         if any(not 0 <= value < math.inf for value in times) or self.backward_s <= 0:
             raise RecordError(f"step {self.number} of rank {self.rank} has a time that is negative or not a number")
         if len(self.ready_s) != len(self.gradient_bytes) or not self.ready_s or max(self.ready_s) > self.backward_s:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # What stands out, in words for a verdict.
 _WORDS = {
     "data": "Waiting for data", "late rank": "A late rank", "buckets": "The size of the buckets",
-    "batch": "The small batch", "network": "Exposed communication",
+    "batch": "The small batch", "network": "Exposed communication", "host": "The host",
 }  # fmt: skip
 # The parts of a step in rows of metrics. Of more ranks, those with the longest steps are drawn.
 PARTS, _MOST_RANKS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s"), 16
@@ -66,9 +66,10 @@ WHERE = (
 
 
 class AttachedResult(Result):
-    """`profile`, `tune` and `watch` of a command. `step_s` is the median of the steps that were not recorded, `rows`
-    where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`). `exposed_s` is measured
-    in the recorded steps: from the end of a rank's own backward to that of the last message.
+    """`profile`, `tune` and `watch` of a command. `step_s` is the median of the steps that were not recorded, on a GPU
+    by its own clock, `rows` where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`).
+    `exposed_s` is measured in the recorded steps: from the end of a rank's own backward to that of the last message. So
+    is `idle_s`, how long a GPU has nothing to do until the host launches more; 0 on a CPU.
 
     `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
     the plans that the program ran with. `verdict` is that of the race ("use", "default", "flat" or "undecided"), else
@@ -108,11 +109,19 @@ class AttachedResult(Result):
             cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
             saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
         late, messages = self._find_late(recorded), self._find_messages()
-        self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages)
+        self.idle_s = self._find_idle(recorded)
+        self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages, self.idle_s)
         self.bottleneck = self.bottlenecks[0]
 
     def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
         return find_late_rank(recorded)
+
+    def _find_idle(self, recorded: Sequence[TracedStepRecord]) -> float:
+        """Of the rank whose GPU is idle for longest; data that it waits for are another bottleneck."""
+        waits = {row.rank: row.data_s for row in self.rows}
+        by_rank = group_by(recorded, lambda step: step.rank)
+        idle = (statistics.median(s.idle_s for s in steps) - waits.get(rank, 0.0) for rank, steps in by_rank.items())
+        return max([0.0, *idle])
 
     def _find_messages(self) -> tuple[float, float, float] | None:
         if self.buckets is None:
@@ -203,6 +212,9 @@ class AttachedResult(Result):
     @property
     def findings(self) -> Sequence[str]:
         lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
+        if (host := self.steps.host) is not None:
+            spread = f"{format_ms(host.p10_s)} to {format_ms(host.p90_s)} ms"
+            lines.append(f"clock: the times are those of the GPU; the host takes {spread} a step, and may run ahead")
         if self.buckets is not None:
             lines += self.buckets.findings
         return [*lines, self.doubt] if self.doubt else lines
@@ -251,8 +263,9 @@ class AttachedResult(Result):
         known = [value if math.isfinite(value) else None for value in self.saves]  # of few rounds there is no interval
         gain = dict(zip(("gain", "gain_low", "gain_high"), known, strict=True)) if self.verdict else {}
         return predicted | super().to_json() | gain | {
-            "step_s": self.step_s, "exposed_s": self.exposed_s, "world_size": self.steps.world_size,
-            "backend": self.steps.backend, "device": self.steps.device, "num_steps": self.steps.timing.count,
+            "step_s": self.step_s, "exposed_s": self.exposed_s, "idle_s": self.idle_s,
+            "world_size": self.steps.world_size, "backend": self.steps.backend, "device": self.steps.device,
+            "num_steps": self.steps.timing.count,
             "bottleneck": self.bottleneck.kind, "verdict": self.verdict, "is_predicted": self.race is None,
             "bottlenecks": [{"kind": one.kind, "gain_s": one.gain_s, "text": one.text} for one in self.bottlenecks],
             "bucket_cap_mb": self.cap_mib, "bucket_cap_mb_list": self.cap_list, "lines": self.lines,

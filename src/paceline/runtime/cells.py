@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.runtime import worker
+from paceline.runtime.pulse import slow
 from paceline.runtime.worker import Failure, describe_failure, find_function, listen
 
 _GATHER_S = 0.03  # text that is written within this time travels in one message
@@ -165,17 +166,18 @@ class Where:
 
 
 class _Outbox:
-    """Messages on their way to the launcher. A thread sends them: an interrupt must not cut one in two."""
+    """Messages on their way to the launcher. A thread sends them, so that an interrupt cannot cut one in two."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._pending = 0
+        self._pending = 0  # characters
+        self._lock = threading.RLock()  # a signal handler may print while its thread holds it
         self._thread = threading.Thread(target=self._run, name="paceline-outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: Any) -> None:
         if isinstance(message, Output):
-            self._pending += len(message.text)
+            self._count(len(message.text))
         self._queue.put(message)
         while self._pending > _MAX_PENDING and threading.current_thread() is not self._thread:
             time.sleep(0.005)
@@ -183,6 +185,10 @@ class _Outbox:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
+
+    def _count(self, num_characters: int) -> None:
+        with self._lock:
+            self._pending += num_characters
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
@@ -192,11 +198,11 @@ class _Outbox:
                     batch.append(self._queue.get(timeout=left_s))
             for one in _merge(batch):
                 if one is not None:
-                    with contextlib.suppress(OSError):  # the launcher is gone, and this process with it
+                    with contextlib.suppress(OSError):  # the launcher is gone, and this process will follow
                         worker.send_to_launcher(one)
+            self._count(-sum(len(one.text) for one in batch if isinstance(one, Output)))
             if batch[-1] is None:
                 return
-            self._pending -= sum(len(one.text) for one in batch if isinstance(one, Output))
 
 
 def _merge(batch: list[Any]) -> list[Any]:
@@ -319,7 +325,7 @@ class CellRank:
         try:
             with listen(self.outbox.put):
                 self._join()
-                while (request := self._requests.get()) is not None:
+                while (request := self._await_request()) is not None:
                     if isinstance(request, Reopen):
                         self._join()
                         continue
@@ -332,6 +338,10 @@ class CellRank:
             signal.signal(signal.SIGINT, before)
             sys.modules.update({name: module for name, module in mains.items() if module is not None})
             self.outbox.close()
+
+    def _await_request(self) -> Any:
+        with slow("waiting for a cell"):  # as long as a person takes
+            return self._requests.get()
 
     # -- the world
 

@@ -34,7 +34,7 @@ from paceline import machine
 from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.runtime import by_value, pulse, store_server
 from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.monitor import LOOK_S, Monitor, describe_end
+from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, describe_end, find_hang_timeout, is_wanted
 from paceline.runtime.monitor import why_not as why_no_monitor
 from paceline.runtime.recovery import Recovery
 from paceline.runtime.worker import SPARE, Failure, listen, make_error, serve_jobs_spawned
@@ -123,14 +123,21 @@ class _Forked:
         self._server, self._status = server, status  # the server must live as long as the process
         self._pid: int | None = None
         self._code: int | None = None
+        self._handle = -1  # signals go through it: a process id may belong to someone else by now
 
     def _read(self) -> None:
-        """What the server reports next: the process's id, then its exit code."""
+        """Read the server's next report: the process id, then the exit code, which comes before the id is free again"""
         try:
             number = int(self._status.recv())
-            self._pid, self._code = (number, None) if self._pid is None else (self._pid, number)
         except (EOFError, OSError):
-            self._code = -signal.SIGKILL  # the server is gone, and with it everything that it forked
+            self._code = -signal.SIGKILL  # the server is gone, and so is everything that it forked
+            return
+        if self._pid is not None:
+            self._code = number
+            return
+        self._pid = number
+        with contextlib.suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(number)
 
     @property
     def pid(self) -> int | None:
@@ -149,9 +156,10 @@ class _Forked:
         self.kill(signal.SIGTERM)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        if self.exitcode is None and self._pid is not None:
+        # No exit code yet: so the handle was opened before the id was free, and is that of this process.
+        if self.exitcode is None and self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+                signal.pidfd_send_signal(self._handle, number)
 
     def join(self, timeout_s: float = math.inf) -> None:
         """Wait for its end, but not for one that the server has not forked yet: without its link it ends at once."""
@@ -161,6 +169,9 @@ class _Forked:
 
     def close(self) -> None:
         self._status.close()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
 def _describe_imports() -> tuple[object, ...]:
@@ -200,6 +211,15 @@ class _Rank:
     is_lost: bool = False  # since it has lost another rank
 
 
+def _signal(process: Any, number: int) -> None:
+    """Send a signal to the process of a rank; does nothing once it has ended."""
+    if isinstance(process, _Forked):
+        process.kill(number)
+    elif process.exitcode is None:  # our own child: its id is not free before we have read its exit code
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for rank in ranks:
@@ -229,21 +249,24 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def run(
         self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), *, num_ranks: int | None = None,
-        timeout_s: float | None = None, on_message: _Hear = None, monitor: bool = False,
-        recovery: Recovery | None = None,
+        timeout_s: float | None = None, on_message: _Hear = None,
+        hang_timeout_s: float | None = None, recovery: Recovery | None = None,
     ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
         `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
-        raised is raised here as itself. With `monitor`, so is a rank that is stopped or hangs (`runtime/monitor.py`).
-        With `recovery` ranks may continue after a fault, or start again (`runtime/recovery.py`): the values are those
-        of the last world.
+        raised is raised here as itself. With `hang_timeout_s`, or with PACELINE_MONITOR, the ranks are monitored
+        (`runtime/monitor.py`): one that is suspended, or hangs for so long, fails as well. With `recovery` ranks may
+        continue after a fault, or start again (`runtime/recovery.py`): the values are those of the last world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
+        if hang_timeout_s is None and num_ranks > 1 and is_wanted():
+            # Here and not in the ranks: who ends a rank must be the one who reports its end.
+            hang_timeout_s = find_hang_timeout()
         job, size = _pickle_job(fn, args), num_ranks
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         with unwind_on_signals():
@@ -254,7 +277,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
                 while True:
-                    values, next_size = self._run_world(size, job, deadline, timeout_s, on_message, monitor, recovery)
+                    values, next_size = self._run_world(
+                        size, job, deadline, timeout_s, on_message, hang_timeout_s, recovery
+                    )
                     if not next_size:
                         if recovery is not None:
                             self._end(self._ranks[size:])
@@ -270,12 +295,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 raise
 
     def _run_world(
-        self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear, monitor: bool,
-        recovery: Recovery | None,
+        self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear,
+        hang_timeout_s: float | None, recovery: Recovery | None,
     ) -> tuple[dict[int, Any], int]:  # fmt: skip
         """Give the first `size` ranks a world, in which they run the job, or stay in it. Returns their values; after a
-        fault from which they recover, or where more ranks can be had, the size of the next world."""
-        watched = Monitor(range(size), size) if monitor and not why_no_monitor() else None
+        fault from which they recover, or where more ranks are available, the size of the next world."""
+        watched = None
+        if hang_timeout_s is not None and not why_no_monitor():
+            watched = Monitor(range(size), size, hang_timeout_s)
         self._size = size
         with watched or contextlib.nullcontext():
             with _serve_store() as store:
@@ -348,8 +375,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     if kind == "standby":
                         self._ranks[rank].step = content[0]
                         stay.add(rank)
-            if monitor is not None and (verdict := monitor.look()) is not None and verdict.rank is not None:
-                late.discard(verdict.rank)  # it hangs, too
+            if monitor is not None and (verdict := _look(monitor)) is not None and verdict.rank is not None:
+                late.discard(verdict.rank)  # it is lost, too
         active, others = self._ranks[:size], self._ranks[size:]
         spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
         ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
@@ -407,10 +434,20 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         with contextlib.suppress(OSError), defer_signals():  # half a message could never be understood
             self._ranks[rank].link.send_bytes(pickle.dumps(message))
 
+    @property
+    def _active(self) -> list[_Rank]:
+        return self._ranks[: self._size or len(self._ranks)]
+
     def pids(self) -> list[int]:
-        """The process ids of the ranks, in rank order; waits for those that are just being started."""
-        ranks = self._ranks[: self._size or len(self._ranks)]
-        return [rank.process.pid for rank in ranks if rank.process.pid is not None]
+        """The process ids of the ranks, in rank order; waits for those that are just being started. For signals there
+        is `signal`."""
+        return [rank.process.pid for rank in self._active if rank.process.pid is not None]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that has not ended; waits for those that are just being started."""
+        for rank in self._active:
+            if rank.process.pid is not None:
+                _signal(rank.process, number)
 
     def close(self, at_once: bool = False) -> None:
         """End the ranks and wait until they are gone; does nothing the second time.
@@ -524,7 +561,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     else:
                         failures.append(content if monitor is None else _add_place(content, monitor.describe(rank)))
             is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
-            if is_open and monitor is not None and (verdict := monitor.look()) is not None:
+            if is_open and monitor is not None and (verdict := _look(monitor)) is not None:
                 failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
             is_named = recovery is not None and any(not failure.is_secondary for failure in failures)
             if is_named or any(failure.code in _CERTAIN for failure in failures):
@@ -570,11 +607,23 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
         if process.pid is None or not self._ranks[rank].was_heard:
             return "(still starting)"
-        os.kill(process.pid, signal.SIGUSR1)
+        if process.exitcode is not None:
+            return "(it has ended)"
+        _signal(process, signal.SIGUSR1)
         text = b""
         while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
             text += chunk
         return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
+
+
+def _look(monitor: Monitor) -> Verdict | None:
+    """A fault that must end the job. A rank that is only slow is named on stderr."""
+    verdict = monitor.look()
+    if verdict is None or verdict.ends:
+        return verdict
+    who = "" if verdict.rank is None else f"rank {verdict.rank} of {monitor.world_size} "
+    monitor.announce(f"warning: {who}{verdict.summary}", verdict.rank, verdict.stack)
+    return None
 
 
 def _add_place(failure: Failure, where: str) -> Failure:

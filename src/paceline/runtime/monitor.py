@@ -1,8 +1,12 @@
-"""Which rank is dead, stopped or hung, where, since when and why: the monitor of one host, and its verdict.
+"""Which rank is dead, suspended or hung, where, since when and why: the monitor of one host.
 
-`Monitor` looks at the ranks of one host: at their pages (`pulse`) and at their processes in /proc. `Judge` decides from
-what was seen so far. The launcher looks at ranks of its own; elsewhere a process does, which outlives every rank
-(`monitor_process`). Imports no torch.
+`Monitor` takes snapshots of the ranks of one host, from their pages (`pulse`) and their processes in /proc, and
+`HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; elsewhere a separate process does
+(`monitored`), which outlives every rank. Imports no torch.
+
+One rule decides what follows. The job ends for what is proven: a rank is dead or suspended, or every rank waits and
+they wait for different things. Everything else may be a healthy rank that is slow: it is named within seconds, as a
+warning, and ended only after the hang timeout.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ import collections
 import contextlib
 import fcntl
 import math
+import multiprocessing.connection
 import os
 import re
-import select
 import signal
 import statistics
 import struct
@@ -24,58 +28,85 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.errors import ConfigError
 from paceline.runtime import pulse
 from paceline.runtime.pulse import BETWEEN, LEFT, SLOW, START, WAIT
-from paceline.units import name_ranks
+from paceline.units import name_ranks, parse_duration
 
+# In the environment: whether to monitor the ranks of a program that does not ask for it, and its hang timeout.
+VARIABLE, TIMEOUT_VARIABLE = "PACELINE_MONITOR", "PACELINE_HANG_TIMEOUT"
+# How long a rank may stay in one phase of a step before it is ended: as long as a collective may take by default
+# (`init`), which then fails on the other ranks anyway.
+HANG_S = 600.0
 LOOK_S = 0.1
-# Time counts only while the monitor itself gets to look: on a machine too loaded for that, ranks have more of it.
+# Time counts only while the monitor gets to look: where the machine is too loaded for that, ranks get more of it.
 _MOST_S = 2.5 * LOOK_S
-_STOPPED_S = 1.5  # a process that is stopped for a moment is not lost
-_OOM_S = 1.0  # a kill for memory within the last one or two of these is that of the rank that was killed
+_STOPPED_S = 1.5  # a process may be stopped for a moment
+_OOM_S = 1.0  # a kill for memory within the last one or two of these seconds is blamed for the end of a rank
 # A process that goes on for so long after an error of its world has handled it; one that ends by it may take longer.
 _HANDLED_S, _ENDED_S = 1.0, 30.0
-# One phase of a step may take this many times as long as a whole slow step (p99), and at least this long.
+# A rank is named once one phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
-# The same before there are enough steps to learn from: none, and a few.
+# The same before there are enough steps to learn from: before the first, and for the first few.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
-# Between steps a program loads, evaluates or saves, on one rank maybe: at least this long, and longer where it already
-# was. A pickle of a large state holds Python's lock.
+# Between steps a program loads, evaluates or saves, perhaps on one rank: at least this long, and longer where it
+# already did. Pickling a large state holds Python's lock.
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
-# A disk, a network file system or a driver that does not answer may only be slow: this long, and as many limits.
-_DISK_S, _DISK_LIMITS = 60.0, 5.0
-_PATIENCE = 5.0  # times as long where no other rank waits for this one
-_CPU_S = 1.5  # at least, before a rank that computes is in an endless loop
-# The share of looks at which a blocked process sleeps. One that waits for a core is runnable, and that is no hang.
+_PATIENCE = 5.0  # times as long before a rank is named that no other rank waits for
+_CPU_S = 1.5  # CPU time of a rank, at least, before it is said to keep computing
+# The share of snapshots in which a blocked process sleeps. One that waits for a core is runnable, which is not a hang.
 _BLOCKED = 0.8
+_MOST_FRAMES = 20  # of a stack that is printed
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Files of functions that wait for other ranks; and those that call such of torch's C++, as the innermost frame.
+# Files of functions that wait for other ranks; and files that call such functions in torch's C++, as innermost frame.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
     "torch/distributed/_functional_collectives.py", "paceline/parallel/channel.py",
 )  # fmt: skip
 _CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
 
+_FOUND = {
+    "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)", "loop": "keeps computing",
+    "blocked": "is blocked", "disk": "waits for a disk or a driver (state D)",
+    "kernel": "has a GPU that does not finish", "collective": "waits in a collective of its own",
+    "desynchronised": "has started another number of collectives than the others",
+    "left": "has left, and others wait",
+}  # fmt: skip
+_MARK = "mark work that is meant to take long with paceline.slow()"
 _ADVICE = {
-    "ended": "its own output says more, or what the kernel says of it (dmesg)",
-    "stopped": "a person, a debugger or a job manager stopped it, and nobody continued it",
-    "gil": "a call in this stack holds Python's lock and does not return: it must release the lock, or end",
-    "loop": "it computes without end: look for the loop in this stack",
-    "blocked": "it waits for something that is no other rank: a lock, a file, a child process",
-    "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack says where)",
-    "kernel": "a kernel that it launched runs without end, or the GPU has failed (dmesg, nvidia-smi)",
-    "collective": "the other ranks are not in this collective: all must make the same calls in one order",
+    "ended": "see its own output, or the kernel's log (dmesg)",
+    "stopped": "it was suspended and never resumed, by a person, a debugger or a job manager",
+    "gil": f"a call in this stack does not release the lock: it must release it, or return; {_MARK}",
+    "loop": f"it is slow in this stack, or stuck in a loop; {_MARK}",
+    "blocked": f"it waits for something other than a rank: a lock, a file, a child process; {_MARK}",
+    "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
+    "kernel": "a kernel that it launched does not end, or the GPU has failed (dmesg, nvidia-smi)",
+    "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
     "desynchronised": "all ranks must make the same collectives in the same order",
-    "left": "give all ranks the same number of batches, or train inside `with model.join():`",
-    "all-wait": "no rank is missing: they made different collectives, or the network between them is cut",
+    "left": "give every rank the same number of batches, or train inside `with model.join():`",
+    "all-wait": "no rank is missing: they called different collectives, or the network between them is cut",
 }
 
 
 def why_not() -> str:
-    """Why this host can have no monitor; empty where it can."""
+    """Why this host cannot have a monitor; empty where it can."""
     has_all = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     return "" if has_all else "the monitor needs Linux 5.3 or later"
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for a monitor."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def find_hang_timeout(given: str | None = None) -> float:
+    """Seconds after which a hung rank is ended: as given by the option, by the environment, or the default."""
+    text, name = given or os.environ.get(TIMEOUT_VARIABLE, ""), "--hang-timeout" if given else TIMEOUT_VARIABLE
+    limit_s = parse_duration(text, name) if text else HANG_S
+    if not limit_s > 0:
+        raise ConfigError(f"{name} {text}: above 0 is needed; to monitor without ending ranks, use a long one: 30d")
+    return limit_s
 
 
 @dataclass(frozen=True)
@@ -83,7 +114,8 @@ class Verdict:
     """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
 
     `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "desynchronised", "left" or
-    "all-wait"; with the last one there is no rank to blame.
+    "all-wait"; with the last one there is no rank to blame. `ends`: the job must end. It does for a fault that is
+    proven, and else for one that lasts longer than `limit`; before that, this is a warning.
     """
 
     kind: str
@@ -94,6 +126,8 @@ class Verdict:
     waiting: str = ""
     place: str = ""
     stack: str = ""
+    ends: bool = True
+    limit: str = ""
 
     @property
     def summary(self) -> str:
@@ -101,11 +135,19 @@ class Verdict:
         since = f" for {self.since_s:.1f} s" if self.since_s else ""
         at = f"it is at {self.place}" if self.place else ""
         text = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
-        return f"{text}: {_ADVICE[self.kind]}"
+        return f"{text}: {_ADVICE[self.kind]}{self._describe_end()}"
+
+    def _describe_end(self) -> str:
+        """What Paceline does about it; a rank that has ended was not ended by us."""
+        who = {"ended": "", "left": "the ranks that wait", "all-wait": "all ranks"}.get(self.kind, "it")
+        if not self.ends:
+            return f"; Paceline ends {who} only if this lasts longer than {self.limit}"
+        why = f" because this lasted longer than {self.limit}" if self.limit else ""
+        return f"; Paceline ended {who}{why}" if who else ""
 
 
-class Sight(NamedTuple):
-    """One look at one rank: the state of its process (R, S, D, T; "" where it is gone), and its page."""
+class RankSnapshot(NamedTuple):
+    """One rank at one moment: the state of its process (R, S, D, T; "" where it is gone), and its page."""
 
     state: str
     cpu_s: float
@@ -115,52 +157,52 @@ class Sight(NamedTuple):
     bucket: int = -1
     beat_ns: int = 0
     num_steps: int = 0
-    p99_s: float = 0.0  # of the recent steps, without what is between them
-    longest_s: float = 0.0  # between two steps, so far
-    is_busy: bool = False  # its GPU, while it waits for other ranks
-    most_s: float = math.inf  # that a marked pause may take
+    p99_s: float = 0.0  # of the recent steps, without the time between them
+    longest_s: float = 0.0  # the longest time between two steps so far
+    is_busy: bool = False  # the GPU of a rank that waits for other ranks
+    most_s: float = math.inf  # the limit of a marked pause
     num_started: int = 0  # collectives, while it waits for other ranks; 0 where they are not counted
 
 
 class _History:
-    """What was seen of one rank. All times are of looks: those of the phase that it is in, and since its last beat."""
+    """The snapshots of one rank. Times add up over snapshots: those of its present phase, and since its last beat."""
 
-    def __init__(self, sight: Sight) -> None:
-        self.sight = sight
+    def __init__(self, snapshot: RankSnapshot) -> None:
+        self.snapshot = snapshot
         self.stopped_s = 0.0
         self.phase_s = self.phase_asleep_s = self.phase_disk_s = self.silent_s = self.silent_asleep_s = 0.0
-        self.is_in_collective = False  # in this phase, by its stack: it waits for other ranks
-        self.phase_cpu_s = self.silent_cpu_s = sight.cpu_s  # when it began
-        self._step_cpu_s = collections.deque[float](maxlen=31)  # of a step, on the average of each second
-        self._window = 0.0, 0, 0.0  # seconds that were looked at, and steps and seconds of CPU time when it began
+        self.is_in_collective = False  # in this phase, according to its stack: it waits for other ranks
+        self.phase_cpu_s = self.silent_cpu_s = snapshot.cpu_s  # when it began
+        self._step_cpu_s = collections.deque[float](maxlen=31)  # per step, averaged over each second
+        self._window = 0.0, 0, 0.0  # seconds observed, and the number of steps and the CPU time at its beginning
 
-    def add(self, sight: Sight, took_s: float) -> None:
-        before, self.sight = self.sight, sight
-        asleep_s = took_s if sight.state == "S" else 0.0
-        self.stopped_s = self.stopped_s + took_s if sight.state == "T" else 0.0
-        if sight.serial != before.serial:
-            self.phase_s, self.phase_asleep_s, self.phase_disk_s, self.phase_cpu_s = 0.0, 0.0, 0.0, sight.cpu_s
+    def add(self, snapshot: RankSnapshot, took_s: float) -> None:
+        before, self.snapshot = self.snapshot, snapshot
+        asleep_s = took_s if snapshot.state == "S" else 0.0
+        self.stopped_s = self.stopped_s + took_s if snapshot.state == "T" else 0.0
+        if snapshot.serial != before.serial:
+            self.phase_s, self.phase_asleep_s, self.phase_disk_s, self.phase_cpu_s = 0.0, 0.0, 0.0, snapshot.cpu_s
             self.is_in_collective = False
         self.phase_s, self.phase_asleep_s = self.phase_s + took_s, self.phase_asleep_s + asleep_s
-        self.phase_disk_s += took_s if sight.state == "D" else 0.0
-        if sight.beat_ns != before.beat_ns:
-            self.silent_s, self.silent_asleep_s, self.silent_cpu_s = 0.0, 0.0, sight.cpu_s
+        self.phase_disk_s += took_s if snapshot.state == "D" else 0.0
+        if snapshot.beat_ns != before.beat_ns:
+            self.silent_s, self.silent_asleep_s, self.silent_cpu_s = 0.0, 0.0, snapshot.cpu_s
         self.silent_s, self.silent_asleep_s = self.silent_s + took_s, self.silent_asleep_s + asleep_s
         window_s, num_steps, cpu_s = self._window
         self._window = window_s + took_s, num_steps, cpu_s
-        if window_s > 1.0 and sight.num_steps > num_steps:
-            if num_steps:  # not what came before the first step
-                self._step_cpu_s.append((sight.cpu_s - cpu_s) / (sight.num_steps - num_steps))
-            self._window = 0.0, sight.num_steps, sight.cpu_s
+        if window_s > 1.0 and snapshot.num_steps > num_steps:
+            if num_steps:  # leaves out what came before the first step
+                self._step_cpu_s.append((snapshot.cpu_s - cpu_s) / (snapshot.num_steps - num_steps))
+            self._window = 0.0, snapshot.num_steps, snapshot.cpu_s
 
     @property
     def step_cpu_s(self) -> float:
-        """CPU time of a step. The median: a second may hold an evaluation."""
+        """CPU time of a step. The median: one of the seconds may contain an evaluation."""
         return statistics.median(self._step_cpu_s) if self._step_cpu_s else 0.0
 
     @property
     def is_there(self) -> bool:
-        return bool(self.sight.state) and self.sight.phase != LEFT
+        return bool(self.snapshot.state) and self.snapshot.phase != LEFT
 
     @property
     def is_blocked(self) -> bool:
@@ -173,40 +215,63 @@ class _History:
 
     @property
     def waits(self) -> bool:
-        return self.sight.phase == WAIT or self.is_in_collective
+        return self.snapshot.phase == WAIT or self.is_in_collective
 
 
 class Suspicion(NamedTuple):
-    """A rank that is to blame, by the numbers; `is_certain` False: only if its stack is inside a collective."""
+    """A rank to blame, judging by the numbers. After `end_s` the job must end, and before that there is a warning; with
+    None the fault is proven. `is_certain` False: only if the rank's stack is inside a collective."""
 
     kind: str
     rank: int | None
     since_s: float
+    end_s: float | None = None
     is_certain: bool = True
 
+    @property
+    def ends(self) -> bool:
+        return self.end_s is None or self.since_s > self.end_s
 
-class Judge:
-    """Decides, from sights of all ranks of a host, whether one of them is stopped or hung. `has_others`: there are
-    ranks on other hosts, which may wait for those here, and the other way round."""
 
-    def __init__(self, has_others: bool = False) -> None:
-        self.has_others = has_others
+class HangDetector:
+    """Decides from snapshots of all ranks of a host whether one of them is suspended, slow or hung. `has_others`: there
+    are ranks on other hosts, which may wait for the ranks here and the other way round. Nothing is reported twice
+    while a rank stays in one phase (`note_named`), unless it must end now."""
+
+    def __init__(self, has_others: bool = False, hang_timeout_s: float = HANG_S) -> None:
+        self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
         self.seen: dict[int, _History] = {}
         self._looked_s = math.inf
+        self._named: dict[int | None, object] = {}  # and in which phase that was
 
-    def look(self, now_s: float, sights: Mapping[int, Sight]) -> Suspicion | None:
+    def look(self, now_s: float, snapshots: Mapping[int, RankSnapshot]) -> Suspicion | None:
         took_s, self._looked_s = min(max(0.0, now_s - self._looked_s), _MOST_S), now_s
-        for rank, sight in sights.items():
+        for rank, snapshot in snapshots.items():
             if rank in self.seen:
-                self.seen[rank].add(sight, took_s)
+                self.seen[rank].add(snapshot, took_s)
             else:
-                self.seen[rank] = _History(sight)
+                self.seen[rank] = _History(snapshot)
+        return self.find()
+
+    def find(self) -> Suspicion | None:
         return self._find_stopped() or self._find_hung() or self._find_unmatched()
+
+    def note_named(self, rank: int | None) -> None:
+        """This rank, or with None that all wait, was reported."""
+        self._named[rank] = self._find_serial(rank)
+
+    def _find_serial(self, rank: int | None) -> object:
+        serials = {number: one.snapshot.serial for number, one in self.seen.items()}
+        return tuple(serials.values()) if rank is None else serials.get(rank)
+
+    def _suspect(self, kind: str, rank: int | None, since_s: float, end_s: float | None) -> Suspicion | None:
+        found, is_named = Suspicion(kind, rank, since_s, end_s), self._named.get(rank, ()) == self._find_serial(rank)
+        return found if found.ends or not is_named else None
 
     @property
     def limit_s(self) -> float:
-        """How long one phase of a step may take."""
-        steps = [(one.sight.num_steps, one.sight.p99_s) for one in self.seen.values()]
+        """How long one phase of a step may take before its rank is named."""
+        steps = [(one.snapshot.num_steps, one.snapshot.p99_s) for one in self.seen.values()]
         num_steps, p99_s = min((n for n, _ in steps), default=0), max((p for _, p in steps), default=0.0)
         at_least_s = _FIRST_S if num_steps == 0 else _EARLY_S if num_steps < _NUM_EARLY else _AT_LEAST_S
         return max(at_least_s, _TIMES * p99_s)
@@ -217,8 +282,8 @@ class Judge:
     def _find_stopped(self) -> Suspicion | None:
         there = self._there()
         stopped = {rank: one.stopped_s for rank, one in there.items() if one.stopped_s > _STOPPED_S}
-        # All of them, also those that have left: the job was suspended, by Ctrl-Z or by its manager.
-        is_suspended = all(one.stopped_s > _STOPPED_S for one in self.seen.values() if one.sight.state)
+        # If all are stopped, also those that have left, then the job is suspended: by Ctrl-Z or by its manager.
+        is_suspended = all(one.stopped_s > _STOPPED_S for one in self.seen.values() if one.snapshot.state)
         if not stopped or (is_suspended and not (self.has_others and len(there) == 1)):
             return None
         rank = max(stopped, key=lambda rank: stopped[rank])
@@ -228,62 +293,64 @@ class Judge:
         there, found = self._there(), list[Suspicion]()
         for rank, one in there.items():
             waits = self.has_others or any(other.is_waiting for number, other in there.items() if number != rank)
-            if (suspicion := self._suspect(rank, one, 1.0 if waits else _PATIENCE)) is not None:
+            if (suspicion := self._find_slow(rank, one, 1.0 if waits else _PATIENCE)) is not None:
                 found.append(suspicion)
         order = ("gil", "loop", "blocked", "disk")
         return min(found, key=lambda one: (order.index(one.kind), -one.since_s), default=None)
 
-    def _suspect(self, rank: int, one: _History, patience: float) -> Suspicion | None:
-        sight, step_s = one.sight, self.limit_s
-        between_s = max(step_s, _TIMES * sight.longest_s)
-        limits = {SLOW: (sight.most_s, sight.most_s), START: (_FIRST_S, _FIRST_S)}
+    def _find_slow(self, rank: int, one: _History, patience: float) -> Suspicion | None:
+        snapshot, step_s = one.snapshot, self.limit_s
+        between_s = max(step_s, _TIMES * snapshot.longest_s)
+        limits = {SLOW: (snapshot.most_s, snapshot.most_s), START: (_FIRST_S, _FIRST_S)}
         limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
-        held_s, limit_s = (patience * each for each in limits.get(sight.phase, (step_s, step_s)))
+        held_s, limit_s = (patience * each for each in limits.get(snapshot.phase, (step_s, step_s)))
+        end_s = limit_s if snapshot.phase == SLOW else max(limit_s, self.hang_timeout_s)
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
-        silent_cpu_s, phase_cpu_s = sight.cpu_s - one.silent_cpu_s, sight.cpu_s - one.phase_cpu_s
+        silent_cpu_s, phase_cpu_s = snapshot.cpu_s - one.silent_cpu_s, snapshot.cpu_s - one.phase_cpu_s
         if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
-            return Suspicion("gil", rank, one.silent_s)
+            return self._suspect("gil", rank, one.silent_s, end_s)
         if one.waits or one.phase_s <= limit_s:
             return None
-        if one.phase_disk_s >= _BLOCKED * one.phase_s:
-            is_lost = one.phase_s > max(_DISK_S, _DISK_LIMITS * limit_s)
-            return Suspicion("disk", rank, one.phase_s) if is_lost else None
-        if phase_cpu_s >= cpu_s and not one.is_blocked:
-            return Suspicion("loop", rank, one.phase_s)
-        return Suspicion("blocked", rank, one.phase_s) if one.is_blocked else None
+        kind = "disk" if one.phase_disk_s >= _BLOCKED * one.phase_s else "blocked" if one.is_blocked else ""
+        kind = kind or ("loop" if phase_cpu_s >= cpu_s else "")
+        return self._suspect(kind, rank, one.phase_s, end_s) if kind else None
 
     def _find_unmatched(self) -> Suspicion | None:
-        """Ranks that wait for one whose GPU does not finish, for one that left, for one that is in a collective of its
-        own, or for each other."""
+        """Ranks that wait for one whose GPU does not finish, for one that has left, for one that is in a collective of
+        its own, or for each other."""
         there, limit_s = self._there(), self.limit_s
         waiting = {rank: one for rank, one in there.items() if one.waits and one.phase_s > limit_s}
         for rank, one in waiting.items():
-            if one.sight.is_busy:
-                return Suspicion("kernel", rank, one.phase_s)
+            if one.snapshot.is_busy:
+                return self._suspect("kernel", rank, one.phase_s, self.hang_timeout_s)
         if not waiting or self.has_others:
+            return None
+        spins = any(one.snapshot.num_started for one in waiting.values())  # a wait for NCCL does not sleep
+        for rank, one in there.items():
+            is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
+            if is_outside and one.phase_s > limit_s and (spins or one.is_blocked):
+                return Suspicion("collective", rank, one.phase_s, is_certain=False)
+        if len(waiting) < len(there):  # the others may wait for a rank that is only slow
             return None
         since_s = max(one.phase_s for one in waiting.values())
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
-        spins = any(one.sight.num_started for one in waiting.values())  # a wait for NCCL does not sleep
-        for rank, one in there.items():
-            if one.sight.phase in (BETWEEN, START) and one.phase_s > limit_s and (spins or one.is_blocked):
-                return Suspicion("collective", rank, one.phase_s, is_certain=False)
-        if len(waiting) == len(there) > 1:
-            own = [rank for rank, one in waiting.items() if one.is_in_collective]
-            if len(own) == 1:  # in one that the wrapper does not make, and all others wait for the wrapper's
-                return Suspicion("collective", own[0], waiting[own[0]].phase_s)
-            if (odd := self._find_odd(waiting)) is not None:
-                return Suspicion("desynchronised", odd, waiting[odd].phase_s)
-            if min(one.phase_s for one in waiting.values()) > 2 * limit_s:
-                return Suspicion("all-wait", None, since_s)
+        own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
+        if len(own) == 1 < len(there):  # in a collective that the wrapper does not make, and all others in its own
+            return Suspicion("collective", own[0], waiting[own[0]].phase_s)
+        if (odd := self._find_odd(waiting)) is not None:  # or its buckets are only ready in another order
+            return self._suspect("desynchronised", odd, waiting[odd].phase_s, self.hang_timeout_s)
+        if len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
+            # Where all wait for the same, the message may only be large.
+            awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
+            return self._suspect("all-wait", None, since_s, None if len(awaited) > 1 else self.hang_timeout_s)
         return None
 
     @staticmethod
     def _find_odd(waiting: Mapping[int, _History]) -> int | None:
         """The rank that has started another number of collectives than most; of two ranks, the one with more. NCCL
         matches calls by their order alone: after one too many, all ranks wait, each for something else."""
-        counts = {rank: one.sight.num_started for rank, one in waiting.items()}
+        counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
         if not all(counts.values()):
             return None
         seen = collections.Counter(counts.values())
@@ -292,7 +359,7 @@ class Judge:
 
 
 class _Process:
-    """One rank as this host sees it: its page, its stacks, its process."""
+    """One rank: its page, its stacks, its process."""
 
     def __init__(self) -> None:
         self.page_fd, self.stacks_fd = (os.memfd_create(f"paceline-{name}") for name in ("page", "stacks"))
@@ -309,8 +376,8 @@ class _Process:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def look(self) -> Sight | None:
-        """None while there is nobody yet."""
+    def look(self) -> RankSnapshot | None:
+        """None before the rank has opened its page."""
         words = self._words
         if not self.pid:
             if not words[pulse.PID]:
@@ -322,30 +389,30 @@ class _Process:
         phase, num_steps = self.find_phase()[0], words[pulse.NUM_STEPS]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
         longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
-        return Sight(
+        return RankSnapshot(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
             num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
             self.find_most_s(), words[pulse.NUM_STARTED],
         )  # fmt: skip
 
     def find_phase(self) -> tuple[int, str]:
-        """And the label of a pause."""
+        """The phase, and the label of a marked pause."""
         phase = self._words[pulse.PHASE]
         if self._words[pulse.IS_COMPILING] and phase != LEFT:
             return SLOW, "torch.compile"
         return phase, pulse.read_text(self.page, pulse.LABEL)
 
     def find_most_s(self) -> float:
-        """How long a marked pause may take; a compilation takes as long as it takes."""
+        """How long a marked pause may take; a compilation may take any time."""
         most_ns = self._words[pulse.MOST_NS]
         return math.inf if self._words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
 
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
-        """Of the last steps; only made anew where it is of use, for a rank that stays in one phase."""
+        """The p99 of the last steps. Computed only where it is used, for a rank that stays in one phase."""
         if num_steps != self._p99[0] and is_wanted:
             recent = list(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
             if num_steps <= pulse.NUM_RECENT:
-                recent = recent[_NUM_FIRST:]  # in which ranks wait until all have started
+                recent = recent[_NUM_FIRST:]  # in the first ones ranks wait until all have started
             recent.sort()
             self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
         return self._p99[1]
@@ -364,7 +431,8 @@ class _Process:
 
     @property
     def is_gone(self) -> bool:
-        return self.pid > 0 and (self.handle < 0 or bool(select.select([self.handle], [], [], 0)[0]))
+        # `select` takes no descriptor above 1023, and a launcher of many ranks has those; this polls.
+        return self.pid > 0 and (self.handle < 0 or bool(multiprocessing.connection.wait([self.handle], 0)))
 
     def _read_process(self) -> tuple[str, float]:
         if self.is_gone:
@@ -391,6 +459,11 @@ class _Process:
     def signal(self, number: int) -> None:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.handle, number)
+
+    def tell(self, text: str) -> None:
+        """Let the rank print this; it has a thread for that (`pulse`)."""
+        pulse.write_text(self.page, pulse.NOTICE, text)
+        self._words[pulse.NUM_NOTICES] += 1
 
     def read_stack(self, limit_s: float = 1.0) -> str:
         """The stacks of all its threads; nothing from one that is stopped or gone."""
@@ -466,15 +539,15 @@ def count_oom_kills() -> int:
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
-    """The ranks of one host. `look` ten times a second; `variables` is what each rank needs to find its page."""
+    """The ranks of one host. Call `look` ten times a second. A rank finds its page by `find_pages`."""
 
-    def __init__(self, ranks: Sequence[int], world_size: int) -> None:
+    def __init__(self, ranks: Sequence[int], world_size: int, hang_timeout_s: float = HANG_S) -> None:
         self.world_size = world_size
         self._processes = {rank: _Process() for rank in ranks}
-        self._judge = Judge(has_others=len(ranks) < world_size)
+        self._detector = HangDetector(len(ranks) < world_size, hang_timeout_s)
         self._asked_s, self._left_s = 0.0, math.inf
         self._oom_kills = collections.deque([(time.monotonic(), count_oom_kills())] * 2, maxlen=2)
-        self._imports = False  # what was last taken for a hang was an import
+        self._imports = False  # the rank that was last suspected was importing a module
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
@@ -487,21 +560,35 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return f"{here}/{process.page_fd}", f"{here}/{process.stacks_fd}"
 
     def look(self) -> Verdict | None:
-        sights = {rank: one.look() for rank, one in self._processes.items()}
-        there = {rank: sight for rank, sight in sights.items() if sight is not None}
+        """A fault that must end the job, or a warning, which comes once (`Verdict.ends`)."""
+        snapshots = {rank: one.look() for rank, one in self._processes.items()}
+        there = {rank: snapshot for rank, snapshot in snapshots.items() if snapshot is not None}
         now_s = time.monotonic()
         if now_s - self._oom_kills[-1][0] > _OOM_S:
             self._oom_kills.append((now_s, count_oom_kills()))
-        found = self._judge.look(now_s, there)
+        found = self._detector.look(now_s, there)
         return None if found is None else self._make_verdict(found)
+
+    def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
+        """Print this on stderr, with the stack of the main thread, and let ranks print it that write to another file,
+        so that it is in the log of every rank. This `rank` may not be able to, and is asked last."""
+        frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
+        print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
+        outputs = {None, _find_output("self")}
+        for number in sorted(self._processes, key=lambda number: number == rank):
+            process = self._processes[number]
+            if process.pid and not process.is_gone and (output := _find_output(process.pid)) not in outputs:
+                outputs.add(output)
+                process.tell(text)
 
     def pids(self) -> dict[int, int]:
         """The processes of the ranks that have been here."""
         return {rank: one.pid for rank, one in self._processes.items() if one.pid}
 
     def wait(self, limit_s: float) -> None:
-        """Until a rank ends, or this long."""
-        select.select([one.handle for one in self._processes.values() if one.pid and not one.is_gone], [], [], limit_s)
+        """Wait until a rank ends, at most this long."""
+        handles = [one.handle for one in self._processes.values() if one.pid and not one.is_gone]
+        multiprocessing.connection.wait(handles, limit_s)
 
     def signal(self, ranks: Sequence[int] | None, number: int) -> None:
         """Send a signal to ranks, or to all."""
@@ -519,7 +606,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def have_all_left(self) -> bool:
         """Whether no rank of this host takes part any more, each having ended as it should."""
-        there = self._judge.seen
+        there = self._detector.seen
         if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
             self._left_s = math.inf
             return False
@@ -566,7 +653,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         limit that was learned."""
         words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
-        limit_s = self._processes[rank].find_most_s() if phase == SLOW else self._judge.limit_s
+        limit_s = self._processes[rank].find_most_s() if phase == SLOW else self._detector.limit_s
         return phase != WAIT and since_s <= limit_s
 
     def describe(self, rank: int) -> str:
@@ -593,36 +680,54 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def describe_waiting(self, rank: int | None) -> str:
         """Which ranks wait, and for what."""
         waiting: dict[str, list[int]] = {}
-        for other, one in self._judge.seen.items():
-            if other != rank and one.is_there and one.sight.phase == WAIT:
-                what = f"bucket {one.sight.bucket}" if one.sight.bucket >= 0 else "the other ranks"
-                waiting.setdefault(f"for {what} in step {one.sight.step}", []).append(other)
+        for other, one in self._detector.seen.items():
+            if other != rank and one.is_there and one.snapshot.phase == WAIT:
+                what = f"bucket {one.snapshot.bucket}" if one.snapshot.bucket >= 0 else "the other ranks"
+                waiting.setdefault(f"for {what} in step {one.snapshot.step}", []).append(other)
         parts = [f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waiting.items()]
         return ", ".join(parts)
 
     def _make_verdict(self, found: Suspicion) -> Verdict | None:
-        kind, rank, since_s, is_certain = found
+        kind, rank, since_s, end_s, is_certain = found
         if rank is None:
             stacks = {other: one.read_stack() for other, one in self._processes.items()}
             places = {other: describe_frames(stack, 2) for other, stack in stacks.items()}
             text = "; ".join(f"rank {other} is at {place}" for other, place in places.items() if place)
-            return Verdict(kind, None, "all ranks wait for each other", self.describe_waiting(None), since_s, text)
+            waiting, limit = self.describe_waiting(None), _describe_limit(end_s)
+            self._detector.note_named(None)
+            return Verdict(
+                kind, None, "all ranks wait for each other", waiting, since_s, text, ends=found.ends, limit=limit
+            )
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
         self._asked_s = time.monotonic()
-        where, waiting = self.describe(rank), self.describe_waiting(rank)  # a signal may wake it
-        stack = self._processes[rank].read_stack()
-        if kind == "blocked" and is_in_collective(stack):  # torch's wrapper makes buffers equal in forward
-            self._judge.seen[rank].is_in_collective = True
+        where, waiting = self.describe(rank), self.describe_waiting(rank)  # first, for the signal may wake the rank
+        stack, history = self._processes[rank].read_stack(), self._detector.seen[rank]
+        is_inside = is_in_collective(stack)
+        if not is_certain or (kind == "blocked" and is_inside):  # torch's wrapper synchronises buffers in forward
+            history.is_in_collective = is_inside
+            again = self._detector.find() if is_inside and not is_certain else None
+            return self._make_verdict(again) if again is not None and again.is_certain else None
+        if kind == "collective" and not is_inside:  # it has left the collective since it was asked
+            history.is_in_collective = False
             return None
         self._imports = kind in ("blocked", "loop", "disk") and since_s < _FIRST_S and is_importing(stack)
-        if self._imports or (not is_certain and not is_in_collective(stack)):
+        if self._imports:
             return None
-        what = {
-            "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)",
-            "loop": "keeps computing", "blocked": "hangs", "disk": "waits for a disk or a driver (state D)",
-            "collective": "waits in a collective of its own",
-            "desynchronised": "has started another number of collectives than the others",
-            "left": "has left, and others wait", "kernel": "has a GPU that does not finish",
-        }[kind]  # fmt: skip
-        return Verdict(kind, rank, what, where, since_s, waiting, describe_frames(stack), stack)
+        self._detector.note_named(rank)
+        limit = _describe_limit(end_s, history.snapshot.phase == SLOW)
+        return Verdict(
+            kind, rank, _FOUND[kind], where, since_s, waiting, describe_frames(stack), stack, found.ends, limit
+        )
+
+
+def _describe_limit(end_s: float | None, is_marked: bool = False) -> str:
+    return "" if end_s is None else f"{end_s:g} s ({'its at_most' if is_marked else 'the hang timeout'})"
+
+
+def _find_output(process: int | str) -> tuple[int, int] | None:
+    """The file that a process has as stderr."""
+    with contextlib.suppress(OSError):
+        found = os.stat(f"/proc/{process}/fd/2")
+        return found.st_dev, found.st_ino
+    return None

@@ -1,8 +1,9 @@
 """A monitor for ranks that another launcher started: one process per host, which outlives every rank.
 
 `monitor` is the line for a program of one's own; PACELINE_MONITOR=1 calls it in any program that opens a process group.
-The first rank of a host starts the process, and the others find it through the store of their group. It names the rank
-that is dead, stopped or hung, and ends the others. Monitors of several hosts are in touch over TCP (`Links`).
+The first rank of a host starts the process, and the others find it through the store of their group. It names a rank
+that is dead, suspended, slow or hung, and ends all ranks where the job cannot go on (`monitor`). Monitors of several
+hosts are in touch over TCP (`Links`).
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ import contextlib
 import functools
 import hmac
 import json
+import multiprocessing.connection
 import os
 import platform
 import secrets
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, refuse
 from paceline.runtime import pulse
-from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, why_not
+from paceline.runtime.monitor import LOOK_S, VARIABLE, Monitor, Verdict, find_hang_timeout, why_not
 from paceline.runtime.worker import describe_failure
 from paceline.units import name_ranks
 
-VARIABLE = "PACELINE_MONITOR"
 _MEET_S = 60.0  # how long a rank waits for the others, and for its host's monitor
 _AFTERMATH_S = 0.5
 # The culprit is killed first, so that its launcher reports it; then the others have this long to end, and to obey.
@@ -44,11 +45,15 @@ _started: subprocess.Popen[bytes] | None = None
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def monitor() -> None:
-    """Let a monitor watch the ranks of the open process group: it names one that is killed, stopped or hung, with its
-    step, phase and stack, and then ends all. Call it on every rank, once the group is open; it sends no message."""
+def monitor(hang_timeout_s: float | None = None) -> None:
+    """Let a monitor watch the ranks of the open process group. A slow or hung rank is named within seconds, by a
+    warning with its step, phase and stack. All ranks are ended if one is dead or suspended, if they wait for different
+    collectives, or if one hangs for `hang_timeout_s`: by default PACELINE_HANG_TIMEOUT, or 10 minutes. Call this on
+    every rank, once the group is open; it sends no message."""
     import torch.distributed as dist
 
+    hang_timeout_s = find_hang_timeout() if hang_timeout_s is None else hang_timeout_s
+    refuse((not hang_timeout_s > 0, f"hang_timeout_s={hang_timeout_s}: above 0 is needed"), code="hang_timeout_s")
     if why_not() or pulse.is_open() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -59,7 +64,8 @@ def monitor() -> None:
     here = [other for other in range(world_size) if places[other] == places[rank]]
     if rank == here[0]:
         token = _await(store, "token") if rank else secrets.token_hex(16)
-        answer = _start_process(here, places, token, "" if rank == 0 else _await(store, "hub"))
+        hub = "" if rank == 0 else _await(store, "hub")
+        answer = _start_process(here, places, token, hub, hang_timeout_s)
         if rank == 0:
             store.set("hub", answer["hub"])
             store.set("token", token)
@@ -87,11 +93,13 @@ def _await(store: Any, key: str) -> str:
     return str(store.get(key), "utf-8")
 
 
-def _start_process(ranks: Sequence[int], places: Sequence[str], token: str, hub: str) -> dict[str, Any]:
-    """Start the process of this host, in a session of its own, and return what it answers."""
+def _start_process(
+    ranks: Sequence[int], places: Sequence[str], token: str, hub: str, hang_timeout_s: float
+) -> dict[str, Any]:
+    """Start the process of this host, in a session of its own, and return its answer."""
     global _started
     asked = {"ranks": list(ranks), "places": list(places), "token": token, "hub": hub}
-    asked["address"] = os.environ.get("MASTER_ADDR", "")
+    asked |= {"address": os.environ.get("MASTER_ADDR", ""), "hang_timeout_s": hang_timeout_s}
     source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import monitored; monitored.serve()"
     _started = subprocess.Popen(
         [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -177,7 +185,7 @@ def serve() -> None:
     asked = json.loads(sys.stdin.buffer.read())
     ranks, places = asked["ranks"], asked["places"]
     hosts = {place: [rank for rank, one in enumerate(places) if one == place] for place in dict.fromkeys(places)}
-    with Monitor(ranks, len(places)) as found, Links(hosts, asked) as links:
+    with Monitor(ranks, len(places), asked["hang_timeout_s"]) as found, Links(hosts, asked) as links:
         pages = [found.find_pages(rank) for rank in ranks]
         os.write(1, json.dumps({"pages": pages, "hub": links.address}).encode() + b"\n")
         os.close(1)
@@ -193,10 +201,17 @@ class _Host:
         begin_s = time.monotonic()
         while True:
             verdict = self._find_ended() or self.monitor.look()
-            if verdict is not None:
-                self._conclude(self._tell(verdict), verdict.rank if verdict.kind != "ended" else None)
+            if verdict is not None and verdict.ends:
+                culprit = verdict.rank if verdict.kind != "ended" else None
+                self._conclude(self._describe(verdict), culprit, verdict.stack)
                 return
+            if verdict is not None:
+                text = f"warning: {self._describe(verdict)}"
+                self.links.send({"warning": text})
+                self.monitor.announce(text, verdict.rank, verdict.stack)
             heard = self.links.look()
+            for text in self.links.take_warnings():
+                self.monitor.announce(text)
             if heard is None and (lost := self.links.find_lost()) is not None:
                 heard = self._add_place(lost)
             if heard is not None:
@@ -210,7 +225,7 @@ class _Host:
             self.monitor.wait(LOOK_S)
 
     def _find_ended(self) -> Verdict | None:
-        """The rank that ended first and not as it should; an error that only reports a lost rank can wait a moment."""
+        """The rank that failed first; an error that only reports a lost rank can wait a moment."""
         now_s, ended = time.monotonic(), self.monitor.find_ended()
         for rank in ended:
             self._failed_s.setdefault(rank, now_s)
@@ -221,22 +236,24 @@ class _Host:
         return None
 
     def _add_place(self, text: str) -> str:
-        """And where the ranks of this host are, which wait or have an error by now."""
+        """Adds where the ranks of this host are, which wait or have failed by now."""
         first = min(self.monitor.pids(), default=None)
         where = self.monitor.describe_waiting(None)
         if not where and first is not None:
             where = f"rank {first} was {self.monitor.describe(first)}"
         return f"{text}; {where}" if where else text
 
-    def _tell(self, verdict: Verdict) -> str:
+    def _describe(self, verdict: Verdict) -> str:
         if (rank := verdict.rank) is None:
             return f"on {self.name} {verdict.summary}"
         who = f"rank {rank} of {self.monitor.world_size} on {self.name} (process {self.monitor.pids()[rank]})"
         return f"{who} {verdict.summary}"
 
-    def _conclude(self, text: str, culprit: int | None) -> None:
-        print(f"paceline: {text}", file=sys.stderr, flush=True)
+    def _conclude(self, text: str, culprit: int | None, stack: str = "") -> None:
         self.links.send({"verdict": text})
+        self.monitor.announce(text, culprit, stack)
+        for pid in self.monitor.pids().values():
+            _explain_end(pid, text)
         if culprit is not None:
             self.monitor.signal([culprit], signal.SIGKILL)
         for number, limit_s in ((0, _TURN_S), (signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
@@ -249,11 +266,22 @@ class _Host:
                 time.sleep(0.02)
 
 
+def _explain_end(pid: int, text: str) -> None:
+    """Tell torchrun why this process is about to end: its report shows that instead of "Signal 9 (SIGKILL)"."""
+    name = b"TORCHELASTIC_ERROR_FILE="
+    with contextlib.suppress(OSError):  # the process is gone, or its launcher is not torchrun
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for path in [os.fsdecode(one.removeprefix(name)) for one in variables if one.startswith(name)]:
+            about = {"message": f"ended by Paceline: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
+            with open(path, "x") as file:  # one that is there is of the rank itself
+                json.dump({"message": about}, file)
+
+
 class Links(contextlib.AbstractContextManager["Links"]):
     """Lines of JSON between the monitors of several hosts: that of rank 0 listens, and passes on what it hears.
 
-    A connection begins with a secret, from the store of the ranks. Each end sends a beat; a host that was not heard of
-    for a while, and did not leave, is lost.
+    A connection begins with a secret, from the store of the ranks. Each end sends a beat; a host that was silent for a
+    while, and did not leave, is lost.
     """
 
     def __init__(self, hosts: dict[str, list[int]], asked: dict[str, Any]) -> None:
@@ -267,6 +295,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self._data: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
         self._closed_s: dict[int, float] = {}
+        self._warnings: list[str] = []
         # How long to look for the cause of an error that may be another rank's.
         self.aftermath_s = _AFTERMATH_S if len(self._hosts) == 1 else _SILENT_S + 2 * _AFTERMATH_S
         self._sent_s, self.address = 0.0, ""
@@ -305,8 +334,13 @@ class Links(contextlib.AbstractContextManager["Links"]):
     def leave(self) -> None:
         self.send({"left": [self._mine]})
 
+    def take_warnings(self) -> list[str]:
+        """The warnings that other hosts have sent since the last call."""
+        found, self._warnings = self._warnings, []
+        return found
+
     def look(self) -> str | None:
-        """Answer and listen, without waiting; what another host found."""
+        """Answer and listen, without waiting. Returns the verdict of another host, if there is one."""
         if len(self._hosts) == 1:
             return None
         now_s = time.monotonic()
@@ -314,10 +348,10 @@ class Links(contextlib.AbstractContextManager["Links"]):
             self._sent_s = now_s
             self.send({"left": sorted(self._left)})
         readable = [link for link in (self._listener, *self._unknown, *self._peers.values()) if link is not None]
-        for link in select.select(readable, [], [], 0)[0]:
+        for link in multiprocessing.connection.wait(readable, 0):
             if link is self._listener:
                 self._accept(now_s)
-            elif (text := self._receive(link, now_s)) is not None:
+            elif (text := self._receive(cast("socket.socket", link), now_s)) is not None:
                 return text
         for link in [one for one, until_s in self._unknown.items() if now_s > until_s]:
             self._drop(link)
@@ -375,6 +409,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
             message = json.loads(line)
             self._heard_s[number] = now_s
             self._left |= set(message.get("left", ()))
+            if "warning" in message:
+                self.send(message, but=number)
+                self._warnings.append(str(message["warning"]))
             if "verdict" in message:
                 self.send(message, but=number)
                 return str(message["verdict"])

@@ -32,11 +32,12 @@ IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it w
 IS_COMPILING = 13  # whatever its phase is
 IS_ENDING = 14  # the interpreter ends, which may take seconds
 MOST_NS = 15  # how long a marked pause may take without progress; 0: as long as it takes
-IS_LOST = 24  # the launcher sets it: another rank of this world is lost, and whoever waits for it must leave
-NUM_STARTED = 25  # collectives that this rank has started, while it waits for others; 0 where they are not counted
+IS_LOST = 25  # the launcher sets it: another rank of this world is lost, and whoever waits for it must leave
+NUM_STARTED = 26  # collectives that this rank has started, while it waits for others; 0 where they are not counted
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
-# Texts: their place and their size in bytes.
-LABEL, ERROR = (2048, 128), (2176, 1024)
+NUM_NOTICES = 24  # how often the monitor has written a notice
+# Texts: their place and their size in bytes. A notice is what the monitor wants this rank to print.
+LABEL, ERROR, NOTICE = (2048, 128), (2176, 1024), (3200, 896)
 # Dumps the stacks of all threads, without Python's lock. Programs and job managers use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 BEAT_S = 0.2
@@ -118,8 +119,8 @@ def within(phase: int, label: str = "") -> Iterator[None]:
         yield
         return
     before, bucket = _words[PHASE], _words[BUCKET]
-    if label:
-        _write(LABEL, label)
+    if label and _rank is not None:
+        write_text(_rank.page, LABEL, label)
     enter(phase)
     try:
         yield
@@ -129,9 +130,9 @@ def within(phase: int, label: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow(label: str, at_most: float | None = None) -> Iterator[None]:
-    """Mark a pause that takes as long as it takes: an evaluation, a download, a save. The monitor does not take it for
-    a hang, nor the ranks that wait for this one. `at_most` limits it, in seconds. It changes nothing
-    else, and works where there is no monitor."""
+    """Mark a pause that may take any time: an evaluation, a download, a save. The monitor does not take it for a hang,
+    nor the ranks that wait for this one. `at_most` limits it, in seconds. It changes nothing else, and works where
+    there is no monitor."""
     if at_most is not None and not at_most > 0:
         raise ConfigError(f"at_most is a number of seconds above 0, and not {at_most!r}", code="at_most")
     with within(SLOW, label):
@@ -152,7 +153,7 @@ def progress() -> None:
 
 
 def waits(function: _Function) -> _Function:
-    """Of a function that waits for the other ranks."""
+    """Decorator for functions that wait for other ranks."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -164,11 +165,9 @@ def waits(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
-def _write(place: tuple[int, int], text: str) -> None:
-    if _rank is not None:
-        begin, size = place
-        data = text.encode(errors="replace")[: size - 1]
-        _rank.page[begin : begin + size] = data.ljust(size, b"\0")
+def write_text(page: mmap.mmap, place: tuple[int, int], text: str) -> None:
+    begin, size = place
+    page[begin : begin + size] = text.encode(errors="replace")[: size - 1].ljust(size, b"\0")
 
 
 def read_text(page: mmap.mmap, place: tuple[int, int]) -> str:
@@ -177,10 +176,10 @@ def read_text(page: mmap.mmap, place: tuple[int, int]) -> str:
 
 
 def fail(summary: str, is_secondary: bool) -> None:
-    """This rank ends by an error; a secondary one only reports that another rank is lost."""
-    if _words is not None and not read_text(_rank.page, ERROR):  # type: ignore[union-attr]
+    """This rank ends with an error; a secondary one only reports that another rank is lost."""
+    if _words is not None and _rank is not None and not read_text(_rank.page, ERROR):
         _words[IS_SECONDARY] = int(is_secondary)
-        _write(ERROR, summary)
+        write_text(_rank.page, ERROR, summary)
 
 
 class _Rank:
@@ -232,8 +231,12 @@ class _Rank:
 
     def _beat(self) -> None:
         """In a thread, which needs Python's lock: while this does not run, no Python does."""
-        words, has_left = _words, False
+        words, num_notices, has_left = _words, 0, False
         while not self._stop.wait(BEAT_S):
+            if words[NUM_NOTICES] != num_notices:
+                num_notices = words[NUM_NOTICES]
+                with contextlib.suppress(OSError):  # stderr is closed
+                    os.write(2, f"paceline: {read_text(self.page, NOTICE)}\n".encode())
             now_ns = words[BEAT_NS] = time.monotonic_ns()
             if words[IS_LOST] and not has_left and _on_lost is not None:
                 has_left = _on_lost()
@@ -290,4 +293,4 @@ def _forget() -> None:
     _rank = _words = _is_done = _count_started = _on_lost = _before = None
 
 
-os.register_at_fork(after_in_child=_forget)  # workers of a data loader are no ranks
+os.register_at_fork(after_in_child=_forget)  # DataLoader workers are not ranks

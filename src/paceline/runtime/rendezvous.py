@@ -43,6 +43,10 @@ _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 # Where our own launcher serves the store, and what ranks of several hosts prove to know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to leave its name
+_ANSWER_S = 3.0  # how long an answer may take on its way, beyond the time that the store itself waits for a key
+_LONGEST_S = 1e6  # the kernel takes no infinity
+# A host that vanishes sends nothing. Probes find that: after this many seconds of silence, this far apart, this many.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 11_000))
 _closers = contextlib.ExitStack()
 ABSENT = "did not arrive within {:g} s: check that they started (on Slurm: `srun`, not a bare call in the batch script)"
 
@@ -171,37 +175,48 @@ class PrivateStore(dist.Store):
                 self._link.close()
             self._link, self._connect = None, _refuse_closed
 
-    def _ask(self, kind: int, *fields: str | bytes) -> list[bytes]:
+    def _ask(self, kind: int, *fields: str | bytes, limit_s: float = 0.0) -> list[bytes]:
+        """The answer of the store, which may wait for a key itself for `limit_s`. A store that says nothing at all is
+        given up after the timeout of this store."""
         request = store_server.pack(kind, [field.encode() if isinstance(field, str) else field for field in fields])
         with self._lock:
             try:
                 link = self._link = self._link or self._connect()
+                until_s = time.monotonic() + min(limit_s + _ANSWER_S if limit_s else self._limit_s(), _LONGEST_S)
+                link.settimeout(until_s - time.monotonic())
                 link.sendall(request)
                 answer = bytearray()
                 while (found := store_server.unpack(answer)) is None:
+                    link.settimeout(max(0.001, until_s - time.monotonic()))
                     if not (content := link.recv(1 << 18)):
                         raise ConnectionError("closed")
                     answer += content
-            except BaseException as error:  # an interrupt, too: the rest of the answer is for nobody
+            except BaseException as error:  # also after an interrupt: nobody would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
                 self._link = None
                 if isinstance(error, OSError | LaunchError):
-                    text = "the Store of the job: Connection closed by peer, probably with rank 0 or the launcher"
+                    is_late = isinstance(error, TimeoutError)
+                    what = "Timed out waiting for its answer" if is_late else "Connection closed by peer"
+                    text = f"the Store of the job: {what}, probably because rank 0, its host or the launcher is gone"
                     raise dist.DistNetworkError(text) from None
                 raise
         if found[0] == store_server.LATE:
             raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
         return found[1]
 
-    def _limit(self, timeout: timedelta | None = None) -> str:
-        return str((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
+    def _limit_s(self, timeout: timedelta | None = None) -> float:
+        return float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
+
+    def _await(self, kind: int, *keys: str, timeout: timedelta | None = None) -> list[bytes]:
+        limit_s = self._limit_s(timeout)
+        return self._ask(kind, str(limit_s), *keys, limit_s=limit_s)
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
         self._ask(store_server.SET, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._ask(store_server.GET, self._limit(), key)[0]
+        return self._await(store_server.GET, key)[0]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(store_server.ADD, key, str(amount))[0])
@@ -210,7 +225,7 @@ class PrivateStore(dist.Store):
         return bool(self._ask(store_server.CHECK, *keys)[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        self._ask(store_server.WAIT, self._limit(timeout), *keys)
+        self._await(store_server.WAIT, *keys, timeout=timeout)
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask(store_server.DELETE, key)[0])
@@ -222,7 +237,7 @@ class PrivateStore(dist.Store):
         self._ask(store_server.APPEND, key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
-        return self._ask(store_server.GET, self._limit(), *keys)
+        return self._await(store_server.GET, *keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # type: ignore[override]
         self._ask(store_server.MULTI_SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
@@ -449,8 +464,11 @@ def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: flo
         link.close()
         text = f"what listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
         raise LaunchError(f"{text}: give all ranks of the job the same", code="stranger")
-    link.settimeout(None)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):  # Linux has all of them
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return link
 
 

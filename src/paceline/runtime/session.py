@@ -133,16 +133,17 @@ class Session:
 
     def ask(
         self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, saves: bool = False,
-        monitor: bool = False, recovery: Recovery | None = None,
+        hang_timeout_s: float | None = None, recovery: Recovery | None = None,
     ) -> Any:  # fmt: skip
         """Call the function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
         Records that it posts are saved if the run is interrupted. A function that `saves` gets the first Ctrl-C,
         SIGTERM or SIGUSR1 itself, as SIGTERM, and returns (`signal` notes it); a second one ends the ranks at once.
-        With `monitor`, a rank that is stopped or hangs ends them, too; `recovery` says what follows instead.
+        With `hang_timeout_s`, a rank that is suspended, or hangs for so long, ends them, too; `recovery` says what
+        follows instead.
         """
         with ProgressDisplay(self.verb, self.progress) as display:
-            return self._call(Task("", function, args, ranks or self.ranks), display, saves, monitor, recovery)
+            return self._call(Task("", function, args, ranks or self.ranks), display, saves, hang_timeout_s, recovery)
 
     def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
         """The records of all tasks, in order: of those that are saved already, and of the others, run and saved now.
@@ -172,25 +173,37 @@ class Session:
                 self.study.keep(task.name, records, self.environment.machine_and_torch)
             display.finish(task.name, records)
 
+        def settle(task: Task) -> Task:
+            if task.follow is None:
+                return task
+            before = self._cells[: self._cells.index(task.name)]
+            return dataclasses.replace(task, arguments=task.follow([one for name in before for one in kept[name]]))
+
         if at_once == 1:
             for task in tasks:
-                if task.follow is not None:
-                    before = [record for records in kept.values() for record in records]
-                    task = dataclasses.replace(task, arguments=task.follow(before))
-                finish(task, self._call(task, display))
+                finish(task, self._call(settle(task), display))
             return
         with concurrent.futures.ThreadPoolExecutor(at_once) as workers:
-            try:
-                started = {workers.submit(self._call, task, display): task for task in tasks}
+            started = dict[concurrent.futures.Future[list[Record]], Task]()
+
+            def finish_started() -> None:
                 for future in concurrent.futures.as_completed(started):
                     finish(started[future], future.result())
+                started.clear()
+
+            try:
+                for task in tasks:
+                    if task.follow is not None:
+                        finish_started()
+                    started[workers.submit(self._call, settle(task), display)] = task
+                finish_started()
             except BaseException:
                 workers.shutdown(wait=False, cancel_futures=True)
                 self.close(at_once=True)
                 raise
 
     def _call(
-        self, task: Task, display: ProgressDisplay, saves: bool = False, monitor: bool = False,
+        self, task: Task, display: ProgressDisplay, saves: bool = False, hang_timeout_s: float | None = None,
         recovery: Recovery | None = None,
     ) -> Any:  # fmt: skip
         """The value of the task's function: here, or of rank 0 on warm ranks that belong to this thread."""
@@ -211,7 +224,7 @@ class Session:
         pool = self._get_pool(task.ranks, () if recovery is None else recovery.modules)
         with self._forward_signals(pool) if saves else contextlib.nullcontext():
             try:
-                options: dict[str, Any] = {"on_message": hear, "monitor": monitor, "recovery": recovery}
+                options: dict[str, Any] = {"on_message": hear, "hang_timeout_s": hang_timeout_s, "recovery": recovery}
                 return pool.run(task.function, task.arguments, num_ranks=task.ranks, **options)[0]
             except LaunchError as error:
                 if self.signal:  # it came before the ranks had begun to listen for it
@@ -244,9 +257,7 @@ class Session:
             self.signal = number
             forget_terminal(number)
             self._say("stopping after this step, with a checkpoint; interrupt once more after a second to stop at once")
-            for pid in pool.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
+            pool.signal(signal.SIGTERM)  # our own ranks ignore SIGINT
 
         def end(number: int) -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.spawn
 import os
 import pickle
@@ -280,8 +281,10 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
             if fd in children:
                 poller.unregister(fd)
                 pid, status = children.pop(fd)
-                with status, contextlib.suppress(OSError):  # nobody is interested any more
-                    status.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                with status, contextlib.suppress(OSError):  # the launcher may no longer be interested
+                    status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+                os.waitpid(pid, 0)  # last: from here on another process may get this id, and signals meant for this one
                 os.close(fd)
                 continue
             kind = b""
@@ -313,7 +316,7 @@ def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launc
     code = 1
     try:
         _die_with_parent(os.getppid())
-        if select.select([launcher_fd], [], [], 0)[0]:
+        if multiprocessing.connection.wait([launcher_fd], 0):
             os._exit(1)
         code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
     except BaseException:

@@ -130,7 +130,9 @@ def init(
     global _open
     limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"
     refuse(
-        (dist.is_initialized(), "a process group is already open in this process: close it, as by paceline.shutdown()"),
+        (_open is not None, "a world is already open in this process: call paceline.shutdown() first"),
+        # Opened by the program or by Ray Train, so that `shutdown` does not close it.
+        (dist.is_initialized(), "a process group is already open: leave paceline.init() out, paceline.DDP uses it"),
         (timeout_s <= 0 or rendezvous_timeout_s <= 0, f"{limits}: both must be above 0"),
     )
     place, backend = _settle_place(rank, world_size), machine.canonical_backend(backend)

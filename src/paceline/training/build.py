@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import ConfigError, refuse
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook
 from paceline.plan import Plan
+from paceline.runtime.monitor import find_hang_timeout
 from paceline.runtime.monitored import monitor
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.training.optimizers import LAMB, LARS, split_parameters
@@ -90,7 +91,7 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
         join_world(settings.backend, settings.device, threads=settings.threads) as world,
         settled_kernels(world.device, settings.precision),
     ):
-        monitor()
+        monitor(find_hang_timeout(settings.hang_timeout))
         yield world
 
 

@@ -20,6 +20,7 @@ from paceline.errors import ConfigError, PacelineError, RecordError, refuse
 from paceline.plan import Plan
 from paceline.records.kinds import decode
 from paceline.records.training import count_usable_ranks
+from paceline.runtime.monitor import find_hang_timeout
 from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_memory, format_number_of, parse_duration, refuse_endless, shorten
@@ -85,7 +86,8 @@ class TrainSettings:
 
     `steps` ends a run after this number of optimizer steps instead of after `epochs`. `batch_growth` has pairs of a
     share of the run and the factor by which the first global batch is multiplied from there on. After a fault of a rank
-    comes what `on_fault` says, one of `POLICIES`.
+    comes what `on_fault` says, one of `POLICIES`. A rank that hangs is ended after `hang_timeout` ("10min"); None: that
+    of the environment, or the default.
     """
 
     model: str = "cnn"
@@ -127,6 +129,7 @@ class TrainSettings:
     on_fault: str = "stop"
     max_faults: int = 10
     spares: int = 1
+    hang_timeout: str | None = None
     seed: int = 1
     samples: int | None = None
     test_samples: int | None = None
@@ -225,6 +228,7 @@ class TrainSettings:
             if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
                 raise ConfigError(f"{flag}: a finite number {start} 0 is needed")
         parse_save_every(self.save_every)
+        find_hang_timeout(self.hang_timeout)
         faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
         _ = self.batches
         check_growths(self.batch_growth)

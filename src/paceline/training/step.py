@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError
 from paceline.parallel import DataParallel, SyncBatchNorm
+from paceline.runtime.moments import between_s, mark
 from paceline.training.loader import LoadedBatch
 from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.external import own_errors
@@ -35,8 +35,7 @@ class PhaseTimes:
         """On a GPU the step must have finished: this reads events and does not wait for them."""
         seconds: dict[str, float] = {}
         for (phase, begin), (_, end) in itertools.pairwise(self.moments):
-            took_s = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
-            seconds[phase] = seconds.get(phase, 0.0) + took_s
+            seconds[phase] = seconds.get(phase, 0.0) + between_s(begin, end)
         return seconds
 
 
@@ -58,15 +57,11 @@ class PhaseClock:
     """Records when each phase begins, on the host's clock or by events on a GPU, without waiting for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._moments: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
-        moment: Any = time.perf_counter()
-        if self._on_gpu:
-            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            moment.record()
-        self._moments.append((phase, moment))
+        self._moments.append((phase, mark(self._device)))
 
     def end(self) -> PhaseTimes:
         self.enter("end")

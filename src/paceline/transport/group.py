@@ -63,10 +63,11 @@ class PacelineGroup(_TorchGroup):
         gloo_store = dist.PrefixStore("gloo", self._store)
         self._gloo: Any = c10d.ProcessGroupGloo(gloo_store, rank, size, timeout=self._timeout)
         proof.check_pairs(self._gloo, options.group_id)
-        self._gloo._set_sequence_number_for_group()
         self._plain = c10d.ProcessGroup(self._store, rank, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
         for group in (self, self._plain):
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+            group._register_backend(torch.device("cpu"), kind, self._gloo)
+            group._set_default_backend(kind)  # torch 2.15 asks it for the group's name, to attach a flight recorder
         self._cuda: Any = None
         self._futures, self._pending = works.Futures(), dict[int, works.NativeWork]()
         self._finished = works.FinishedWork([])  # of small messages, one after the other

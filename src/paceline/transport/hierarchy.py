@@ -68,7 +68,7 @@ class TwoLevels:
             proof.check_pairs(self._between, f"{name}/leaders")
         self._works: queue.SimpleQueue[_AllReduce | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
-        self._is_closing = False
+        self._is_closing, self._lock = False, threading.Lock()  # of both the flag and the end of the queue
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
 
@@ -77,10 +77,11 @@ class TwoLevels:
 
     def submit(self, operation: Any, timeout_s: float) -> _AllReduce:
         _, _, op, _, tensor, _, _ = operation
-        if self._is_closing:
-            raise _closed()
         work = _AllReduce(tensor.view(-1), op, timeout_s)
-        self._works.put(work)
+        with self._lock:
+            if self._is_closing:
+                raise _closed()
+            self._works.put(work)
         return work
 
     def wait(self, work: _AllReduce, timeout_s: float | None = None) -> None:
@@ -96,15 +97,13 @@ class TwoLevels:
     try_finish = is_done
 
     def close(self) -> None:
-        """Leave; what has not run fails."""
-        self._is_closing = True
+        """Leave the group. Work that has not run fails."""
+        with self._lock:
+            self._is_closing = True
+            self._works.put(None)  # after all work: the thread concludes what is submitted, and then ends
         self._inside.close()
         if self._thread is not threading.current_thread():
-            self._works.put(None)
             self._thread.join()
-            while not self._works.empty():  # put there meanwhile
-                if (work := self._works.get()) is not None:
-                    work.conclude(_closed())
         self._between = None
 
     def _run(self) -> None:

@@ -112,11 +112,11 @@ def attach(
 
 @dataclass
 class _Rank:
-    """What one rank wrote: all but its steps in `about`; of each step its number, seconds, and those in data loaders.
-    `place` is how far its file was read."""
+    """What one rank wrote: all but its steps in `about`; of each step its number, seconds, those in data loaders, and
+    the host's seconds. `place` is how far its file was read."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    steps: list[tuple[int, float, float]] = field(default_factory=list)
+    steps: list[tuple[int, float, float, float]] = field(default_factory=list)
     place: int = 0
 
 
@@ -260,7 +260,7 @@ class _Viewer(Follower):
                 by_rank = [{number: times for number, *times in rank.steps} for rank in self._ranks]
                 new = sorted(number for number in set.intersection(*map(set, by_rank)) if number > self._step)
                 shown = (number for number in new if number not in self._slower)
-                found = [(number, zip(*(steps[number] for steps in by_rank), strict=True)) for number in shown]
+                found = [(number, zip(*(steps[number][:2] for steps in by_rank), strict=True)) for number in shown]
                 self._log.append(*(build_row(number, *times) for number, times in found))
                 self._step = max((self._step, *new))
         self.update()
@@ -347,7 +347,8 @@ def _build_record(
     return StepRecord(
         backend=backend, device=about["device"], world_size=about["world_size"], batch_size=1,
         timing=Samples(build(0, used), build(0, [n for n in common if n <= _WARMUP])), threads=about["threads"],
-        data_wait=Samples(build(1, used)), **wrapper | {"bucket_bytes": tuple(wrapper.get("bucket_bytes", ()))},
+        data_wait=Samples(build(1, used)), host=Samples(build(2, used)) if about["device"] == "cuda" else None,
+        **wrapper | {"bucket_bytes": tuple(wrapper.get("bucket_bytes", ()))},
     )  # fmt: skip
 
 

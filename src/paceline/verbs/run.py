@@ -16,6 +16,7 @@ from paceline.runtime import hosts as remote
 from paceline.runtime import slurm as scheduler
 from paceline.runtime.kubernetes import render_manifest
 from paceline.runtime.launch import defer_signals
+from paceline.runtime.monitor import TIMEOUT_VARIABLE
 
 # Which way of starting each option belongs to; the others are for all.
 _OWN = {
@@ -64,8 +65,10 @@ def run(
     strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))
     refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
-    # What observes the program or replaces its wrapper is for the ranks, as with torchrun alone; a pod sees no folder.
+    # Variables that observe the program or replace its wrapper are for the ranks, as with torchrun alone. Pods do not
+    # see the folder here.
     passed = () if kubernetes else ("PACELINE_ATTACH", "PACELINE_WRAPPER", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    passed = (*passed, TIMEOUT_VARIABLE)
     variables = {"PACELINE_MONITOR": os.environ.get("PACELINE_MONITOR", "1")}
     variables |= {key: os.environ[key] for key in passed if key in os.environ} | parse_variables(env)
     refuse((slurm and "PACELINE_ATTACH" in variables and not (wait or dry_run),

@@ -21,6 +21,7 @@ from paceline.report.result import Result, load_result
 from paceline.report.training import TrainComparisonResult, TrainRunResult, render_config
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import check_rank_count
+from paceline.runtime.monitor import find_hang_timeout
 from paceline.runtime.recovery import Fault, Recovery
 from paceline.runtime.session import Session, joins_world, open_session
 from paceline.training.schedules import format_growths
@@ -33,7 +34,7 @@ from paceline.workloads.data import parse_data
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "steps", "grow", "mtbf", "on_fault", "max_faults", "spares",
+    "accumulate", "steps", "grow", "mtbf", "on_fault", "max_faults", "spares", "hang_timeout",
 )  # fmt: skip
 
 
@@ -180,8 +181,9 @@ def _train(
         try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
             outcome = session.ask(
-                "paceline.training.loop:train", arguments, saves=folder is not None, monitor=True, recovery=recovery
-            )
+                "paceline.training.loop:train", arguments, saves=folder is not None, recovery=recovery,
+                hang_timeout_s=find_hang_timeout(wanted.hang_timeout),
+            )  # fmt: skip
         except BaseException as error:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed

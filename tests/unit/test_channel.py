@@ -1,0 +1,106 @@
+"""Ranks that meet in the store, without a message, and how often they ask it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from paceline.parallel import channel as module
+from paceline.parallel.channel import Channel
+
+
+class CountingStore:
+    """A store in this process that counts requests."""
+
+    def __init__(self) -> None:
+        self.values, self.requests, self._lock = dict[str, bytes](), Counter[str](), threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.requests["set"] += 1
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self.requests["add"] += 1
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests["check"] += 1
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self._lock:
+            self.requests["compare_set"] += 1
+            return self.values.setdefault(key, desired.encode())
+
+
+def build_channel(store: CountingStore, rank: int, world_size: int) -> Channel:
+    channel = object.__new__(Channel)
+    channel.rank, channel.world_size = rank, world_size
+    channel._store = lambda what: store  # type: ignore[method-assign,assignment,return-value]
+    return channel
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only `sleep` moves; `now[0]` is its time."""
+    now = [0.0]
+
+    class Time:
+        monotonic = staticmethod(lambda: now[0])
+        sleep = staticmethod(lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    monkeypatch.setattr(module, "time", Time)
+    return now
+
+
+def test_all_ranks_meet():
+    store, found = CountingStore(), dict[int, list[int]]()
+
+    def meet(rank: int) -> None:
+        found[rank] = build_channel(store, rank, 3).meet("state", 30.0)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: [], 1: [], 2: []}
+
+
+def test_a_rank_that_waits_asks_rarely_and_looks_for_the_absent_ones_once(clock):
+    store = CountingStore()
+    store.set("7", "")
+    assert build_channel(store, 0, 512).meet("state", 10.0) == [rank for rank in range(1, 512) if rank != 7]
+    assert store.requests.total() < 512 + 150
+    # Whoever comes later is told the same, and looks for nobody.
+    before = store.requests.total()
+    assert len(build_channel(store, 3, 512).meet("state", 10.0)) == 510 and store.requests.total() < before + 10
+
+
+def test_one_rank_looks_for_the_absent_ones_and_another_if_that_one_dies(clock):
+    store = CountingStore()
+    store.add("late", 1)  # by a rank that died before it had looked
+    assert build_channel(store, 0, 3).meet("state", 10.0) == [1, 2] and clock[0] >= 11.0
+
+
+def test_the_last_rank_may_arrive_while_others_look_for_it(clock, monkeypatch):
+    store = CountingStore()
+    store.set("1", "")  # it has arrived, and not said yet that all have
+    sleep, num_sleeps = module.time.sleep, [0]
+
+    def say_later(seconds: float) -> None:
+        sleep(seconds)
+        num_sleeps[0] += clock[0] > 10.5
+        if num_sleeps[0] == 3:
+            store.compare_set("end", "", "all")
+
+    monkeypatch.setattr(module.time, "sleep", staticmethod(say_later))
+    assert build_channel(store, 0, 2).meet("state", 10.0) == []
