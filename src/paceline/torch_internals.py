@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,12 @@ from torch.distributed import distributed_c10d
 def get_default_store() -> dist.Store:
     """The store on which the ranks of the world met."""
     return distributed_c10d._get_default_store()
+
+
+def find_counter(group: Any) -> Callable[[], int] | None:
+    """The function that counts the collectives that this rank has started in a group. Without it a rank that has
+    started one too many on NCCL is not named."""
+    return getattr(group, "_get_sequence_number_for_group", None)
 
 
 def new_local_group(ranks: Sequence[int], backend: str) -> Any:

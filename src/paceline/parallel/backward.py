@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
+from paceline.parallel import streams
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
@@ -91,6 +92,7 @@ class GradientSync:
         self._completes, self._warned_of_drift = False, False
         self._change = ""  # of the model, since it was wrapped
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
+        self._can_defer = self.channel.device.type == "cuda"
         self._eager_until = _EAGER_STEPS  # the step until which control words are read at once
         self._unusable = ""  # the failure after which the ranks cannot match their messages any more
         self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
@@ -320,7 +322,8 @@ class GradientSync:
         local = self.schedule if self._is_local else None
         reducer: BucketedReducer | ControlMessage = self.reducer if local is None else local.control
         try:
-            self._read_deferred()
+            late = self._await_deferred()
+            self.channel.mark_computed()
             if local is not None:
                 digest = local.digest(every) if has_data else 0
             else:
@@ -346,15 +349,19 @@ class GradientSync:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
+            if late is not None:  # behind the messages of this step, some of which are under way since backward
+                self._act_or_discard(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
             if take_part:
                 self._samples, self._last_samples = None, self._weight
             slots = words[: control.num_read_words]
             with torch.no_grad():
-                if words.device.type != "cuda" or self._must_read_now(report):
+                if not self._can_defer or self._must_read_now(report):
                     values = slots.tolist()
                     reports = control.read_reports(values)
+                    if failure is not None and self._can_defer and not self._do_all_read_now():
+                        self._send_empty()
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
                     if not self._act_or_discard(reports, missing, failure):
@@ -367,16 +374,14 @@ class GradientSync:
                         self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
                 else:
-                    kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record()
-                    self._unread = kept, event, missing
+                    self._unread = *streams.copy_to_host(slots), missing
                     is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
                     if control.num_statistics and is_turn:
                         buffers.read(control.statistics(words), is_valid=False)
         finally:
             # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
             self._is_announced, failure, found = False, None, None
+        self.channel.settle()
         reducer.learn()
 
     def _find_status(self, missing: Sequence[int]) -> Status:
@@ -399,24 +404,49 @@ class GradientSync:
         return status
 
     def _must_read_now(self, report: RankReport) -> bool:
+        return self._do_all_read_now() or bool(report.status & (Status.FAILED | Status.FINISHED))
+
+    def _do_all_read_now(self) -> bool:
+        """Whether ranks that have not failed read the control words of this step at once."""
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
-        is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
+        has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
         is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
-        return bool(self.num_steps <= self._eager_until or has_option or is_unusual or is_special)
+        is_early = self.num_steps <= self._eager_until or self.channel.settles_steps
+        return bool(is_early or has_option or has_digest or is_special)
 
-    def _read_deferred(self) -> None:
-        if self._unread is not None:
-            (slots, event, missing), self._unread = self._unread, None
-            with pulse.within(pulse.WAIT):
-                event.synchronize()
-            self._act_on(self.control.read_reports(slots.tolist()), missing, None, is_late=True)
+    def _await_deferred(self) -> tuple[list[RankReport], list[int]] | None:
+        """What ranks reported in the last step, where it was not read yet, and which gradients this rank missed."""
+        if self._unread is None:
+            return None
+        (slots, event, missing), self._unread = self._unread, None
+        with pulse.within(pulse.WAIT):
+            event.synchronize()
+        return self.control.read_reports(slots.tolist()), missing
 
-    def _act_or_discard(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
+    def _send_empty(self) -> None:
+        """Take part with zeros in the messages of one more step. After a step whose words are read late the others act
+        on an error only when they have sent those of the next one, and ranks must send the same."""
+        words, _, _ = self.reducer.collect(self._factor, take_part=False)
+        with torch.no_grad():
+            self.control.write_report(words, RankReport(Status.FAILED))
+        self.reducer.exchange()
+
+    def check_last_step(self) -> None:
+        """Act on what ranks reported in the last step, before this rank waits for others by messages of its own: one
+        that has failed is not there. Collective where a rank has failed."""
+        if (late := self._await_deferred()) is not None:
+            if any(report.status & ERRORS for report in late[0]):
+                self._send_empty()
+            self._act_on(*late, None, is_late=True)
+
+    def _act_or_discard(
+        self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
+    ) -> bool:
         """`_act_on`. Where it finds an error the averages are not applied, and a codec must not count them as sent."""
         is_applied = False
         try:
-            is_applied = self._act_on(reports, missing, failure)
+            is_applied = self._act_on(reports, missing, failure, is_late)
         finally:
             if not is_applied:
                 self.reducer.discard()

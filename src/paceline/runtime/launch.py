@@ -308,7 +308,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self._size = size
         with watched or contextlib.nullcontext():
             with _serve_store() as store:
-                variables = _job_variables(size, store)
+                variables = _job_variables(size, store) | ({} if recovery is None else recovery.variables)
                 for rank in range(size):
                     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     if watched is not None:
@@ -362,6 +362,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
             self._ranks[lost].process.kill()
             late.discard(lost)
+        if failures and monitor is not None:  # after it is gone: what it could still send would come too late
+            monitor.tell_lost()
         stay = {rank for rank in late if self._ranks[rank].step is not None}
         late -= stay
         while late and (

@@ -31,7 +31,7 @@ from paceline.runtime import pulse
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
 _PEER_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting",
-    "Application timeout caused pair closure", "Connection refused",
+    "Application timeout caused pair closure", "Connection refused", "communicator was aborted",
 )  # fmt: skip
 
 
