@@ -254,7 +254,7 @@ def abort_collectives() -> bool:
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if not _notices_loss(group)]
     if groups:
         _lost.set()  # first: who comes out of a wait must find it set
-    _start_aborts(groups)
+    abort_groups(groups)
     return bool(groups)
 
 
@@ -263,8 +263,9 @@ def _notices_loss(group: Any) -> bool:
     return {name.rpartition(":")[2] for name in names} <= _NOTICE_LOSS
 
 
-def _start_aborts(groups: Iterable[Any]) -> None:
-    """All at once: while one communicator frees its memory, the kernels of another must not wait for a lost rank."""
+def abort_groups(groups: Iterable[Any]) -> None:
+    """Abort the communicators of these groups, in threads of their own: while one frees its memory, the kernels of
+    another must not wait for a lost rank."""
     for group in groups:
         threading.Thread(target=_abort_group, args=(group,), daemon=True, name="paceline-abort").start()
 
@@ -297,7 +298,7 @@ def _destroy_groups(failed: bool) -> None:
         return
     destroy, limit_s = dist.destroy_process_group, _DESTROY_S
     if "nccl" in str(dist.get_backend_config()):
-        _start_aborts([group for group in dist.distributed_c10d._world.pg_map if not _notices_loss(group)])
+        abort_groups([group for group in dist.distributed_c10d._world.pg_map if not _notices_loss(group)])
         destroy, limit_s = getattr(dist.distributed_c10d, "_abort_process_group", destroy), _ABORT_S
     thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
     thread.start()
