@@ -40,9 +40,7 @@ STEP_S, TIMEOUT_S = 0.05, 100.0
 class Scene:
     """Two ranks that have trained for a while; then each does what the test says, second after second."""
 
-    def __init__(
-        self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2
-    ) -> None:
+    def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2) -> None:
         self.detector, self.now_s = HangDetector(has_others, TIMEOUT_S), 0.0
         first = RankSnapshot("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01)
         self.snapshots, self.warnings = [first] * ranks, list[Suspicion]()
