@@ -59,8 +59,8 @@ FAULTS: dict[str, Fault] = {
     "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
     "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
     "gil": Fault("forward", "GIL"),
-    "loop": Fault("forward", "keeps computing"),
-    "deadlock": Fault("backward", "is blocked"),
+    "loop": Fault("forward", "has been computing"),
+    "deadlock": Fault("backward", "has been blocked"),
     "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
     "exception": Fault("forward", "ValueError: a bad sample"),
     "exception-in-backward": Fault("backward", "ValueError: a bad sample"),

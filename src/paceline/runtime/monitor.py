@@ -67,11 +67,11 @@ _COLLECTIVES = (
 _CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
 
 _FOUND = {
-    "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)", "loop": "keeps computing",
-    "blocked": "is blocked", "disk": "waits for a disk or a driver (state D)",
-    "kernel": "has a GPU that does not finish", "collective": "waits in a collective of its own",
+    "stopped": "has been stopped (SIGSTOP)", "gil": "has held Python's lock (the GIL)", "loop": "has been computing",
+    "blocked": "has been blocked", "disk": "has waited for a disk or a driver (state D)",
+    "kernel": "has a GPU that does not finish", "collective": "has waited in a collective of its own",
     "desynchronised": "has started another number of collectives than the others",
-    "left": "has left, and others wait",
+    "left": "has left, and others have waited",
 }  # fmt: skip
 _MARK = "mark work that is meant to take long with paceline.slow()"
 _ADVICE = {
@@ -702,7 +702,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             waiting, limit = self.describe_waiting(None), _describe_limit(end_s)
             self._detector.note_named(None)
             return Verdict(
-                kind, None, "all ranks wait for each other", waiting, since_s, text, ends=found.ends, limit=limit
+                kind, None, "all ranks have waited for each other", waiting, since_s, text, ends=found.ends, limit=limit
             )
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
