@@ -9,6 +9,7 @@ import queue
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -357,9 +358,21 @@ def _take_arrived() -> bool:
 
 
 def _drop_alone() -> None:
-    """Let go the groups that nobody else holds."""
+    """Let go the groups that nobody else holds. Each ends on a thread of its own: gloo's waits for a collective that is
+    under way, and that may fail only when other ranks see that another group is gone."""
     (alone,) = _count_holders([object()])
-    _kept[:] = [group for group, held in zip(_kept, _count_holders(_kept), strict=True) if held > alone]
+    counts = _count_holders(_kept)
+    dropped = [[group] for group, held in zip(_kept, counts, strict=True) if held <= alone]
+    _kept[:] = [group for group, held in zip(_kept, counts, strict=True) if held > alone]
+    _ending[:] = [thread for thread in _ending if thread.is_alive()]
+    for group in dropped:
+        thread = threading.Thread(target=group.clear, daemon=True, name="paceline-group")
+        try:
+            thread.start()
+        except RuntimeError:  # at the exit of a process, as above
+            group.clear()
+        else:
+            _ending.append(thread)
 
 
 def _count_holders(items: list[Any]) -> list[int]:
@@ -372,9 +385,13 @@ def _leave() -> None:
     if _keeping.acquire(timeout=_DESTROY_S):  # for good: no keeper starts any more
         _take_arrived()
         _drop_alone()
+    deadline = time.monotonic() + _DESTROY_S
+    for thread in _ending:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
-_arriving, _kept = queue.SimpleQueue[Any](), list[Any]()  # the second is the keeper's
+_arriving, _kept = queue.SimpleQueue[Any](), list[Any]()  # the second is the keeper's, and so is the next
+_ending = list[threading.Thread]()
 _keeping, _is_leaving = threading.Lock(), threading.Event()
 os.register_at_fork(after_in_child=_keeping._at_fork_reinit)  # type: ignore[attr-defined]  # it has no keeper
 atexit.register(_leave)  # the worlds that are open are closed before: `init` registers that later
