@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The bars of docs/faults.md on this machine, a row each; all of them take hours, as root.
 #   benchmarks/faults.sh FOLDER [named detection noise recovery sequences goodput saves trust malformed]
+#   benchmarks/faults.sh FOLDER nccl    # 2 and 4 NCCL ranks that share a GPU: about 5 minutes, not part of the others
 # PYTHON names the interpreter. What was interrupted is resumed when this is called again, and what is there is kept.
 # TRIALS and SPAN (seconds of a run) make it shorter, for a try: TRIALS=1 SPAN=20 benchmarks/faults.sh tried noise
 set -uo pipefail
@@ -26,6 +27,23 @@ faults() {
   "${command[@]}"
 }
 
+nccl() { # RANKS: faults of NCCL ranks on one GPU, then recoveries; without MPS, which a killed client may take down
+  local common=(--systems "${SYSTEMS:-train}" --backend nccl --device cuda --ranks "$1") failed=0
+  export PACELINE_SHARE_GPUS=1
+  faults "nccl-$1" --faults kill,stop,exception,endless-kernel,extra-collective "${common[@]}" \
+    --trials "${TRIALS:-2}" || failed=1
+  faults "nccl-$1-recovery" --faults kill --on-fault restart,spare,shrink "${common[@]}" \
+    --trials "${RECOVERIES:-1}" || failed=1
+  return "$failed"
+}
+
+wait_all() { # for the jobs
+  local failed=0 job
+  for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+  jobs=()
+  return "$failed"
+}
+
 tests() { # NAME ARGUMENTS...: tests, one after the other; each with its result in NAME.txt
   local name=$1
   shift
@@ -39,16 +57,21 @@ row() {
     detection)
       faults detection --faults kill,stop,gil,loop,link-down --systems train,script --trials "${TRIALS:-20}" ;;
     noise) # four healthy jobs at once, each for half an hour: two hours of noise on a loaded machine
-      local failed=0 job
+      local job
       for job in train-gloo train-shm script-gloo script-shm; do
         choose "noise-$job" --faults noise --systems "${job%-*}" --backend "${job#*-}" --patience "${SPAN:-300}" \
           --trials "${TRIALS:-6}"
         "${command[@]}" &
         jobs+=($!)
       done
-      for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-      jobs=()
-      return "$failed" ;;
+      wait_all ;;
+    nccl) # both sizes at once
+      local ranks
+      for ranks in 2 4; do
+        nccl "$ranks" &
+        jobs+=($!)
+      done
+      wait_all ;;
     recovery) # of 100 MB of state
       faults recovery --faults kill --systems train --on-fault restart,spare,shrink --state 100MB \
         --trials "${TRIALS:-20}" ;;
@@ -67,7 +90,7 @@ row() {
     malformed)
       tests malformed tests/cli/test_malformed.py ;;
     *)
-      echo "$1: no row; there are named, detection, noise, recovery, sequences, goodput, saves, trust, malformed" >&2
+      echo "$1: no row; there are named, detection, noise, recovery, sequences, goodput, saves, trust, malformed, nccl" >&2
       return 2 ;;
   esac
 }

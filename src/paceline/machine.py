@@ -112,6 +112,11 @@ def can_serve_nccl(gpus: int, local_ranks: int) -> bool:
     return gpus >= local_ranks or (gpus > 0 and os.environ.get(SHARE_GPUS) == "1")
 
 
+def must_share_gpus(gpus: int, local_ranks: int) -> bool:
+    """Whether ranks of this host share GPUs, now or, where it has one GPU and the user lets them, in a later world."""
+    return gpus < local_ranks or (gpus == 1 and os.environ.get(SHARE_GPUS) == "1")
+
+
 def gpu_name() -> str:
     """The first visible GPU's name as the driver tells it; empty where there is none."""
     if not count_gpus():

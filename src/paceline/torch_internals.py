@@ -12,7 +12,7 @@ import functools
 import hashlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ is_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 # A buffer that a hook changes in place then counts as changed, and autograd may refuse a backward through it.
 keep_versions = getattr(torch.autograd, "_unsafe_preserve_version_counter", lambda _: contextlib.nullcontext())
 # Ranks that lost each other then wait for NCCL's own timeout.
-abort_groups = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+abort_world = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 _GROUP = "torch.distributed.ProcessGroup."
 _DDP = "torch.nn.parallel.DistributedDataParallel."
@@ -95,7 +95,7 @@ MEMBERS = {
     "torch.futures.Future._set_unwrap_func": "errors of the backend shm",
     _GROUP + "_device_types": "the end of a world",
     _GROUP + "_get_backend": "proofs between ranks",
-    _GROUP + "_get_sequence_number_for_group": "notebooks",
+    _GROUP + "_get_sequence_number_for_group": "notebooks, and which rank made another collective on NCCL",
     _GROUP + "_register_backend": "the backend shm",
     _GROUP + "_set_default_backend": "the backend shm",
     "torch._C._distributed_c10d.Backend.Options._timeout": "GPU tensors on the backend shm",
@@ -147,6 +147,12 @@ def _has_member(path: str) -> bool:
 def list_groups() -> dict[Any, str]:
     """The open groups that this rank is in, with their names."""
     return dict(distributed_c10d._world.pg_names)
+
+
+def find_counter(group: Any) -> Callable[[], int] | None:
+    """The function that counts the collectives that this rank has started in a group. Without it a rank that has
+    started one too many on NCCL is not named."""
+    return getattr(group, "_get_sequence_number_for_group", None)
 
 
 def new_local_group(ranks: Sequence[int], backend: str) -> Any:

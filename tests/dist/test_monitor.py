@@ -94,10 +94,10 @@ def run(pool: RankPool, folder: Path, *args: object, hang_timeout_s: float = 600
     ("backend", "fault", "place", "words", "code"),
     [
         ("gloo", "kill", "forward", "was killed by SIGKILL", "killed"),
-        ("gloo", "stop", "backward", "is stopped (SIGSTOP)", "hung"),
-        ("gloo", "gil", "forward", "holds Python's lock", "hung"),
-        pytest.param("gloo", "loop", "optimizer", "keeps computing", "hung", marks=pytest.mark.slow),
-        pytest.param("gloo", "deadlock", "backward", "is blocked", "hung", marks=pytest.mark.slow),
+        ("gloo", "stop", "backward", "has been stopped (SIGSTOP)", "hung"),
+        ("gloo", "gil", "forward", "has held Python's lock", "hung"),
+        pytest.param("gloo", "loop", "optimizer", "has been computing", "hung", marks=pytest.mark.slow),
+        pytest.param("gloo", "deadlock", "backward", "has been blocked", "hung", marks=pytest.mark.slow),
     ],
 )
 def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, warnings, backend, fault, place, words, code):
@@ -118,9 +118,9 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, warnings
 @pytest.mark.parametrize(
     ("fault", "place", "words"),
     [
-        ("slow-compute", "forward", "keeps computing"),
-        pytest.param("slow-sleep", "backward", "is blocked", marks=pytest.mark.slow),
-        pytest.param("slow-compute", "optimizer", "keeps computing", marks=pytest.mark.slow),
+        ("slow-compute", "forward", "has been computing"),
+        pytest.param("slow-sleep", "backward", "has been blocked", marks=pytest.mark.slow),
+        pytest.param("slow-compute", "optimizer", "has been computing", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_slow_once_is_named_and_goes_on(warm_pool, tmp_path, warnings, fault, place, words):
@@ -134,7 +134,7 @@ def test_the_launcher_monitors_where_the_environment_asks_for_it(warm_pool, tmp_
     """A monitor of the ranks' own would kill one, and the launcher would not know who did."""
     monkeypatch.setenv("PACELINE_MONITOR", "1")
     monkeypatch.setenv("PACELINE_HANG_TIMEOUT", "1s")
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 keeps computing.*Paceline ended it") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 has been computing.*Paceline ended it") as caught:
         warm_pool.run(train, (str(tmp_path), "gloo", "loop", "forward"), num_ranks=2, timeout_s=60.0)
     assert caught.value.code == "hung" and "SIGKILL" not in str(caught.value)
 
@@ -151,7 +151,7 @@ def test_a_gpu_that_does_not_finish_is_named(warm_pool, tmp_path, warnings):
 
 
 def test_a_collective_of_one_rank_is_named(warm_pool, tmp_path):
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*waits in a collective of its own"):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 .*has waited in a collective of its own"):
         run(warm_pool, tmp_path, "gloo", "extra-collective", "between")
 
 
@@ -179,7 +179,7 @@ def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
 @pytest.mark.slow
 @pytest.mark.skipif(BACKEND != "shm", reason="no shm here")
 @pytest.mark.parametrize(
-    ("fault", "words"), [("stop", "is stopped"), ("gil", "holds Python's lock"), ("kill", "SIGKILL")]
+    ("fault", "words"), [("stop", "has been stopped"), ("gil", "has held Python's lock"), ("kill", "SIGKILL")]
 )
 def test_the_same_in_shared_memory(warm_pool, tmp_path, warnings, fault, words):
     warnings.then_end = True
@@ -288,7 +288,7 @@ def test_a_forward_that_is_slow_once_is_named_on_all_ranks_and_goes_on(tmp_path)
         assert program.wait(60) == 0, (tmp_path / "output").read_text()
     for path in find_logs().values():
         said, *_ = read_notices(path)
-        assert "warning: rank 1 of 2 " in said and "keeps computing" in said and "fill_cache (train.py" in said, said
+        assert "warning: rank 1 of 2 " in said and "has been computing" in said and "fill_cache (train.py" in said, said
         assert (path.parent / "stdout.log").read_text().startswith("done"), said
 
 
@@ -297,7 +297,7 @@ def test_a_rank_that_hangs_is_ended_after_the_hang_timeout_and_torchrun_says_who
         assert program.wait(100) == 1
     said = (tmp_path / "output").read_text()
     verdict = read_notices(tmp_path / "output")[-1]
-    assert "rank 1 of 2 " in verdict and "keeps computing" in verdict and "fill_cache (train.py" in verdict, verdict
+    assert "rank 1 of 2 " in verdict and "has been computing" in verdict and "fill_cache (train.py" in verdict, verdict
     assert "Paceline ended it because this lasted longer than" in verdict, verdict
     assert "ended by Paceline: rank 1 of 2" in said.partition("Root Cause")[2] and "done" not in said, said
 

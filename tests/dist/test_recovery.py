@@ -113,18 +113,44 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
         handle.remove()
 
 
-def run(folder: Path, policy: str, faults: list[Done], **changes: Any) -> list[Fault]:
+def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, faults: list[Done]) -> Any:
+    """`train_noted` where messages are as those of NCCL: one to a lost rank waits until it is aborted, and raises
+    nothing. Its memory is left as it was."""
+    from paceline.parallel.channel import Channel
+    from paceline.runtime import world
+
+    wait, known, abort = Channel.wait, world._NOTICE_LOSS, world._abort_group
+
+    def wait_deaf(self: Channel, work: Any, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError:
+            while not (folder / f"aborted-{os.getpid()}").exists():
+                time.sleep(0.01)
+
+    Channel.wait = wait_deaf  # type: ignore[method-assign]
+    world._NOTICE_LOSS = frozenset()
+    world._abort_group = lambda group: (folder / f"aborted-{os.getpid()}").touch()
+    try:
+        return train_noted(settings, folder, resume, rows, faults)
+    finally:
+        Channel.wait, world._NOTICE_LOSS, world._abort_group = wait, known, abort  # type: ignore[method-assign]
+
+
+def run(
+    folder: Path, policy: str, faults: list[Done], job: Any = train_noted, source: str = NORMED, **changes: Any
+) -> list[Fault]:
     """Train SMALL through these faults, and return what the launcher noted of them."""
     folder.mkdir()
     model = folder.parent / "normed.py"
-    model.write_text(NORMED)
+    model.write_text(source)
     settings = TrainSettings(**SMALL | {"model": f"{model}:build", "on_fault": policy} | changes)
     recovery = Recovery(
         policy, settings.ranks, (settings, folder, True, False, faults), lambda *_: None, fit=settings.usable_ranks
     )
     with RankPool(settings.ranks, JOB_MODULES) as pool:
         arguments = (settings, folder, False, False, faults)
-        pool.run(train_noted, arguments, timeout_s=60.0, hang_timeout_s=5.0, recovery=recovery)
+        pool.run(job, arguments, timeout_s=60.0, hang_timeout_s=5.0, recovery=recovery)
     return recovery.faults
 
 
@@ -192,6 +218,14 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     # Those since the last checkpoint that was on disk, or since the start; the other rank may have completed its step.
     assert found.steps_lost in ([0] if stays else [2, 3, 6, 7, 10, 11])
     assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
+    check_equal(tmp_path / "run", undisturbed)
+    check_samples(tmp_path / "run")
+
+
+def test_ranks_whose_messages_never_fail_are_told_and_what_was_aborted_is_no_step(undisturbed, tmp_path):
+    (found,) = run(tmp_path / "run", "spare", [(11, 1, "kill", "optimizer")], job=train_deaf)
+    assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (1, "spare", 0, 2)
+    assert len(list((tmp_path / "run").glob("aborted-*"))) == 1  # on the rank that stayed
     check_equal(tmp_path / "run", undisturbed)
     check_samples(tmp_path / "run")
 

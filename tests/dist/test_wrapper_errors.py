@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from paceline import ConfigError
-from paceline.parallel import DDP
+from paceline.parallel import DDP, backward, streams
 from paceline.parallel.channel import Channel
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_equal, describe, error_of, here, loss
 
@@ -187,6 +187,50 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
             loss(model, world.rank).backward()
             check(world, model, wanted, reducer)
     return found
+
+
+def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
+    """As on a GPU after the first steps: control words are read a step later, when buckets of that one are under way.
+    With `asks` ranks that have not failed check the last step first."""
+    copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
+    found = []
+    try:
+        with paceline.init(announce=None) as world:
+            model = DDP(Fragile(), bucket_cap_mb=7e-5)
+            model._ready._can_defer = True
+            for step in range(backward._EAGER_STEPS + 2):
+                model.zero_grad()
+                loss(model, world.rank, step).backward()
+            assert len(model.plan.buckets) > 2
+            for fails in (True, False):  # and ranks go on after it, until the next one
+                model.zero_grad()
+                if world.rank == 1 and fails:
+                    found.append(error_of(lambda: loss(model, world.rank, fails=True).backward()))
+                elif fails:
+                    loss(model, world.rank).backward()
+                    then = model.check_last_step if asks else lambda: loss(model, world.rank).backward()
+                    found.append(error_of(then))
+                else:
+                    wanted = average_alone(model.module, loss, world.world_size)
+                    loss(model, world.rank).backward()
+                    check(world, model, wanted, {})
+                    model.check_last_step()
+    finally:
+        streams.copy_to_host = copy
+    return found
+
+
+class NoEvent:
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_rank_that_fails_while_words_are_read_late_is_one_error_everywhere(job, asks):
+    results = job(3, fail_while_words_are_read_late, asks)
+    assert results[0] == results[1] == results[2]
+    ((kind, text),) = results[0]
+    assert kind == "CollectiveError rank-failed" and "rank 1" in text and "step 13" in text
 
 
 @pytest.mark.parametrize("at_step", [0, pytest.param(2, marks=pytest.mark.slow)])

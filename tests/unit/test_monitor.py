@@ -40,9 +40,7 @@ STEP_S, TIMEOUT_S = 0.05, 100.0
 class Scene:
     """Two ranks that have trained for a while; then each does what the test says, second after second."""
 
-    def __init__(
-        self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2
-    ) -> None:
+    def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2) -> None:
         self.detector, self.now_s = HangDetector(has_others, TIMEOUT_S), 0.0
         first = RankSnapshot("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01)
         self.snapshots, self.warnings = [first] * ranks, list[Suspicion]()
@@ -87,7 +85,7 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
         (dict(state="D", phase=FORWARD), "disk", 3.0, TIMEOUT_S),
         (dict(state="S", phase=WAIT, is_busy=True), "kernel", 3.0, TIMEOUT_S),
         (dict(state="S", phase=BETWEEN, beats=False), "gil", 600.0, 1800.0),
-        (dict(state="R", phase=BETWEEN, cpu=1.0), "loop", None, 1800.0),
+        (dict(state="D", phase=BETWEEN), "disk", None, 1800.0),
         (dict(state="R", phase=SLOW, cpu=1.0, most_s=40.0), "loop", None, 40.0),
     ],
 )
@@ -101,6 +99,20 @@ def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, 
     # The warning comes once, though a rank is looked at ten times a second.
     assert [(one.kind, one.rank) for one in scene.warnings] == ([(kind, 1)] if named_s else [])
     assert all(named_s < one.since_s <= named_s + 1.0 for one in scene.warnings)
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_steps", "named"),
+    [
+        (dict(state="R", phase=BETWEEN, cpu=1.0), 100, ["loop"]),  # an evaluation, or a loop
+        (dict(state="S", phase=START), -100, ["blocked"]),
+        (dict(state="R", phase=START, cpu=1.0), -100, []),  # inference: there is never a step
+    ],
+)
+def test_what_may_be_healthy_for_hours_is_not_ended(rank, num_steps, named):
+    scene = Scene(num_steps, has_others=True)
+    assert scene.run(4000.0, dict(state="S", phase=WAIT), rank) is None
+    assert [one.kind for one in scene.warnings] == named
 
 
 def test_a_rank_that_is_slow_once_is_named_again_when_it_is_slow_again():
@@ -405,7 +417,7 @@ def test_what_is_announced_is_in_the_log_of_every_rank_once(tmp_path, capfd):
 )
 def test_the_hang_timeout_is_that_of_the_option_or_of_the_environment(monkeypatch, given, variable, expected):
     monkeypatch.setenv("PACELINE_HANG_TIMEOUT", variable)
-    with pytest.raises(ConfigError, match="timeout|TIMEOUT") if expected is None else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=r"timeout|TIMEOUT") if expected is None else contextlib.nullcontext():
         assert find_hang_timeout(given) == expected
 
 

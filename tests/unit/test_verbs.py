@@ -115,7 +115,7 @@ def test_a_run_that_saved_tells_the_script_of_slurm(monkeypatch, tmp_path, numbe
 def test_a_signal_in_the_last_moments_of_a_run_starts_no_other(monkeypatch, tmp_path, capsys, number, code):
     asked = []
 
-    def ask(session, function, arguments, saves, monitor, recovery):
+    def ask(session, function, arguments, saves, hang_timeout_s, recovery):
         asked.append(session.ranks)
         session.signal = number  # the ranks had taken their last step, and do not know
         return SimpleNamespace(signal=0, step=4, facts={}, notes=(), rows=())

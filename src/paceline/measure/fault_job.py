@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline import machine
 from paceline.measure.fault_places import OUT
 from paceline.runtime.pulse import slow
+from paceline.runtime.world import separate_hosts
 from paceline.torch_internals import gpu_sleep
 
 VARIABLE = "PACELINE_FAULT"
@@ -271,8 +273,12 @@ def main() -> None:
     asked = read_asked()
     torch.manual_seed(1)
     if asked.wrapper == "torch":
-        dist.init_process_group(asked.backend)
         device = torch.device(asked.device)
+        if asked.backend == "nccl":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            if machine.must_share_gpus(torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])):
+                separate_hosts()
+        dist.init_process_group(asked.backend)
         net = Net(asked).to(device)
         model: nn.Module = nn.parallel.DistributedDataParallel(net)
     else:

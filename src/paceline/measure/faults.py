@@ -59,15 +59,15 @@ FAULTS: dict[str, Fault] = {
     "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
     "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
     "gil": Fault("forward", "GIL"),
-    "loop": Fault("forward", "keeps computing"),
-    "deadlock": Fault("backward", "is blocked"),
+    "loop": Fault("forward", "has been computing"),
+    "deadlock": Fault("backward", "has been blocked"),
     "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
     "exception": Fault("forward", "ValueError: a bad sample"),
     "exception-in-backward": Fault("backward", "ValueError: a bad sample"),
     "exception-in-optimizer": Fault("optimizer", "ValueError: a bad sample"),
     "exception-in-loader": Fault("between", "ValueError: a bad sample"),
     "extra-collective": Fault("between", "collective|a barrier"),
-    "other-shape": Fault("between", "different operations|size doesn't match", names_rank=False),
+    "other-shape": Fault("between", "different operations|size doesn't match|different collectives", names_rank=False),
     "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
     "early-end": Fault("between", "closed its world|has left", systems=("script", "torch")),
     "nan": Fault("forward", "not finite", is_final=True, systems=("train", "torch")),
@@ -92,7 +92,7 @@ _START_S = 120.0
 _WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # of a state that takes a while to be written
 _STOP_S = 60.0  # how long a job may take to end that was asked to
-_HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel"), "5s"
+_HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
 _LEAVE_S = 2.0, 8.0  # how long processes may take to end after the command, on one host and on two
 
 

@@ -18,14 +18,14 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
+from paceline.parallel import streams
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
 from paceline.parallel.flat import FlatGradients, LiveBucket
-from paceline.parallel.graph import find_tensors, is_nested, on_gradient, will_accumulate
+from paceline.parallel.graph import Arrivals, find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.parts import Parts
@@ -91,6 +91,7 @@ class GradientSync:
         self._completes, self._warned_of_drift = False, False
         self._change = ""  # of the model, since it was wrapped
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
+        self._can_defer = self.channel.device.type == "cuda"
         self._eager_until = _EAGER_STEPS  # the step until which control words are read at once
         self._unusable = ""  # the failure after which the ranks cannot match their messages any more
         self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
@@ -320,7 +321,8 @@ class GradientSync:
         local = self.schedule if self._is_local else None
         reducer: BucketedReducer | ControlMessage = self.reducer if local is None else local.control
         try:
-            self._read_deferred()
+            late = self._await_deferred()
+            self.channel.mark_computed()
             if local is not None:
                 digest = local.digest(every) if has_data else 0
             else:
@@ -346,15 +348,20 @@ class GradientSync:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
+            if late is not None:  # behind the messages of this step, some of which are under way since backward
+                self._act_or_discard(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
             if take_part:
                 self._samples, self._last_samples = None, self._weight
             slots = words[: control.num_read_words]
             with torch.no_grad():
-                if words.device.type != "cuda" or self._must_read_now(report):
-                    values = slots.tolist()
+                if not self._can_defer or self._must_read_now(report):
+                    calls = self.reducer.hook_calls
+                    values = slots.tolist() if calls is None else calls.read(slots)
                     reports = control.read_reports(values)
+                    if failure is not None and self._can_defer and not self._do_all_read_now():
+                        self._send_empty()
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
                     if not self._act_or_discard(reports, missing, failure):
@@ -367,16 +374,14 @@ class GradientSync:
                         self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
                 else:
-                    kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record()
-                    self._unread = kept, event, missing
+                    self._unread = *streams.copy_to_host(slots), missing
                     is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
                     if control.num_statistics and is_turn:
                         buffers.read(control.statistics(words), is_valid=False)
         finally:
             # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
             self._is_announced, failure, found = False, None, None
+        self.channel.settle()
         reducer.learn()
 
     def _find_status(self, missing: Sequence[int]) -> Status:
@@ -399,24 +404,52 @@ class GradientSync:
         return status
 
     def _must_read_now(self, report: RankReport) -> bool:
+        return self._do_all_read_now() or bool(report.status & (Status.FAILED | Status.FINISHED))
+
+    def _do_all_read_now(self) -> bool:
+        """Whether ranks that have not failed read the control words of this step at once."""
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
-        is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
+        has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
         is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
-        return bool(self.num_steps <= self._eager_until or has_option or is_unusual or is_special)
+        is_early = self.num_steps <= self._eager_until or self.channel.settles_steps
+        return bool(is_early or has_option or has_digest or is_special)
 
-    def _read_deferred(self) -> None:
-        if self._unread is not None:
-            (slots, event, missing), self._unread = self._unread, None
-            with pulse.within(pulse.WAIT):
+    def _await_deferred(self) -> tuple[list[RankReport], list[int]] | None:
+        """What ranks reported in the last step, where it was not read yet, and which gradients this rank missed."""
+        if self._unread is None:
+            return None
+        (slots, event, missing), self._unread = self._unread, None
+        with pulse.within(pulse.WAIT):
+            if self.reducer.hook_calls is None:
                 event.synchronize()
-            self._act_on(self.control.read_reports(slots.tolist()), missing, None, is_late=True)
+            else:
+                self.reducer.hook_calls.wait(event)
+        return self.control.read_reports(slots.tolist()), missing
 
-    def _act_or_discard(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
+    def _send_empty(self) -> None:
+        """Take part with zeros in the messages of one more step. After a step whose words are read late the others act
+        on an error only when they have sent those of the next one, and ranks must send the same."""
+        words, _, _ = self.reducer.collect(self._factor, take_part=False)
+        with torch.no_grad():
+            self.control.write_report(words, RankReport(Status.FAILED))
+        self.reducer.exchange()
+
+    def check_last_step(self) -> None:
+        """Act on what ranks reported in the last step, before this rank waits for others by messages of its own: one
+        that has failed is not there. Collective where a rank has failed."""
+        if (late := self._await_deferred()) is not None:
+            if any(report.status & ERRORS for report in late[0]):
+                self._send_empty()
+            self._act_on(*late, None, is_late=True)
+
+    def _act_or_discard(
+        self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
+    ) -> bool:
         """`_act_on`. Where it finds an error the averages are not applied, and a codec must not count them as sent."""
         is_applied = False
         try:
-            is_applied = self._act_on(reports, missing, failure)
+            is_applied = self._act_on(reports, missing, failure, is_late)
         finally:
             if not is_applied:
                 self.reducer.discard()
@@ -503,10 +536,6 @@ def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _:
         me._on_backward(is_certain=forward is None)
 
 
-def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
-    arrived.append(index)
-
-
 class BucketedReducer:
     """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank sends
     the same messages in the same order, whatever happened: a missing gradient is sent as zeros.
@@ -530,15 +559,14 @@ class BucketedReducer:
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # of this step, until `exchange`
-        self._hook_calls = None if hook is None else HookCalls(hook, channel)
+        self.hook_calls = None if hook is None else HookCalls(hook, channel)
         self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
         self._active, self._next, self._factor, self._takes_part = False, 0, 1.0, False
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
         self._overlaps = kind in ("bucketed", "overlap")
         self._is_recording, self._records_left = True, _MAX_RECORDS if self._overlaps else 0
-        self._arrived: list[int] = []  # the gradients in the order in which they arrived, some perhaps in several parts
-        self._recorders: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
+        self._arrivals = Arrivals(replica.params)
         # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
         self.is_planned = self._has_agreed = False
         self._lay_out(plan_torch_start(replica.gradients, rows.choose_first()))
@@ -549,21 +577,15 @@ class BucketedReducer:
 
     @property
     def ready_order(self) -> list[int]:
-        """All parameters in the order in which they were complete when it was last recorded; the others are last."""
-        places = self._places
-        return sorted(reversed(range(len(self.replica.params))), key=lambda index: places.get(index, math.inf))
-
-    @property
-    def _places(self) -> dict[int, int]:
-        return {index: place for place, index in enumerate(self._arrived)}
+        return self._arrivals.ready_order
 
     def begin(self, factor: float, records: bool = True) -> None:
         """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
         self._active, self._next, self._failure = True, 0, None
         self._factor = factor
-        if self._hook_calls is not None:
-            self._hook_calls.begin()
-        if self._hook_calls is not None or self._rounds:
+        if self.hook_calls is not None:
+            self.hook_calls.begin()
+        if self.hook_calls is not None or self._rounds:
             self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
         self._taken.clear()
         self.parts.begin()
@@ -574,26 +596,10 @@ class BucketedReducer:
             self._fail(error)
         self._note_versions()
         if self._is_recording and records:
-            self._record()
+            self._arrivals.record()
         for bucket in self._buckets:
             bucket.version, bucket.work, bucket.seen = bucket.range._version, None, []
         self.timeline.begin()
-
-    def _record(self) -> None:
-        """Hook autograd's nodes, which go with the graph: hooks on parameters cost even after their removal."""
-        self._stop_recording()
-        self._arrived.clear()
-        for index, param in enumerate(self.replica.params):
-            if param.requires_grad:
-                # Held while recording: a graph made in backward (checkpointing) then uses the same node.
-                node = get_gradient_edge(param).node
-                note = functools.partial(_note_arrival, self._arrived, index)
-                self._recorders.append((node, node.register_hook(note)))
-
-    def _stop_recording(self) -> None:
-        for _, handle in self._recorders:
-            handle.remove()
-        self._recorders.clear()
 
     def _note_versions(self) -> None:
         """Note the versions of what exists before backward. What should be in a view is moved there first."""
@@ -711,9 +717,9 @@ class BucketedReducer:
     def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
         self.timeline.mark("launch", number)  # before it: after that it may be half done, where cores are few
-        if self._hook_calls is not None:
-            bucket.work = self._hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
-            self._failure = self._failure or self._hook_calls.failure
+        if self.hook_calls is not None:
+            bucket.work = self.hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
+            self._failure = self._failure or self.hook_calls.failure
         elif self._rounds:
             words = flat.words if number == len(self._buckets) - 1 else flat.words[:0]
             bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
@@ -757,22 +763,8 @@ class BucketedReducer:
         self._taken[index] = view, view._version
 
     def _pack(self, bucket: LiveBucket, factor: float) -> torch.Tensor:
-        """The gradients in one message, in new memory that lives as long as they do. One message is faster than a
-        launch of many, and memory that is kept between steps would add to the peak of the next forward."""
-        params = bucket.uncopied_params
-        grads = list(map(_get_grad, params))
-        if any(map(operator.is_, grads, repeat(None))):
-            zeros = map(self.replica.zeros, bucket.uncopied)
-            grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
-        packed = bucket.range.new_empty(bucket.packed_size)
-        # By `data` each has its own version counter, which shows when a later backward adds to it in place.
-        views = [packed.as_strided(*place).data for place in bucket.packed_places]
-        torch._foreach_copy_(views, grads)
-        if factor != 1.0:
-            packed.mul_(factor)
-        for index, param, view in zip(bucket.uncopied, params, views, strict=True):
-            param.grad = view
-            self._taken[index] = view, view._version
+        packed, views = bucket.pack(self.replica.zeros, factor)
+        self._taken.update((index, (view, view._version)) for index, view in zip(bucket.uncopied, views, strict=True))
         return packed
 
     def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
@@ -800,7 +792,7 @@ class BucketedReducer:
         self.parts.restore()
         missing = self._find_missing()
         if not self._has_agreed:
-            agree_on_hook(self._hook_calls is not None, self.channel)
+            agree_on_hook(self.hook_calls is not None, self.channel)
             self._has_agreed = True
         if not (was_active := self._active):
             self.begin(factor, records=False)
@@ -816,11 +808,11 @@ class BucketedReducer:
             if self._kind == "per_parameter":
                 self._wait(bucket, take_part)
         self._last = self._fill(self._buckets[-1], zeros)
-        if self._hook_calls is not None:
+        if self.hook_calls is not None:
             # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
             self._start(self._buckets[-1], *self._last)
             self._finish(take_part)
-            self._failure, self._hook_calls.failure = self._failure or self._hook_calls.failure, None
+            self._failure, self.hook_calls.failure = self._failure or self.hook_calls.failure, None
         self._active = False
         return self._last[0].words, missing, self._failure
 
@@ -856,7 +848,7 @@ class BucketedReducer:
     def exchange(self) -> None:
         """Send the control words, wait for all messages, and leave the sums in `.grad`. Collective."""
         self._failure = None
-        if self._hook_calls is None:
+        if self.hook_calls is None:
             self._start(self._buckets[-1], *self._last)
             self._finish(True)
         else:
@@ -888,8 +880,8 @@ class BucketedReducer:
         self.timeline.mark("wait", bucket.number)
         pulse.enter(pulse.WAIT, bucket.number)
         work, bucket.work = bucket.work, None
-        if self._hook_calls is not None:
-            self._hook_calls.finish(work, bucket.range if take_part else None)
+        if self.hook_calls is not None:
+            self.hook_calls.finish(work, bucket.range if take_part else None)
         elif work is not None:
             index, *others = bucket.indices
             several = f"bucket {bucket.number} of {len(self._buckets)}"
@@ -928,7 +920,7 @@ class BucketedReducer:
             self._note_versions()
         elif self._is_recording:
             self._is_recording = False
-            self._stop_recording()
+            self._arrivals.stop()
             if not self.is_planned:
                 self._agree_on_plan()
             if self._overlaps:
@@ -943,17 +935,13 @@ class BucketedReducer:
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, made from the ready order there.
-        mine, rows = "", self.rows.choose(set(self._arrived), len(self.replica.params))
+        mine, rows = "", self.rows.choose(set(self._arrivals.places), len(self.replica.params))
         if self.channel.rank == 0:
             order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        is_plain = self._hook_calls is None and not self._rounds and self._placement is None
-        self.parts.agree(self._find_parts(), is_plain and self.channel.world_size > 1)
+        is_plain = self.hook_calls is None and not self._rounds and self._placement is None
+        self.parts.agree(self._arrivals.find_parts(), is_plain and self.channel.world_size > 1)
         self.adopt(Plan.from_json(self.channel.share(mine)[0]))
-
-    def _find_parts(self) -> dict[int, int]:
-        """The gradients that arrived several times when the order was last recorded, and how often."""
-        return {index: count for index, count in collections.Counter(self._arrived).items() if count > 1}
 
     def adopt(self, plan: Plan) -> None:
         """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
@@ -966,7 +954,7 @@ class BucketedReducer:
         pieces = collections.Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
         split = {index for index, count in pieces.items() if count > 1}
         # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
-        stays = self.channel.is_nccl and self._hook_calls is None
+        stays = self.channel.is_nccl and self.hook_calls is None
         least = 0 if stays else _SEPARATE_BYTES if self.channel.device.type == "cpu" else math.inf
         separate = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= least} - plan.alone | split
         uncopied = separate - split if stays else set[int]()
@@ -993,8 +981,8 @@ class BucketedReducer:
     def _set_triggers(self) -> None:
         """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
         self.stop()
-        params, places = self.replica.params, self._places
-        found = self._find_parts()
+        params, places = self.replica.params, self._arrivals.places
+        found = self._arrivals.find_parts()
         held, copied = self.parts.use(found), {index for bucket in self._buckets for index in bucket.copied}
         for index in sorted(copied - held - self.parts.counts.keys()):
             self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
@@ -1008,4 +996,4 @@ class BucketedReducer:
                 self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 
-keep_from_compiler(GradientSync, BucketedReducer, _begin_backward, _note_arrival)
+keep_from_compiler(GradientSync, BucketedReducer, _begin_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError
 from paceline.runtime import messages, pulse
-from paceline.runtime.world import find_departed_ranks, keep_groups
-from paceline.torch_internals import broadcast_coalesced, get_default_store, new_local_group
+from paceline.runtime.recovery import RECOVERS
+from paceline.runtime.world import find_departed_ranks, has_lost_rank, keep_groups
+from paceline.torch_internals import broadcast_coalesced, find_counter, get_default_store, new_local_group
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
@@ -49,6 +51,8 @@ class Channel:
         self._writes_late = device.type == "cuda" and not self.is_nccl
         if self._writes_late:  # and its stream waits for no other rank
             pulse.watch_device(torch.cuda.current_stream(device).query)
+        self._computed = torch.cuda.Event() if self.is_nccl and self.world_size > 1 else None  # type: ignore[no-untyped-call]
+        self.settles_steps = self._computed is not None and os.environ.get(RECOVERS) == "1"
         self._num_messages = self._num_bytes = 0
         self.timeout_s: float | None = None  # None: the group's own timeout
         # By whether to average.
@@ -128,6 +132,8 @@ class Channel:
             self._num_messages += 1
             self._num_bytes += num_bytes
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        if self.is_nccl:  # which takes dense memory in any order as long as it looks contiguous
+            real = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in real]
         if self._writes_late:
             # Through an alias, so that the backend's write does not count as a change of the tensor by someone else.
             real = [alias(tensor) for tensor in real]
@@ -164,6 +170,22 @@ class Channel:
                 work.wait()
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
+
+    def mark_computed(self) -> None:
+        """Backward is over: what this rank's GPU still does of it needs no other rank. On NCCL the same stream then
+        waits for other ranks, so the monitor is shown this moment of it."""
+        if self._computed is not None and pulse.is_open():
+            self._computed.record()
+            pulse.watch_device(self._computed.query, find_counter(self.group))
+
+    def settle(self) -> None:
+        """Raise where another rank is lost and messages were aborted: what they left must not become a step. Where
+        ranks would continue without it, the host waits for the GPU here (`settles_steps`): an optimizer that is already
+        queued behind an aborted message runs."""
+        if self.settles_steps:
+            torch.cuda.current_stream(self.device).synchronize()
+        if has_lost_rank():
+            raise _build_lost("this step cannot be completed")
 
     @pulse.waits
     def share(self, value: Any) -> list[Any]:
@@ -267,11 +289,22 @@ def _destroy_group(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def naming_lost_peers(what: str) -> Iterator[None]:
-    """An error of the backend inside becomes one with the code `peer-lost` that begins with `what`."""
+    """An error of the backend inside becomes one with the code `peer-lost` that begins with `what`; so does a message
+    that was aborted, which raises none of its own, and may be read as anything."""
     try:
         yield
-    except RuntimeError as error:
-        raise _explain(error, what) from error
+    except Exception as error:
+        if has_lost_rank():
+            raise _build_lost(what) from error
+        if isinstance(error, RuntimeError):
+            raise _explain(error, what) from error
+        raise
+    if has_lost_rank():
+        raise _build_lost(what)
+
+
+def _build_lost(what: str) -> CollectiveError:
+    return CollectiveError(f"{what}: another rank is lost", code="peer-lost")
 
 
 def _explain(error: RuntimeError, what: str) -> CollectiveError:

@@ -83,7 +83,11 @@ class Codec:
     def rescale(self, names: Sequence[str], factor: Any) -> None:
         """Multiply the errors of these parameters: the learning rate of the step before is `factor` times the next."""
         errors = self.errors
-        if found := [errors[name] for name in names if name in errors]:
+        found = [errors[name] for name in names if name in errors]
+        if isinstance(factor, torch.Tensor):  # on a GPU, where torch takes no scalar from for many at once
+            for error in found:
+                error.mul_(factor)
+        elif found:
             torch._foreach_mul_(found, factor)
 
     def discard(self, names: Sequence[str] | None = None) -> None:

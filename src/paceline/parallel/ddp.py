@@ -364,6 +364,11 @@ class DDP(DistributedDataParallel):
         if sync.do_sync and (sync.is_pending or self._options.manual):
             sync.synchronize()
 
+    def check_last_step(self) -> None:
+        """Raise now what another rank reported in the last step; on a GPU that is read a step later. For programs whose
+        ranks wait for each other by collectives of their own. Collective: every rank must call this."""
+        self._ready.check_last_step()
+
     def sync_parameters(self) -> None:
         """With a strategy that averages parameters every few steps: average them now, so that all ranks hold the same
         model, and begin a new round. At the end of training, and before evaluation, export, or a checkpoint without

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -124,3 +125,21 @@ class LiveBucket:
         """The fused gradients, kept until they are gathered: reading each attribute takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
+
+    def pack(self, make_zeros: Callable[[int], torch.Tensor], factor: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Copy the uncopied gradients into one message and multiply it by the factor. Returns the message, and the
+        gradients in it. Its memory lives as long as they do: memory that is kept between steps would add to the peak of
+        the next forward."""
+        grads = list(map(_get_grad, self.uncopied_params))
+        if any(map(operator.is_, grads, repeat(None))):
+            zeros = map(make_zeros, self.uncopied)
+            grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
+        packed = self.range.new_empty(self.packed_size)
+        # By `data` each has its own version counter, which shows when a later backward adds to it in place.
+        views = [packed.as_strided(*place).data for place in self.packed_places]
+        torch._foreach_copy_(views, grads)
+        if factor != 1.0:
+            packed.mul_(factor)
+        for param, view in zip(self.uncopied_params, views, strict=True):
+            param.grad = view
+        return packed, views

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from paceline.torch_internals import run_backward, will_execute
+from paceline.transport.works import keep_from_compiler
 
 _RUN_BACKWARD = run_backward.__code__
 
@@ -49,6 +52,49 @@ def will_accumulate(params: Sequence[torch.Tensor]) -> bool:
     return False
 
 
+class Arrivals:
+    """The order in which gradients arrive in one backward, some perhaps in several parts."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self._arrived: list[int] = []
+        self._hooked: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
+
+    def record(self) -> None:
+        """Hook autograd's nodes, which go with the graph: hooks on parameters cost even after their removal."""
+        self.stop()
+        self._arrived.clear()
+        for index, param in enumerate(self._params):
+            if param.requires_grad:
+                # Held while recording: a graph made in backward (checkpointing) then uses the same node.
+                node = get_gradient_edge(param).node
+                self._hooked.append((node, node.register_hook(functools.partial(_note_arrival, self._arrived, index))))
+
+    def stop(self) -> None:
+        for _, handle in self._hooked:
+            handle.remove()
+        self._hooked.clear()
+
+    @property
+    def places(self) -> dict[int, int]:
+        """The place of each gradient in the order, by its last part."""
+        return {index: place for place, index in enumerate(self._arrived)}
+
+    @property
+    def ready_order(self) -> list[int]:
+        """All gradients in the order in which they were complete when it was last recorded; the others are last."""
+        places = self.places
+        return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, math.inf))
+
+    def find_parts(self) -> dict[int, int]:
+        """The gradients that arrived several times, and how often."""
+        return {index: count for index, count in collections.Counter(self._arrived).items() if count > 1}
+
+
+def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
+    arrived.append(index)
+
+
 def is_nested() -> bool:
     """Whether this hook runs in a backward inside a backward, as seen from Python."""
     frame, depth = sys._getframe(1), 0
@@ -62,3 +108,6 @@ def is_nested() -> bool:
 def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
     """Call `hook(param)`, with the parameter and not its gradient, whenever its gradient has been accumulated."""
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+keep_from_compiler(_note_arrival)

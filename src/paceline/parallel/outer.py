@@ -435,7 +435,7 @@ class OuterState(StrategyState):
             words[1 + index], words[1 + size + index] = lr, 1.0
         words = words.to(channel.device)
         channel.wait(channel.start_sum(words, extra_bytes=words.nbytes), "the end of the sync")
-        has_failed, *rest = words.tolist()
+        has_failed, *rest = self._calls.read(words)
         if has_failed:
             text = "" if failure is None else f"{type(failure.error).__name__}: {failure.error}".partition("\n\n")[0]
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(channel.share(text)) if text]

@@ -243,7 +243,9 @@ class Placement:
         rows[rank] = words
         if n > 1:
             with naming_lost_peers("the ranks cannot take a step of the optimizer together"):
-                self.channel.group.allreduce([rows], self._options).wait()
+                work = self.channel.group.allreduce([rows], self._options)
+                if work is not None:  # NCCL has none: the current stream itself runs what is not asynchronous
+                    work.wait()
         return rows
 
     def pieces_of_gradients(self) -> list[torch.Tensor]:

@@ -53,6 +53,10 @@ class Exchanges:
         self.encode_s = self.decode_s = 0.0  # on the host: until the first message of an exchange, and after it
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [group for group, _ in self._groups]
+
+    @property
     def can_interleave(self) -> bool:
         """Whether other messages may be started while an exchange is under way."""
         return len(self._groups) > 1 or self._channel.world_size == 1 or self._channel.is_nccl

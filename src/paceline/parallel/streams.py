@@ -74,3 +74,11 @@ class SideStream:
         """Set the result, so that whoever waits for it has its stream wait for the side stream."""
         with self.current():
             future.set_result(self._mark if result is None else result)
+
+
+def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """A copy of a vector in pinned memory, which can be read after the event; the current stream makes it."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    kept = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    event.record()
+    return kept, event

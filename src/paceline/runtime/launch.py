@@ -166,6 +166,8 @@ class _Forked:
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and self._pid is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
+        if self._code is not None:  # the server closes its end once there is no zombie any more
+            self._status.poll(max(0.0, min(deadline - time.monotonic(), _LONG_S)))
 
     def close(self) -> None:
         self._status.close()
@@ -306,7 +308,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self._size = size
         with watched or contextlib.nullcontext():
             with _serve_store() as store:
-                variables = _job_variables(size, store)
+                variables = _job_variables(size, store) | ({} if recovery is None else recovery.variables)
                 for rank in range(size):
                     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                     if watched is not None:
@@ -360,6 +362,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
             self._ranks[lost].process.kill()
             late.discard(lost)
+        if failures and monitor is not None:  # after it is gone: what it could still send would come too late
+            monitor.tell_lost()
         stay = {rank for rank in late if self._ranks[rank].step is not None}
         late -= stay
         while late and (

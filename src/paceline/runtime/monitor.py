@@ -67,10 +67,11 @@ _COLLECTIVES = (
 _CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
 
 _FOUND = {
-    "stopped": "is stopped (SIGSTOP)", "gil": "holds Python's lock (the GIL)", "loop": "keeps computing",
-    "blocked": "is blocked", "disk": "waits for a disk or a driver (state D)",
-    "kernel": "has a GPU that does not finish", "collective": "waits in a collective of its own",
-    "left": "has left, and others wait",
+    "stopped": "has been stopped (SIGSTOP)", "gil": "has held Python's lock (the GIL)", "loop": "has been computing",
+    "blocked": "has been blocked", "disk": "has waited for a disk or a driver (state D)",
+    "kernel": "has a GPU that does not finish", "collective": "has waited in a collective of its own",
+    "desynchronised": "has started another number of collectives than the others",
+    "left": "has left, and others have waited",
 }  # fmt: skip
 _MARK = "mark work that is meant to take long with paceline.slow()"
 _ADVICE = {
@@ -82,6 +83,7 @@ _ADVICE = {
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
     "kernel": "a kernel that it launched does not end, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
+    "desynchronised": "all ranks must make the same collectives in the same order",
     "left": "give every rank the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they called different collectives, or the network between them is cut",
 }
@@ -111,9 +113,9 @@ def find_hang_timeout(given: str | None = None) -> float:
 class Verdict:
     """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
 
-    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "left" or "all-wait";
-    with the last one there is no rank to blame. `ends`: the job must end. It does for a fault that is proven, and else
-    for one that lasts longer than `limit`; before that, this is a warning.
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "desynchronised", "left" or
+    "all-wait"; with the last one there is no rank to blame. `ends`: the job must end. It does for a fault that is
+    proven, and else for one that lasts longer than `limit`; before that, this is a warning.
     """
 
     kind: str
@@ -139,7 +141,7 @@ class Verdict:
         """What Paceline does about it; a rank that has ended was not ended by us."""
         who = {"ended": "", "left": "the ranks that wait", "all-wait": "all ranks"}.get(self.kind, "it")
         if not self.ends:
-            return f"; Paceline ends {who} only if this lasts longer than {self.limit}"
+            return f"; Paceline ends {who} only if this lasts longer than {self.limit}" if self.limit else ""
         why = f" because this lasted longer than {self.limit}" if self.limit else ""
         return f"; Paceline ended {who}{why}" if who else ""
 
@@ -159,6 +161,7 @@ class RankSnapshot(NamedTuple):
     longest_s: float = 0.0  # the longest time between two steps so far
     is_busy: bool = False  # the GPU of a rank that waits for other ranks
     most_s: float = math.inf  # the limit of a marked pause
+    num_started: int = 0  # collectives, while it waits for other ranks; 0 where they are not counted
 
 
 class _History:
@@ -301,16 +304,22 @@ class HangDetector:
         limits = {SLOW: (snapshot.most_s, snapshot.most_s), START: (_FIRST_S, _FIRST_S)}
         limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
         held_s, limit_s = (patience * each for each in limits.get(snapshot.phase, (step_s, step_s)))
-        end_s = limit_s if snapshot.phase == SLOW else max(limit_s, self.hang_timeout_s)
+        # A program that never takes a step, as for inference, is healthy for hours.
+        end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
         silent_cpu_s, phase_cpu_s = snapshot.cpu_s - one.silent_cpu_s, snapshot.cpu_s - one.phase_cpu_s
         if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
             return self._suspect("gil", rank, one.silent_s, end_s)
         if one.waits or one.phase_s <= limit_s:
             return None
-        kind = "disk" if one.phase_disk_s >= _BLOCKED * one.phase_s else "blocked" if one.is_blocked else ""
-        kind = kind or ("loop" if phase_cpu_s >= cpu_s else "")
-        return self._suspect(kind, rank, one.phase_s, end_s) if kind else None
+        if one.phase_disk_s >= _BLOCKED * one.phase_s:
+            return self._suspect("disk", rank, one.phase_s, end_s)
+        if one.is_blocked:
+            return self._suspect("blocked", rank, one.phase_s, end_s)
+        if phase_cpu_s < cpu_s or snapshot.phase == START:
+            return None
+        # Between steps nothing tells a loop from an evaluation, and ranks that wait for it have timeouts of their own.
+        return self._suspect("loop", rank, one.phase_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
         """Ranks that wait for one whose GPU does not finish, for one that has left, for one that is in a collective of
@@ -322,9 +331,10 @@ class HangDetector:
                 return self._suspect("kernel", rank, one.phase_s, self.hang_timeout_s)
         if not waiting or self.has_others:
             return None
+        spins = any(one.snapshot.num_started for one in waiting.values())  # a wait for NCCL does not sleep
         for rank, one in there.items():
             is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
-            if is_outside and one.phase_s > limit_s and one.is_blocked:
+            if is_outside and one.phase_s > limit_s and (spins or one.is_blocked):
                 return Suspicion("collective", rank, one.phase_s, is_certain=False)
         if len(waiting) < len(there):  # the others may wait for a rank that is only slow
             return None
@@ -334,11 +344,24 @@ class HangDetector:
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
         if len(own) == 1 < len(there):  # in a collective that the wrapper does not make, and all others in its own
             return Suspicion("collective", own[0], waiting[own[0]].phase_s)
+        if (odd := self._find_odd(waiting)) is not None:  # or its buckets are only ready in another order
+            return self._suspect("desynchronised", odd, waiting[odd].phase_s, self.hang_timeout_s)
         if len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
             # Where all wait for the same, the message may only be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
             return self._suspect("all-wait", None, since_s, None if len(awaited) > 1 else self.hang_timeout_s)
         return None
+
+    @staticmethod
+    def _find_odd(waiting: Mapping[int, _History]) -> int | None:
+        """The rank that has started another number of collectives than most; of two ranks, the one with more. NCCL
+        matches calls by their order alone: after one too many, all ranks wait, each for something else."""
+        counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
+        if not all(counts.values()):
+            return None
+        seen = collections.Counter(counts.values())
+        usual = min(seen, key=lambda count: (-seen[count], count))
+        return next((rank for rank, count in counts.items() if count != usual), None)
 
 
 class _Process:
@@ -375,7 +398,7 @@ class _Process:
         return RankSnapshot(
             state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
             num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
-            self.find_most_s(),
+            self.find_most_s(), words[pulse.NUM_STARTED],
         )  # fmt: skip
 
     def find_phase(self) -> tuple[int, str]:
@@ -579,6 +602,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             if self._processes[rank].pid:
                 self._processes[rank].signal(number)
 
+    def tell_lost(self) -> None:
+        """Tell the ranks that another one is lost: there are collectives that would wait for it for ever."""
+        for one in self._processes.values():
+            memoryview(one.page).cast("q")[pulse.IS_LOST] = 1
+
     def are_all_gone(self) -> bool:
         return all(one.is_gone or not one.pid for one in self._processes.values())
 
@@ -674,7 +702,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             waiting, limit = self.describe_waiting(None), _describe_limit(end_s)
             self._detector.note_named(None)
             return Verdict(
-                kind, None, "all ranks wait for each other", waiting, since_s, text, ends=found.ends, limit=limit
+                kind, None, "all ranks have waited for each other", waiting, since_s, text, ends=found.ends, limit=limit
             )
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
@@ -700,7 +728,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
 
 def _describe_limit(end_s: float | None, is_marked: bool = False) -> str:
-    return "" if end_s is None else f"{end_s:g} s ({'its at_most' if is_marked else 'the hang timeout'})"
+    return "" if end_s in (None, math.inf) else f"{end_s:g} s ({'its at_most' if is_marked else 'the hang timeout'})"
 
 
 def _find_output(process: int | str) -> tuple[int, int] | None:

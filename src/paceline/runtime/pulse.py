@@ -32,6 +32,8 @@ IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it w
 IS_COMPILING = 13  # whatever its phase is
 IS_ENDING = 14  # the interpreter ends, which may take seconds
 MOST_NS = 15  # how long a marked pause may take without progress; 0: as long as it takes
+IS_LOST = 25  # the launcher sets it: another rank of this world is lost, and whoever waits for it must leave
+NUM_STARTED = 26  # collectives that this rank has started, while it waits for others; 0 where they are not counted
 RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
 NUM_NOTICES = 24  # how often the monitor has written a notice
 # Texts: their place and their size in bytes. A notice is what the monitor wants this rank to print.
@@ -50,6 +52,8 @@ _words: Any = None  # the page as int64, while a monitor reads it
 _rank: _Rank | None = None
 _before: mmap.mmap | None = None  # the page of the world before
 _is_done: Callable[[], bool] | None = None  # of the GPU, once this rank has one
+_count_started: Callable[[], int] | None = None
+_on_lost: Callable[[], bool] | None = None
 
 
 def map_page(descriptor: int) -> mmap.mmap:
@@ -71,11 +75,19 @@ def enter(phase: int, bucket: int = -1) -> None:
     words[SERIAL] += 1
 
 
-def watch_device(is_done: Callable[[], bool]) -> None:
-    """This rank's GPU works without other ranks, and has done all of it where the function says so. It is called in
-    another thread, and only while this rank waits for others: then no graph of kernels is being captured."""
-    global _is_done
-    _is_done = is_done
+def watch_device(is_done: Callable[[], bool], count_started: Callable[[], int] | None = None) -> None:
+    """This rank's GPU works without other ranks, and has done all of it where `is_done` says so. `count_started` is how
+    many collectives it has started. Both are called in another thread, and only while this rank waits for others: then
+    no graph of kernels is being captured."""
+    global _is_done, _count_started
+    _is_done, _count_started = is_done, count_started
+
+
+def watch_lost(leave: Callable[[], bool]) -> None:
+    """Call this, in another thread, once the launcher says that another rank of this world is lost, and again until it
+    returns True."""
+    global _on_lost
+    _on_lost = leave
 
 
 def begin_step(number: int) -> None:
@@ -219,17 +231,20 @@ class _Rank:
 
     def _beat(self) -> None:
         """In a thread, which needs Python's lock: while this does not run, no Python does."""
-        words, num_notices = _words, 0
+        words, num_notices, has_left = _words, 0, False
         while not self._stop.wait(BEAT_S):
             if words[NUM_NOTICES] != num_notices:
                 num_notices = words[NUM_NOTICES]
                 with contextlib.suppress(OSError):  # stderr is closed
                     os.write(2, f"paceline: {read_text(self.page, NOTICE)}\n".encode())
             now_ns = words[BEAT_NS] = time.monotonic_ns()
+            if words[IS_LOST] and not has_left and _on_lost is not None:
+                has_left = _on_lost()
             if _is_done is not None:
                 is_waiting = words[PHASE] == WAIT and now_ns - words[SINCE_NS] > _WAITED_NS
                 with contextlib.suppress(RuntimeError):  # an error of the GPU, which the main thread reports
                     words[IS_BUSY] = int(is_waiting and not _is_done())
+                    words[NUM_STARTED] = _count_started() if is_waiting and _count_started is not None else 0
             self._see_compiler(words, now_ns)
 
     def _see_compiler(self, words: Any, now_ns: int) -> None:
@@ -260,11 +275,12 @@ def open_page(page: str, stacks: str) -> None:
 
 def close_page() -> None:
     """Leave: from now on nobody may wait for this rank."""
-    global _rank, _before
+    global _rank, _before, _is_done, _count_started
     if _rank is not None:
         enter(LEFT)
         _rank.stop()
         _before, _rank = _rank.page, None
+        _is_done = _count_started = None  # they hold a group, which must go with its world
 
 
 def _note_end() -> None:
@@ -273,8 +289,8 @@ def _note_end() -> None:
 
 
 def _forget() -> None:
-    global _rank, _words, _is_done, _before
-    _rank = _words = _is_done = _before = None
+    global _rank, _words, _is_done, _count_started, _on_lost, _before
+    _rank = _words = _is_done = _count_started = _on_lost = _before = None
 
 
 os.register_at_fork(after_in_child=_forget)  # DataLoader workers are not ranks

@@ -20,6 +20,13 @@ from paceline.units import format_number_of
 _MOST_FAILED = 3
 # How many faults there may be before the first step of a run.
 _MOST_EARLY = 2
+# Ranks that stay abort the communicators of NCCL themselves, when they are told. The watchdog of torch must not do it,
+# nor end the process, nor hold a lock for a minute while it writes what it has recorded.
+RECOVERS = "PACELINE_RECOVERS"
+_VARIABLES = {
+    RECOVERS: "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}  # fmt: skip
 
 
 @dataclass
@@ -63,6 +70,11 @@ class Recovery:
     @property
     def stays_in_memory(self) -> bool:
         return self.policy in ("spare", "shrink")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What ranks need in their environment before they open a world that they may leave for another one."""
+        return dict(_VARIABLES) if self.stays_in_memory else {}
 
     @property
     def num_wanted(self) -> int:

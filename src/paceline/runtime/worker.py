@@ -31,7 +31,7 @@ from paceline.runtime import pulse
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
 _PEER_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting",
-    "Application timeout caused pair closure", "Connection refused",
+    "Application timeout caused pair closure", "Connection refused", "communicator was aborted",
 )  # fmt: skip
 
 
@@ -282,9 +282,10 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
                 poller.unregister(fd)
                 pid, status = children.pop(fd)
                 ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-                with status, contextlib.suppress(OSError):  # the launcher may no longer be interested
-                    status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-                os.waitpid(pid, 0)  # last: from here on another process may get this id, and signals meant for this one
+                with status:
+                    with contextlib.suppress(OSError):  # the launcher may no longer be interested
+                        status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+                    os.waitpid(pid, 0)  # last: now another process may get this id, and signals meant for this one
                 os.close(fd)
                 continue
             kind = b""

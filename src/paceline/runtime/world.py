@@ -26,12 +26,14 @@ from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.worker import describe_failure
-from paceline.torch_internals import abort_groups, get_default_store, list_groups
+from paceline.torch_internals import abort_world, get_default_store, list_groups
 from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
-_DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
+_DESTROY_S, _ABORT_S = 2.0, 10.0  # how long a failed rank waits for its groups to be destroyed, and for NCCL's
+# Backends whose collectives fail where a rank is lost. Those of others wait for it for ever, and have to be aborted.
+_NOTICE_LOSS = frozenset(("gloo", "shm", "paceline"))
 _LOOK_S = (0.02, 1.0)  # how often it is looked whether anybody still has a group: at first, and later
 
 
@@ -96,6 +98,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
 
 _open: World | None = None
+_lost = threading.Event()  # another rank is lost, and collectives of this world were aborted
 
 
 def current_world() -> World | None:
@@ -136,6 +139,8 @@ def init(
     )
     place, backend = _settle_place(rank, world_size), machine.canonical_backend(backend)
     register()
+    _lost.clear()
+    pulse.watch_lost(abort_collectives)
     store = meeting.open_store(rendezvous, place, rendezvous_timeout_s)
     limit = timedelta(seconds=timeout_s)
     try:
@@ -153,8 +158,8 @@ def init(
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
-            if "nccl" in chosen and torch.cuda.device_count() < local_size:
-                _separate_hosts()
+            if "nccl" in chosen and machine.must_share_gpus(torch.cuda.device_count(), local_size):
+                separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
         proof.use_key(meeting.find_key(store), store)
@@ -238,6 +243,40 @@ def abandon() -> None:
     _destroy_groups(failed=True)
 
 
+def has_lost_rank() -> bool:
+    """Whether another rank of this world is lost, or of the last one if none is open, and collectives were aborted. An
+    aborted one raises nothing: its kernel ends, and leaves memory half written."""
+    return _lost.is_set()
+
+
+def abort_collectives() -> bool:
+    """Another rank is lost: end the collectives that would wait for it for ever, and whatever waits for them on the GPU
+    and on the host. What they leave is no result (`has_lost_rank`). The GPU stays usable, and the groups do not. False
+    where there is no such group yet."""
+    groups = [group for group in list_groups() if not _notices_loss(group)]
+    if groups:
+        _lost.set()  # first: who comes out of a wait must find it set
+    abort_groups(groups)
+    return bool(groups)
+
+
+def _notices_loss(group: Any) -> bool:
+    names = str(dist.get_backend_config(group)).split(",")
+    return {name.rpartition(":")[2] for name in names} <= _NOTICE_LOSS
+
+
+def abort_groups(groups: Iterable[Any]) -> None:
+    """Abort the communicators of these groups, in threads of their own: while one frees its memory, the kernels of
+    another must not wait for a lost rank."""
+    for group in groups:
+        threading.Thread(target=_abort_group, args=(group,), daemon=True, name="paceline-abort").start()
+
+
+def _abort_group(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it is being destroyed
+        group.abort()
+
+
 def find_departed_ranks() -> dict[int, str]:
     """The ranks that closed the open world, and why; ranks that died are not known here."""
     if _open is None:
@@ -259,10 +298,13 @@ def _destroy_groups(failed: bool) -> None:
     if not failed:
         dist.destroy_process_group()
         return
-    destroy = abort_groups if "nccl" in str(dist.get_backend_config()) else dist.destroy_process_group
+    destroy, limit_s = dist.destroy_process_group, _DESTROY_S
+    if "nccl" in str(dist.get_backend_config()):
+        abort_groups([group for group in list_groups() if not _notices_loss(group)])
+        destroy, limit_s = abort_world, _ABORT_S
     thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
     thread.start()
-    thread.join(_DESTROY_S)
+    thread.join(limit_s)
 
 
 def keep_groups(groups: Iterable[Any]) -> None:
@@ -396,7 +438,7 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
     return torch.device("cuda", number), ""
 
 
-def _separate_hosts() -> None:
+def separate_hosts() -> None:
     """Let NCCL ranks share a GPU. NCCL refuses two ranks with the same host and bus id, so each process becomes a host
     of its own, connected by sockets over loopback. NCCL reads these variables when it makes its first communicator."""
     os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
+from paceline.runtime import pulse
 from paceline.runtime.launch import handle_requests
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ class Journal:
         import torch
 
         if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
+            with pulse.within(pulse.WAIT):
+                torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
         sent, bad = [], None
         for taken, values, lap, phases, exposed_s in self._entries:
             loss_sum, num_correct = values.tolist()

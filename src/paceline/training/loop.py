@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
+from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.sharding import ShardedOptimizer
@@ -186,7 +186,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         while True:
             try:
                 return _train(settings, folder, resume, rows, request, carried)
-            except (PacelineError, RuntimeError) as error:
+            except Exception as error:
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
                 is_lost = not isinstance(error, MoreRanksError)
@@ -329,6 +329,7 @@ def _settle(job: Job, files: RunFiles, journal: Journal, start: Position, carrie
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
     """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
     step = taken.position.step
+    job.learner.check_last_step()  # a rank that has failed does not come to the exchange
     exchange = journal.exchange(files.is_due_by_time, job.settings.stays_in_memory and is_wanted())
     rows, is_due = list(exchange.rows), exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
     is_due = is_due or bool(exchange.signal) or taken.is_last

@@ -19,8 +19,9 @@ from torch import nn
 from paceline.errors import PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
+from paceline.runtime import pulse
 from paceline.runtime.worker import find_code
-from paceline.runtime.world import World
+from paceline.runtime.world import World, has_lost_rank
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles, build_meta, find_strategy
@@ -38,6 +39,8 @@ class MoreRanksError(PacelineError):
 
 def may_stay(error: BaseException) -> bool:
     """Whether a rank that raised this may continue in another world: it has lost others, or more can be had."""
+    if isinstance(error, Exception) and has_lost_rank():  # aborted messages may be read as any error
+        return True
     return isinstance(error, MoreRanksError) or find_code(error) == "peer-lost"
 
 
@@ -50,8 +53,9 @@ def check_policy(job: Job) -> None:
          f"{asked}: the step of {job.learner.name} is its own, and may be half done when a rank is lost; use restart"),
         (stream is not None and job.settings.on_fault == "shrink",
          f"{asked}: {job.train.describe()}, of which other ranks cannot take a share within an epoch; use spare"),
-        ("nccl" in job.world.backend,
-         f"{asked} on nccl, whose ranks do not notice that another is lost: use restart, or the backend gloo"),
+        ("nccl" in job.world.backend and not pulse.is_open(),
+         f"{asked} on nccl, whose ranks do not notice that another is lost, and no monitor can tell them here: use "
+         "restart, or the backend gloo"),
         (stream is not None and stream.is_sharded,
          f"{asked}: {job.train.describe()}, and only a rank itself knows its part; use restart"),
         code="on-fault",

@@ -134,6 +134,12 @@ class Learner:
             if hasattr(model, "sync_parameters"):
                 model.sync_parameters()
 
+    def check_last_step(self) -> None:
+        """Raise what another rank reported in the last step, which a GPU's wrapper reads late. Collective."""
+        for model in list_models(self.model):
+            if isinstance(model, DataParallel):
+                model.check_last_step()
+
     def set_rate(self, rate: float) -> None:
         """Before backward: a strategy scales what it has kept to the learning rate of the step."""
         for group in self.optimizer.param_groups:

@@ -77,6 +77,7 @@ def _build_config(
         (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
         (ranks < 2, f"--ranks {ranks}: at least 2"),
         (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
+        ("nccl" in backends and device != "cuda", "--backend nccl needs --device cuda"),
         (patience <= 0, f"--patience {patience:g}: above 0"),
         (unknown, f"--on-fault {', '.join(unknown)}: unknown; there are {', '.join(POLICIES)}"),
         (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
