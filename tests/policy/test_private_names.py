@@ -19,7 +19,7 @@ OPERATORS = "_foreach_"
 # Of Python's library, and of IPython.
 OTHERS = {
     "_args_from_interpreter_flags", "_asdict", "_at_fork_reinit", "_bootstrap", "_current_frames", "_DummyThread",
-    "_exit", "_fields", "_getframe", "_inheriting", "_parent_pid", "_replace", "_repr_mimebundle_",
+    "_exit", "_exit_function", "_fields", "_getframe", "_inheriting", "_parent_pid", "_replace", "_repr_mimebundle_",
 }  # fmt: skip
 
 

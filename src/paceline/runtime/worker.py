@@ -352,4 +352,8 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])  # for `ps` and `top`
     process: Any = multiprocessing.get_context("spawn").Process(target=serve_jobs, args=(rank, link, stacks), name=name)
     process._parent_pid = launcher_pid
-    return int(process._bootstrap(parent_sentinel=launcher_fd))
+    try:
+        return int(process._bootstrap(parent_sentinel=launcher_fd))
+    finally:
+        # Python 3.13 leaves this to who starts the process; before, it is done and does nothing.
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
