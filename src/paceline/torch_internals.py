@@ -1,19 +1,152 @@
-"""Every private name of torch that Paceline uses, each with what happens where it is missing."""
+"""Every private name of torch that Paceline uses, each with what happens where it is missing.
+
+Names of modules are looked up here and used through this module. Without one that is needed, importing this raises one
+sentence; the others have a fallback. Members of torch's classes are used where they are, and listed in `MEMBERS`.
+`tests/unit/test_torch_internals.py` tries each on the installed torch; `paceline doctor` reports what it lacks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from paceline.errors import ConfigError
 
-def get_default_store() -> dist.Store:
-    """The store on which the ranks of the world met."""
-    return distributed_c10d._get_default_store()
+_INSTALL = "pip install 'torch>=2.11,<2.16'"
+
+
+def _find(path: str) -> Any:
+    """What torch has at this dotted path; AttributeError where it has nothing there."""
+    parts = path.split(".")
+    # By the modules: torch.distributed.rendezvous is also a function.
+    known = next(end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in sys.modules)
+    return functools.reduce(getattr, parts[known:], sys.modules[".".join(parts[:known])])
+
+
+def _need(path: str) -> Any:
+    """The same; ConfigError where torch has nothing there."""
+    try:
+        return _find(path)
+    except AttributeError:
+        text = f"torch {torch.__version__} has no {path}, which Paceline needs: {_INSTALL}"
+        raise ConfigError(text, code="torch-version") from None
+
+
+# The options, works and backends of collectives, as classes; torch.distributed exports only some of them.
+c10d = _need("torch._C._distributed_c10d")
+# What C++ completes; torch.futures.Future is a subclass.
+Future = _need("torch._C.Future")
+JoinConfig = _need("torch.distributed.algorithms.join._JoinConfig")
+BufferHookLocation = _need("torch.nn.parallel.distributed._BufferCommHookLocation")
+StopRecomputation = _need("torch.utils.checkpoint._StopRecomputationError")
+DataLoaderIterator = _need("torch.utils.data.dataloader._BaseDataLoaderIter")
+
+if TYPE_CHECKING:
+    from torch.nn.modules import batchnorm
+
+    BatchNorm = batchnorm._BatchNorm
+else:
+    BatchNorm = _need("torch.nn.modules.batchnorm._BatchNorm")
+
+# Which backward runs (-1: none), whether it will reach a node, and the function that is on the stack while one runs.
+current_graph_task = _need("torch._C._current_graph_task_id")
+will_execute = _need("torch._C._will_engine_execute_node")
+run_backward = _need("torch.autograd.graph._engine_run_backward")
+# The end of backward: `queue_callback` of this.
+engine = _need("torch.autograd.Variable._execution_engine")
+count_storage_uses = _need("torch._C._storage_Use_Count")  # of `storage._cdata`
+has_internal_overlap = _need("torch._debug_has_internal_overlap")
+tree_map_only = _need("torch.utils._pytree.tree_map_only")
+broadcast_coalesced = _need("torch.distributed._broadcast_coalesced")
+register_comm_hook = _need("torch.distributed._register_comm_hook")
+get_default_store = _need("torch.distributed.distributed_c10d._get_default_store")
+rendezvous_handlers = _need("torch.distributed.rendezvous._rendezvous_handlers")  # by their scheme
+gpu_sleep = _need("torch.cuda._sleep")  # for so many cycles
+_need("torch.distributed.distributed_c10d._world.pg_names")  # asked for anew: a program may replace it
+
+# With a fallback. The program is then taken for one that does not profile itself.
+is_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+# A buffer that a hook changes in place then counts as changed, and autograd may refuse a backward through it.
+keep_versions = getattr(torch.autograd, "_unsafe_preserve_version_counter", lambda _: contextlib.nullcontext())
+# Ranks that lost each other then wait for NCCL's own timeout.
+abort_process_group = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+
+_GROUP = "torch.distributed.ProcessGroup."
+_DDP = "torch.nn.parallel.DistributedDataParallel."
+# Members of classes, by what does not work without them. `torch._foreach_*` are operators, as public as the optimizers
+# that torch builds of them.
+MEMBERS = {
+    "torch.Tensor._version": "changes of gradients are not seen: the wrapper",
+    "torch.Tensor._indices": "embeddings as rows",
+    "torch.Tensor._values": "embeddings as rows",
+    "torch.Tensor._backward_hooks": "embeddings as rows",
+    "torch.nn.Module._parameters": "embeddings as rows",
+    "torch.UntypedStorage._cdata": "buckets without copies",
+    "torch.futures.Future._set_unwrap_func": "errors of the backend shm",
+    _GROUP + "_device_types": "the end of a world",
+    _GROUP + "_get_backend": "proofs between ranks",
+    _GROUP + "_get_sequence_number_for_group": "notebooks",
+    _GROUP + "_register_backend": "the backend shm",
+    _GROUP + "_set_default_backend": "the backend shm",
+    "torch._C._distributed_c10d.Backend.Options._timeout": "GPU tensors on the backend shm",
+    "torch.amp.GradScaler._unscale_grads_": "sharded optimizers with a GradScaler",
+    "torch.distributed.algorithms.join.Joinable._join_config": "join()",
+    _DDP + "_inside_ddp_forward": "torch.compile of a wrapped model",
+    _DDP + "_assign_modules_buffers": "hooks on buffers",
+    _DDP + "_register_builtin_comm_hook": "torch's built-in hooks on the backend shm",
+    _DDP + "_comm_hooks": "strategies as hooks of torch's wrapper",
+    _DDP + "_get_ddp_logging_data": "attaching to a program",
+    _DDP + "_has_rebuilt_buckets": "attaching to a program",
+    _DDP + "_remove_autograd_hooks": "trying bucket sizes in a program",
+    _DDP + "_build_params_for_reducer": "trying bucket sizes in a program",
+    _DDP + "_build_debug_param_to_name_mapping": "trying bucket sizes in a program",
+    _DDP + "_ddp_init_helper": "trying bucket sizes in a program",
+    _DDP + "_set_static_graph": "trying bucket sizes in a program",
+    "torch.utils.data.DataLoader._iterator": "data loaders with persistent workers",
+}
+# Looked for where torch, or a program, may have set them; what it means where they are not there.
+OPTIONAL = {
+    "_bucket_config": "torch before 2.13: its wrapper takes one cap",
+    "_ddp_params_and_buffers_to_ignore": "nothing is ignored",
+    "_in_backward_optimizers": "the parameter is not updated in backward",
+    "_orig_mod": "the model is not compiled",
+    "_shutdown_workers": "the data comes without worker processes",
+    "_torchdynamo_disable": "set by us",
+}
+
+
+def find_missing() -> dict[str, str]:
+    """The members that the installed torch lacks, with what does not work without them."""
+    return {path: why for path, why in MEMBERS.items() if not _has_member(path)}
+
+
+def _has_member(path: str) -> bool:
+    """Of the class, or used in one of its methods: some are set by its constructor."""
+    owner, _, name = path.rpartition(".")
+    try:
+        kind = _find(owner)
+    except AttributeError:
+        return False
+    functions = [function for function in vars(kind).values() if isinstance(function, FunctionType)]
+    return hasattr(kind, name) or any(name in function.__code__.co_names for function in functions)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def list_groups() -> dict[Any, str]:
+    """The open groups that this rank is in, with their names."""
+    return dict(distributed_c10d._world.pg_names)
 
 
 def find_counter(group: Any) -> Callable[[], int] | None:
@@ -27,18 +160,66 @@ def new_local_group(ranks: Sequence[int], backend: str) -> Any:
 
     torch names such a group by its ranks and a count. Until 2.13 it was the number of groups alive in this process,
     which may differ between ranks. Since 2.14 it is the count that names groups of the whole world: it advances on
-    these ranks only, and the next group of the world hangs. So this group gets a name of its own.
+    these ranks only, and the next group of the world hangs. So this group gets a name of its own. Where torch names
+    groups elsewhere, that name stays.
     """
     digest = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     number = (get_default_store().add(f"paceline-groups/{digest}", 1) - 1) // len(ranks)
-    name, thread = f"paceline-{digest}-{number}", threading.get_ident()
-    original = distributed_c10d._process_group_name
+    with _naming(f"paceline-{digest}-{number}"):
+        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Groups that this thread creates in this context have this name."""
+    module: Any = distributed_c10d
+    thread, original = threading.get_ident(), getattr(module, "_process_group_name", None)
+    if original is None:
+        yield
+        return
 
     def name_group(*args: Any, **kwargs: Any) -> Any:
         return name if threading.get_ident() == thread else original(*args, **kwargs)
 
-    distributed_c10d._process_group_name = name_group
+    module._process_group_name = name_group
     try:
-        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        yield
     finally:
-        distributed_c10d._process_group_name = original
+        module._process_group_name = original
+
+
+# -- torch.compile and the profiler ------------------------------------------------------------------------------------
+
+
+def skip_frames(code: CodeType, with_calls: bool) -> None:
+    """Run this code as it is while a compiled step runs, with all that it calls or without it. Where torch cannot be
+    told so, a compiled step may fail in it."""
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    action, strategy = getattr(frames, "_FrameAction", None), getattr(frames, "_FrameExecStrategy", None)
+    if frames is not None and action is not None and strategy is not None:
+        frames.set_code_exec_strategy(code, strategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT))
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is at work in this process, on any thread. False where its count has another name: a long
+    compilation is then reported as a slow step. Imports nothing."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    return bool(getattr(handler, f"_{type(handler).__name__}__pending_callbacks_counter", 0))
+
+
+def import_compiler() -> None:
+    """Import torch.compile now, which takes a second or two."""
+    import torch._dynamo  # noqa: F401
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch.compile compile a code object so often, at least."""
+    import torch._dynamo
+
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, limit)
+
+
+def is_recording() -> bool:
+    """Whether a profiler of torch's records ranges. Where that is not known they are always made."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline import machine
+from paceline import machine, torch_internals
 from paceline.measure import health
 from paceline.records.kinds import CheckRecord
 
@@ -123,8 +123,15 @@ def test_doctor_pip_and_make_agree_on_the_versions():
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     (_, first), (major, last) = health.TESTED_TORCH
     bounds = f">={major}.{first},<{major}.{last + 1}"
-    assert f"torch{bounds}" in project["dependencies"] and bounds in health._INSTALL
+    assert f"torch{bounds}" in project["dependencies"]
+    assert health._INSTALL == torch_internals._INSTALL == f"pip install 'torch{bounds}'"
     assert re.findall(r'"(2\.\d+)"', (root / "Makefile").read_text()) == [f"{major}.{first}", f"{major}.{last + 1}"]
     pythons = re.findall(r"Python :: (\d)\.(\d+)", " ".join(project["classifiers"]))
     tested = range(health.TESTED_PYTHON[0][1], health.TESTED_PYTHON[1][1] + 1)
     assert pythons == [("3", str(minor)) for minor in tested] and project["requires-python"] == f">=3.{tested[0]}"
+
+
+def test_a_torch_that_lacks_what_is_needed_fails(monkeypatch):
+    monkeypatch.setattr(torch_internals, "MEMBERS", {"torch.Tensor._no_such_name": "nothing works"})
+    check = next(check for check in health._check_torch() if check.name == "torch")
+    assert check.status == "fail" and "torch.Tensor._no_such_name (nothing works)" in check.advice

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.runtime.moments import between_s, is_past, mark
+from paceline.torch_internals import DataLoaderIterator, is_profiling, register_comm_hook
 
 # On more ranks the files of traces would be many, and say the same.
 _MOST_RECORDED = 16
@@ -111,7 +111,7 @@ class Observer:
         for kind in (torch.nn.parallel.DistributedDataParallel, getattr(ours, "DDP", None)):
             if kind is not None:
                 self._patch(kind, "__init__", self._note_wrapper)
-        self._patch(_BaseDataLoaderIter, "__next__", self._time_data)
+        self._patch(DataLoaderIterator, "__next__", self._time_data)
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
 
@@ -250,7 +250,7 @@ class Observer:
         return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
 
     def _start_recording(self) -> None:
-        if torch.autograd._profiler_enabled():  # a second profile would end the first one
+        if is_profiling():  # a second profile would end the first one
             self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
@@ -365,7 +365,7 @@ def rebucket(wrapper: Any, cap_mib: float | None) -> None:
     if is_static:
         wrapper._set_static_graph()
     for hook, state in wrapper._comm_hooks:
-        dist._register_comm_hook(wrapper.reducer, state, hook)
+        register_comm_hook(wrapper.reducer, state, hook)
 
 
 def _describe(wrapper: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from paceline import machine
 from paceline.measure.fault_places import OUT
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import separate_hosts
+from paceline.torch_internals import gpu_sleep
 
 VARIABLE = "PACELINE_FAULT"
 NUM_INPUTS, WIDTH = 784, 256
@@ -114,7 +115,7 @@ def harm(fault: str) -> None:
         case "deadlock":
             _wait_for_lock()
         case "endless-kernel":
-            torch.cuda._sleep(1 << 62)  # returns at once; these cycles take longer than anyone waits
+            gpu_sleep(1 << 62)  # returns at once; these cycles take longer than anyone waits
         case "exception":
             raise ValueError("a bad sample")
         case "extra-collective":
@@ -166,7 +167,7 @@ class Noise:
 
 def _compile(size: int) -> None:
     """Compile a function for a size that no cache knows."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     backend = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "eager"
     torch.compile(lambda inputs: torch.softmax(inputs.sin() * 2, 1).sum(), backend=backend)(torch.ones(size, 32))
 

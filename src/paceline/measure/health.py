@@ -139,15 +139,25 @@ def _check_interface() -> CheckRecord:
     return _report("network", f"{local}; between hosts gloo uses {owner} ({address})")
 
 
+def _find_lacking() -> str:
+    """The private names that this torch lacks, with what does not work without them."""
+    try:
+        from paceline.torch_internals import find_missing
+    except PacelineError as error:
+        return str(error)
+    return ", ".join(f"{path} ({why})" for path, why in find_missing().items())
+
+
 def _check_torch() -> Iterator[CheckRecord]:
     import torch
     import torch.distributed as dist
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
-    advice = _advise_version("torch", version, TESTED_TORCH)
-    advice += f": {_INSTALL}" if advice else ""
-    yield _report("torch", found, advice, "fail" if version < TESTED_TORCH[0] else "warn")
+    advice, lacking = _advise_version("torch", version, TESTED_TORCH), _find_lacking()
+    advice = "; ".join(filter(None, (advice, lacking and f"it lacks {lacking}")))
+    is_unfit = lacking or version < TESTED_TORCH[0]
+    yield _report("torch", found, advice and f"{advice}: {_INSTALL}", "fail" if is_unfit else "warn")
     cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
     found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
     is_more, advice = asked and asked.isdigit() and int(asked) > cores, "slow each other down: unset it"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure import steps
@@ -30,6 +29,7 @@ from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJo
 from paceline.parallel.replicas import only_computing, read_replica
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.world import World, check_backend
+from paceline.torch_internals import BatchNorm
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
@@ -191,7 +191,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
         needed = "test losses of runs of whole epochs are compared: return (train, test), each with a length"
         refuse((train.is_stream or test is None, f"data {train.name}: {needed}"), code="own-type")
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
-        return len(train), any(isinstance(layer, _BatchNorm) for layer in module.modules())
+        return len(train), any(isinstance(layer, BatchNorm) for layer in module.modules())
 
 
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure.engine import Pace, Report, build_control, build_samples, run_rounds, synchronize
@@ -34,6 +33,7 @@ from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
 from paceline.records.steps import EXTRA_SAMPLES, PHASES
 from paceline.runtime.world import World
+from paceline.torch_internals import tree_map_only
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
 from paceline.training.own import wrap_models

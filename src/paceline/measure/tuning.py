@@ -43,6 +43,7 @@ from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.strategy import DENSE, Strategy
+from paceline.torch_internals import gpu_sleep
 from paceline.training.step import list_models
 from paceline.units import format_bytes
 
@@ -334,13 +335,13 @@ class EmulatedNetwork:
             for _ in range(5):  # the best of a few: clocks rise from rest
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()
-                torch.cuda._sleep(_CYCLES)
+                gpu_sleep(_CYCLES)
                 end.record()
                 torch.cuda.synchronize(device)
                 self._cycles_per_s = max(self._cycles_per_s, _CYCLES / (begin.elapsed_time(end) / 1e3))
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(max(1, int(seconds * self._cycles_per_s)))
+            gpu_sleep(max(1, int(seconds * self._cycles_per_s)))
             finish()
 
     def _work(self) -> None:

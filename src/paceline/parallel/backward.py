@@ -37,9 +37,9 @@ from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
 from paceline.runtime import pulse
+from paceline.torch_internals import count_storage_uses, current_graph_task, engine
 from paceline.transport.works import keep_from_compiler
 
-_engine = torch.autograd.Variable._execution_engine
 _get_grad = operator.attrgetter("grad")
 # On a GPU, reading the control words makes the host wait for the step. In the first steps, and for as many after one in
 # which a buffer changed, they are read at once. Later they are read when the next backward is over: the host has then
@@ -157,7 +157,7 @@ class GradientSync:
             self.schedule.outer.begin_round()
         elif self.schedule is not None:  # perhaps an evaluation on some ranks; if not, a backward follows
             self.schedule.is_overdue = self.schedule.is_due
-        if self._task is not None and torch._C._current_graph_task_id() == -1:
+        if self._task is not None and current_graph_task() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
                 self.reducer.parts.begin()
@@ -206,7 +206,7 @@ class GradientSync:
 
     def _on_backward(self, is_certain: bool = False) -> None:
         """A backward reaches this model: decide now whether it is synchronised, and get notice when it is over."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if self._is_stopped or task == self._task:
             return
         is_later = self._task is not None and task > self._task
@@ -235,7 +235,7 @@ class GradientSync:
                 warnings.warn(f"backward(create_graph=True): {text}", stacklevel=2)
             self._weight = self._count_weight()
             self.reducer.begin(self._factor)
-        _engine.queue_callback(functools.partial(self._on_backward_over, task))
+        engine.queue_callback(functools.partial(self._on_backward_over, task))
 
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
@@ -777,7 +777,7 @@ class BucketedReducer:
             else:
                 self.replica.check(index, grad)
                 # The two known users of the storage are the gradient and the question.
-                is_shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2
+                is_shared = count_storage_uses(grad.untyped_storage()._cdata) > 2
                 if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
                     grad = param.grad = self.replica.zeros(index).copy_(grad)
             if factor != 1.0:

@@ -10,20 +10,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import naming_lost_peers
+from paceline.torch_internals import BatchNorm
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class _AnyInputBatchNorm(_BatchNorm):
+class _AnyInputBatchNorm(BatchNorm):
     """What both layers share: inputs (N, C, ...), and running statistics that move once per forward."""
 
-    _replaceable: tuple[Callable[..., Any], ...] = (_BatchNorm.forward,)  # the forwards that `convert` may replace
+    _replaceable: tuple[Callable[..., Any], ...] = (BatchNorm.forward,)  # the forwards that `convert` may replace
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -46,7 +46,7 @@ class _AnyInputBatchNorm(_BatchNorm):
         gets the setting, which a BatchNorm does not have; None keeps that of a layer that has one."""
         replaced: dict[nn.Module, _AnyInputBatchNorm] = {}
         for name, layer in module.named_modules():
-            if not isinstance(layer, _BatchNorm):
+            if not isinstance(layer, BatchNorm):
                 continue
             where = f"{name or 'the module'} ({type(layer).__name__})"
             if isinstance(layer, LazyModuleMixin):
@@ -143,7 +143,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
     without a process group, and in one of one rank it is torch's BatchNorm. None is the default group.
     """
 
-    _replaceable = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    _replaceable = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,

@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.parallel.batchnorm import SYNC_LAYERS
 from paceline.parallel.channel import Channel
+from paceline.torch_internals import BatchNorm
 
 _MANY_RANKS = 1 << 20  # more than any world has
 
@@ -26,13 +26,13 @@ class SharedBuffers:
         self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int, words_are_precise: bool
     ) -> None:
         self.every = every
-        self._layers: list[_BatchNorm] = []
+        self._layers: list[BatchNorm] = []
         self._statistics: list[torch.Tensor] = []
         self._places: list[tuple[nn.Module, str]] = []  # not tensors: a buffer that is assigned again is another one
         for prefix, layer in module.named_modules():
             own = [name for name, buffer in layer._buffers.items() if buffer is not None]
             own = [name for name in own if f"{prefix}.{name}".lstrip(".") not in ignored]
-            if not isinstance(layer, _BatchNorm):
+            if not isinstance(layer, BatchNorm):
                 self._places += [(layer, name) for name in own]
             # Layers that synchronise their statistics in forward have equal ones already.
             elif not isinstance(layer, SYNC_LAYERS) and {"running_mean", "running_var"} <= set(own):

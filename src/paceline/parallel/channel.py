@@ -17,7 +17,7 @@ from paceline.errors import CollectiveError
 from paceline.runtime import messages, pulse
 from paceline.runtime.recovery import RECOVERS
 from paceline.runtime.world import find_departed_ranks, has_lost_rank, keep_groups
-from paceline.torch_internals import find_counter, new_local_group
+from paceline.torch_internals import broadcast_coalesced, find_counter, get_default_store, new_local_group
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
@@ -76,7 +76,7 @@ class Channel:
             self.group, self.has_own_group = group, True
 
     def _store(self, what: str) -> dist.Store:
-        store = dist.distributed_c10d._get_default_store()
+        store = get_default_store()
         return dist.PrefixStore(f"paceline-{what}-{self.group.group_name}", store)
 
     @property
@@ -206,7 +206,7 @@ class Channel:
             known = [alias(part.resolve_neg()) for part in known]
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
             if known:
-                dist._broadcast_coalesced(self.group, known, _BROADCAST_BYTES, source)
+                broadcast_coalesced(self.group, known, _BROADCAST_BYTES, source)
 
 
 class Crossing:

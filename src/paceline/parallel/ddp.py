@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.backward import BucketedReducer, GradientSync, Joining
@@ -50,6 +49,7 @@ from paceline.parallel.strategies import StrategyState, check_states, strategy_h
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.strategy import DENSE, Strategy
+from paceline.torch_internals import BufferHookLocation, JoinConfig, StopRecomputation, is_recording, keep_versions
 from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
@@ -282,7 +282,7 @@ class DDP(DistributedDataParallel):
             self._strategy.stop()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not profiler._is_profiler_enabled:  # a range costs time also where nothing records it
+        if not is_recording():  # a range costs time also where nothing records it
             return self._run_forward(args, kwargs)
         with profiler.record_function("DistributedDataParallel.forward"):
             return self._run_forward(args, kwargs)
@@ -307,7 +307,7 @@ class DDP(DistributedDataParallel):
                 output = self.module(*args, **kwargs)
             self._settle()
             self._call_buffer_hook(sync, is_before=False)
-        except _StopRecomputationError:  # how checkpointing ends a forward that it has repeated far enough
+        except StopRecomputation:  # how checkpointing ends a forward that it has repeated far enough
             raise
         except Exception as error:
             # In evaluation the other ranks may not be in a step.
@@ -571,13 +571,13 @@ class DDP(DistributedDataParallel):
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[[Any, dict[str, torch.Tensor]], Any],
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+        comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:  # fmt: skip
         """Let `hook(state, buffers)` synchronise the buffers in each synchronised forward, instead of the wrapper. It
         may return Futures: backward waits for them. All ranks call it, before the first step."""
         if not callable(hook):
             raise TypeError(f"a buffer hook must be callable, not {hook!r}")
-        self._buffer_hook = (state, hook, comm_hook_location is _BufferCommHookLocation.PRE_FORWARD)
+        self._buffer_hook = (state, hook, comm_hook_location is BufferHookLocation.PRE_FORWARD)
         self._options = replace(self._options, statistics_every=0)
         self._set_up()
 
@@ -587,7 +587,7 @@ class DDP(DistributedDataParallel):
         state, hook, wanted = self._buffer_hook
         self._assign_modules_buffers()
         if wanted is is_before and self.will_sync_module_buffers():
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            with torch.no_grad(), keep_versions(tuple(self.modules_buffers)):
                 sync.futures += hook(state, self.named_module_buffers) or ()
         if not is_before:
             self.require_forward_param_sync = sync.do_sync  # as in torch: of the forward before
@@ -881,7 +881,7 @@ class _TorchJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._sync.broadcast_final()
         self._sync.join = None
-        self._model._join_config = _JoinConfig.construct_disabled_join_config()
+        self._model._join_config = JoinConfig.construct_disabled_join_config()
 
 
 def _join(items: Iterable[Any]) -> str:

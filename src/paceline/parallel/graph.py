@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
+from paceline.torch_internals import run_backward, will_execute
 from paceline.transport.works import keep_from_compiler
 
-_RUN_BACKWARD = _engine_run_backward.__code__
+_RUN_BACKWARD = run_backward.__code__
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -44,7 +45,7 @@ def will_accumulate(params: Sequence[torch.Tensor]) -> bool:
     """Whether this backward leaves gradients: torch.autograd.grad goes through a model and leaves none."""
     for param in (params[-1], params[0], *params):
         try:
-            if param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node):
+            if param.requires_grad and will_execute(get_gradient_edge(param).node):
                 return True
         except RuntimeError:  # torch.autograd.grad with respect to this very parameter
             continue

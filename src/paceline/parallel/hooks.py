@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline import torch_internals
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias
 from paceline.parallel.flat import FlatGradients
@@ -122,7 +123,7 @@ class HookCalls:
         try:
             state, call = self._hook
             future = call(state, bucket)
-            if not isinstance(future, torch._C.Future):
+            if not isinstance(future, torch_internals.Future):
                 raise ConfigError(f"a communication hook must return a Future, not {type(future).__name__}")
             return future
         except Exception as error:

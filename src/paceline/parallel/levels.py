@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, open_part
 from paceline.parallel.codecs import GATHER, SWAP, Codec, Exchange
 from paceline.strategy import Strategy
+from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
 
 # Where the backend has it: the sum of the ranks' rows of this rank's number.
@@ -75,7 +76,7 @@ class Levels:
         that later one rank can set up alone."""
         if not strategy.between_hosts:
             return None
-        store = dist.PrefixStore("paceline-hosts", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore("paceline-hosts", get_default_store())
         store.set(str(dist.get_rank()), machine.name_host())
         names = store.multi_get([str(rank) for rank in dist.get_process_group_ranks(channel.group)])
         hosts = tuple(tuple(r for r, name in enumerate(names) if name == one) for one in dict.fromkeys(names))

@@ -24,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Replica
 from paceline.plan import INDEX_BYTES, Plan, Rows, are_rows_worth, compare_rows
+from paceline.torch_internals import current_graph_task, will_execute
 from paceline.units import format_bytes
 
 # A table below this size is not worth a message.
@@ -237,14 +238,14 @@ class Lookups:
                 return
             assert grad is not None
             table.pending.append(grad)
-            if torch._C._current_graph_task_id() != self.task:
+            if current_graph_task() != self.task:
                 table.fold()
             if self._on_arrival is not None:
                 self._on_arrival(table.index, grad._indices()[0])
 
     def will_arrive(self) -> bool:
         """Whether this backward leaves the gradient of a lookup."""
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(alias).node) for alias in self._live)
+        return any(will_execute(get_gradient_edge(alias).node) for alias in self._live)
 
     def refuse_grad(self) -> None:
         """Raise where `torch.autograd.grad` asks for the gradient of a table: it would lack that of the lookups."""
@@ -252,7 +253,7 @@ class Lookups:
             if not table.param.requires_grad:
                 continue
             try:
-                torch._C._will_engine_execute_node(get_gradient_edge(table.param).node)
+                will_execute(get_gradient_edge(table.param).node)
             except RuntimeError:
                 text = f"the weight of {type(table.modules[0]).__name__}: its lookups are reduced separately"
                 text = f"torch.autograd.grad of {text}; wrap with embeddings='dense'"
@@ -449,7 +450,7 @@ class _Seam:
         weight = module._parameters.get("weight")
         # A hook of the user's expects the whole gradient; in backward, checkpointing repeats what was already seen.
         is_other = weight is not table.param or not table.param.requires_grad or table.param._backward_hooks
-        if is_other or _why_whole(module) or torch._C._current_graph_task_id() != -1:
+        if is_other or _why_whole(module) or current_graph_task() != -1:
             return
         alias = table.param.detach().requires_grad_()
         self._was_sparse, module.sparse = module.sparse, True  # type: ignore[assignment]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline import torch_internals
 from paceline.plan import Plan
 from paceline.report.table import Column, Table
 from paceline.strategy import Strategy
@@ -88,7 +89,7 @@ class Timeline:
         """Mark the end of a message."""
         if self._marks is not None and work is not None and not self._on_gpu:
             marks, begin_s = self._marks, self._begin_s
-            future = work if isinstance(work, torch._C.Future) else work.get_future()
+            future = work if isinstance(work, torch_internals.Future) else work.get_future()
             future.add_done_callback(lambda _: marks.setdefault(("done", number), time.perf_counter() - begin_s))
 
     def backward_over(self) -> None:

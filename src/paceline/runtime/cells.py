@@ -397,11 +397,12 @@ class CellRank:
         """How many collectives this rank has started in each group."""
         import torch.distributed as dist
 
+        from paceline.torch_internals import list_groups
+
         if not dist.is_initialized():
             return {}
         counts = dict[str, int]()
-        groups: dict[Any, Any] = dist.distributed_c10d._world.pg_names
-        for group, name in groups.items():
+        for group, name in list_groups().items():
             with contextlib.suppress(Exception):  # a group that cannot tell
                 counts[name] = int(group._get_sequence_number_for_group())
         return counts
@@ -549,9 +550,9 @@ def end_collectives(pids: tuple[int, ...]) -> None:
 
     Ours and NCCL have a call for it. gloo has none: a connection that is shut down is what it notices.
     """
-    import torch.distributed as dist
+    from paceline.torch_internals import list_groups
 
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list_groups():
         with contextlib.suppress(Exception):
             group.abort()
     import psutil

@@ -52,13 +52,15 @@ def monitor(hang_timeout_s: float | None = None) -> None:
     every rank, once the group is open; it sends no message."""
     import torch.distributed as dist
 
+    from paceline.torch_internals import get_default_store
+
     hang_timeout_s = find_hang_timeout() if hang_timeout_s is None else hang_timeout_s
     refuse((not hang_timeout_s > 0, f"hang_timeout_s={hang_timeout_s}: above 0 is needed"), code="hang_timeout_s")
     if why_not() or pulse.is_open() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"paceline-monitor/{attempt}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"paceline-monitor/{attempt}", get_default_store())
     store.set(f"place/{rank}", name_place())
     places = [_await(store, f"place/{other}") for other in range(world_size)]
     here = [other for other in range(world_size) if places[other] == places[rank]]
@@ -135,6 +137,7 @@ def attach() -> None:
     import torch
     import torch.distributed as dist
 
+    from paceline.torch_internals import engine
     from paceline.transport.works import keep_from_compiler
 
     keep_from_compiler(pulse.enter)
@@ -158,7 +161,7 @@ def attach() -> None:
     def wait_in_the_end(_: Any) -> None:
         """In the first hook of a backward pass: after all gradients, and before torch's wrapper waits for its buckets,
         which it asks for later."""
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
+        engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
 
     @functools.wraps(backward)
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

@@ -279,7 +279,8 @@ def find_key(store: dist.PrefixStore) -> bytes:
 
 def serve_env_for_torch() -> None:
     """Let `torch.distributed.init_process_group()` in ranks of our own launcher meet on its private store, too."""
-    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # type: ignore[attr-defined]
+    from paceline.torch_internals import rendezvous_handlers as handlers
+
     by_torch = handlers["env"]
 
     def meet(url: str, timeout: timedelta = timedelta(seconds=_STORE_S), **options: Any) -> Iterator[Any]:

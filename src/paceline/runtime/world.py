@@ -26,6 +26,7 @@ from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.worker import describe_failure
+from paceline.torch_internals import abort_process_group, get_default_store, list_groups
 from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
@@ -222,7 +223,7 @@ def _adopt(device: str) -> World:
     hosts = messages.share(meeting.find_host_id(), control, torch.device("cpu"))
     local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
     backend = machine.canonical_backend(str(dist.get_backend()))
-    departures = dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store())
+    departures = dist.PrefixStore("paceline-adopted", get_default_store())
     return World(
         rank, world_size, *local, _choose_device(device, backend, *local)[0], backend, "torch",
         torch.get_num_threads(), tuple(hosts), control, departures,
@@ -252,7 +253,7 @@ def abort_collectives() -> bool:
     """Another rank is lost: end the collectives that would wait for it for ever, and whatever waits for them on the GPU
     and on the host. What they leave is no result (`has_lost_rank`). The GPU stays usable, and the groups do not. False
     where there is no such group yet."""
-    groups = [group for group in list(dist.distributed_c10d._world.pg_map) if not _notices_loss(group)]
+    groups = [group for group in list_groups() if not _notices_loss(group)]
     if groups:
         _lost.set()  # first: who comes out of a wait must find it set
     abort_groups(groups)
@@ -293,14 +294,14 @@ def _destroy_groups(failed: bool) -> None:
     is being raised must not wait with it."""
     if not dist.is_initialized():
         return
-    keep_groups(dist.distributed_c10d._world.pg_map)
+    keep_groups(list_groups())
     if not failed:
         dist.destroy_process_group()
         return
     destroy, limit_s = dist.destroy_process_group, _DESTROY_S
     if "nccl" in str(dist.get_backend_config()):
-        abort_groups([group for group in dist.distributed_c10d._world.pg_map if not _notices_loss(group)])
-        destroy, limit_s = getattr(dist.distributed_c10d, "_abort_process_group", destroy), _ABORT_S
+        abort_groups([group for group in list_groups() if not _notices_loss(group)])
+        destroy, limit_s = abort_process_group, _ABORT_S
     thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
     thread.start()
     thread.join(limit_s)

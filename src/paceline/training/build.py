@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, refuse
@@ -20,6 +19,7 @@ from paceline.plan import Plan
 from paceline.runtime.monitor import find_hang_timeout
 from paceline.runtime.monitored import monitor
 from paceline.runtime.world import World, join_world, set_seed
+from paceline.torch_internals import BatchNorm, raise_recompile_limit
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.training.own import OwnState, Sets, load_own, open_parts, open_whole, settle, wrap_models
 from paceline.training.schedules import BatchSchedule, Schedule
@@ -151,8 +151,7 @@ def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
     blocks = find_blocks(module)
     # torch counts compilations per code object, which equal blocks share, and stops compiling for good at the limit:
     # each needs its forward for training and for evaluation, at a batch, at the last one of an epoch, and at any size.
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
+    raise_recompile_limit(8 * len(blocks))
     for _, block in blocks:
         block.compile(backend=backend)
 
@@ -181,7 +180,7 @@ def build_learner(
         module = build_model(settings.model, data.form, settings.model_options).to(world.device)
     ghost = settings.ghost_batchnorm
     if settings.sync_batchnorm or ghost is not None:
-        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        if not any(isinstance(layer, BatchNorm) for layer in module.modules()):
             flag = "--sync-batchnorm" if ghost is None else f"--ghost-batchnorm {ghost}"
             raise ConfigError(f"{flag}: {settings.model} has no BatchNorm; leave it out")
         to_sync = SyncBatchNorm.convert_sync_batchnorm

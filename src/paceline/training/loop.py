@@ -27,6 +27,7 @@ from paceline.runtime import pulse
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import SPARE, is_wanted, post, report_step, stand_by
 from paceline.runtime.world import World
+from paceline.torch_internals import import_compiler
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.journal import Journal, StopRequest, TakenStep, catch_stop
@@ -174,8 +175,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
     """
     carried = Carried()
     if settings.stays_in_memory:
-        import torch._dynamo  # noqa: F401  by the first optimizer, else
-
+        import_compiler()  # by the first optimizer, else
         gc.collect()
         gc.freeze()  # a rank that leaves its world looks for cycles, and only that world's count
     is_lost = False

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigError
 from paceline.parallel.codecs import Codec, Exchange, build_codec, run_together
 from paceline.parallel.outer import Outer
 from paceline.strategy import DENSE, Strategy
+from paceline.torch_internals import BatchNorm
 from paceline.training.loader import LoadedBatch
 from paceline.training.optimizers import match_strides
 from paceline.training.step import Learner, Phases, StepOutcome, compute_gradients
@@ -143,7 +143,7 @@ def average_statistics(modules: Sequence[nn.Module]) -> None:
     """Give all replicas the mean of their running statistics, as the wrapper does."""
     names = ("running_mean", "running_var")
     own = [
-        [getattr(layer, name) for layer in module.modules() if isinstance(layer, _BatchNorm) for name in names]
+        [getattr(layer, name) for layer in module.modules() if isinstance(layer, BatchNorm) for name in names]
         for module in modules
     ]
     own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]

@@ -21,7 +21,7 @@ def register() -> None:
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
-        if dist.is_available() and "SHM" not in dist.Backend._plugins:
+        if dist.is_available() and not hasattr(dist.Backend, "SHM"):
 
             def make(options: Any, backend_options: Any) -> Any:
                 from paceline.transport.group import PacelineGroup
@@ -41,7 +41,7 @@ def _patch_monitored_barrier(dist: Any) -> None:
 
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        chosen: Any = distributed_c10d._get_default_group() if group is None else group
+        chosen: Any = dist.group.WORLD if group is None else group
         if isinstance(chosen, dist.ProcessGroup) and chosen.name() == "shm":
             limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
             return chosen.monitored_barrier(limit, wait_all_ranks)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from paceline import machine
 from paceline.errors import LaunchError
+from paceline.torch_internals import c10d
 from paceline.transport import native, proof, works
 from paceline.transport.hierarchy import TwoLevels
 from paceline.transport.works import (

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
+from paceline.torch_internals import c10d
 from paceline.transport import native, proof
 from paceline.transport.works import DTYPES
 

@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from paceline.errors import LaunchError
+from paceline.torch_internals import c10d
 
 _BYTES = 32
 _LOOK_S = 0.5

@@ -11,10 +11,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
-from torch._C._dynamo import eval_frame
 
 from paceline.errors import PacelineError
+from paceline.torch_internals import c10d, has_internal_overlap, skip_frames
 from paceline.transport import native
 
 Tensors = Sequence[torch.Tensor]
@@ -53,13 +52,13 @@ def as_run(tensor: torch.Tensor) -> torch.Tensor:
 def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
     """The same for a tensor that is written, with the function that copies the result back if there is a copy."""
     run = as_run(tensor)
-    if run is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
+    if run is not tensor and has_internal_overlap(tensor) == 1:
         raise ValueError("a tensor whose elements share memory (an expanded one) cannot hold a result: clone it first")
     # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
-class TensorWork(Work):
+class TensorWork(c10d.Work):  # type: ignore[name-defined, misc]
     """A Work whose result is tensors; subclasses have `wait`, `is_completed` and `exception`."""
 
     def __init__(self, result: Tensors) -> None:
@@ -171,14 +170,12 @@ def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:
     """torch.compile compiles what is called while a compiled step runs, also by torch's own C++, and fails on an object
     such as a process group. These functions and the methods of these classes run as they are, with all that they call
     or without it."""
-    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
     for item in items:
         if isinstance(item, FunctionType):
             item._torchdynamo_disable = True  # type: ignore[attr-defined]  # where torch traces what calls it
         for function in (item, *vars(item).values()):
             if isinstance(function, FunctionType):
-                eval_frame.set_code_exec_strategy(function.__code__, strategy)
+                skip_frames(function.__code__, with_calls)
 
 
 keep_from_compiler(TensorWork, FinishedWork, NativeWork)
