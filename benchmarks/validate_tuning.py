@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How wrong are the predictions of `paceline tune`? Judged by steps that they have not seen, as tables and as bars.
 
-    benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu] [--only NAME] [--keep]
+    benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 
 Each case is a `paceline tune` in a process of its own, with predictions that were written before the race began:
 
@@ -10,6 +10,7 @@ Each case is a `paceline tune` in a process of its own, with predictions that we
 - emulated: one rank on a network that is modelled. The emulation waits by the curve that predicts: it is a test of the
   simulator, not of the predictions.
 - gpu: gpt2-large on one GPU, on such a network.
+- nccl: two, four and eight NCCL ranks that share a GPU; set PACELINE_SHARE_GPUS=1 and start CUDA MPS before.
 
 Real cases and links are measured twice, at least ten minutes apart; what one pass predicted is judged by the steps of
 the other. A few are measured once more while another process computes on one core. All tables are made from the runs in
@@ -64,7 +65,8 @@ ALONE = "--ranks 1 --threads 1"  # the other core is for the thread that is the 
 GPU = "--model gpt2-large --batch-size 4 --precision bf16 --device cuda --ranks 1 --network 100GB/s,5us"
 APART_S = 600.0
 WIDE = 0.05  # a sweep with this spread has something to predict
-KINDS = ("real", "link", "emulated", "gpu")
+KINDS = ("real", "link", "emulated", "gpu", "nccl")
+ON_NCCL = {"gpt2-mini": 16, "resnet18": 64, "gpt2": 4}  # samples per rank
 # Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and what is emulated.
 FIRST, SECOND, LOADED, EMULATED = "pass-1", "pass-2", "loaded", "emulated"
 
@@ -100,6 +102,12 @@ def list_cases() -> list[Case]:
         emulated("mlp", "10Gb", 64), emulated("cnn", "1Gb", 64), emulated("resnet18", "1Gb", 2),
         emulated("gpt2-mini", "1Gb", 64), emulated("gpt2-mini", "10Gb", 2), emulated("gpt2-mini", "1Gb", 8, torch),
         Case("gpu", "gpt2-large-gpu", f"{GPU} --network-ranks 16"),
+        *(
+            Case("nccl", f"{model}-nccl-{ranks}-ranks",
+                 f"--model {model} --batch-size {size} --device cuda --backend nccl --ranks {ranks} --quick")
+            for model, size in ON_NCCL.items()
+            for ranks in (2, 4, 8)
+        ),
     ]  # fmt: skip
 
 
@@ -110,7 +118,9 @@ def find_missing(kind: str) -> str:
     """What this machine lacks for cases of this kind."""
     if kind == "link" and (os.geteuid() or not shutil.which("ip") or not shutil.which("tc")):
         return "root, `ip` and `tc` are needed"
-    return "there is no GPU" if kind == "gpu" and not shutil.which("nvidia-smi") else ""
+    if kind == "nccl" and os.environ.get("PACELINE_SHARE_GPUS") != "1":
+        return "PACELINE_SHARE_GPUS=1 is needed"
+    return "there is no GPU" if kind in ("gpu", "nccl") and not shutil.which("nvidia-smi") else ""
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -157,8 +167,9 @@ def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str
                 failed.append(f"{name}/{case.name}")
 
     twice = [case for case in cases if case.kind in ("real", "link")]
-    run(FIRST, twice)
-    run(EMULATED, (case for case in cases if case not in twice))
+    once = [case for case in cases if case.kind == "nccl"]
+    run(FIRST, (*twice, *once))
+    run(EMULATED, (case for case in cases if case not in twice and case not in once))
     run(SECOND, twice)
     load = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -79,7 +79,7 @@ is_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 # A buffer that a hook changes in place then counts as changed, and autograd may refuse a backward through it.
 keep_versions = getattr(torch.autograd, "_unsafe_preserve_version_counter", lambda _: contextlib.nullcontext())
 # Ranks that lost each other then wait for NCCL's own timeout.
-abort_world = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+abort_process_group = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 _GROUP = "torch.distributed.ProcessGroup."
 _DDP = "torch.nn.parallel.DistributedDataParallel."

@@ -129,7 +129,7 @@ def not_come(missing: int) -> None:
         for rank in {0, 1, 2} - {missing}:
             assert f"rank {missing} (process {ranks.pids[missing]})" in answers[rank]["error"]
             assert answers[rank]["code"] == "timeout"
-            assert 0.5 <= answers[rank]["took_s"] < 0.5 + SOON_S, answers
+            assert answers[rank]["took_s"] < 0.5 + SOON_S, answers
 
 
 def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:

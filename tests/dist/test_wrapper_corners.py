@@ -62,6 +62,20 @@ def train_two() -> None:
                 )
 
 
+def keep_apart_from_those_in_use() -> None:
+    with paceline.init(announce=None):
+        stopped = DDP(Net())
+        stopped.stop()
+        first = DDP(Net())
+        second = DDP(Net())
+        assert first._gradient_group is None
+        assert second._gradient_group is not None
+
+
+def test_a_wrapper_after_one_that_was_stopped_needs_no_group_of_its_own(job):
+    job(2, keep_apart_from_those_in_use)
+
+
 def test_two_wrappers_do_not_mix_their_messages_where_ranks_take_other_branches(job):
     job(2, train_two)
 

@@ -121,9 +121,9 @@ def test_all_groups_that_do_not_notice_are_aborted_at_once(monkeypatch):
     groups = [Group(together), Group(together, error=True), Group(together), Group(together)]
     names = ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:shm"]
     monkeypatch.setattr(dist, "get_backend_config", lambda group: names[groups.index(group)])
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups[2:])))
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_names=dict.fromkeys(groups[2:], "")))
     assert not world.abort_collectives() and not world.has_lost_rank()
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_names=dict.fromkeys(groups, "")))
     try:
         assert world.abort_collectives() and world.has_lost_rank()
         wait_until(lambda: all(group.aborted.is_set() for group in groups[:2]))

@@ -209,7 +209,7 @@ OPTIONS = {
     "total": Option(JOB, "Bytes reduced in all (240MB is 60 million floats).", "240MB"),
     "chunks": Option(JOB, "Chunk sizes: 40kB,4MB,... Default: 10 thousand elements up to all."),
     "models": Option(JOB, "Models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),
-    "wrappers": Option(JOB, "bare,torch,torch-tuned,paceline,... Default: all.", list[str], flags="--wrapper"),
+    "wrappers": Option(JOB, "bare,torch,paceline,... Default: all but paceline-tuned.", list[str], flags="--wrapper"),
     "profile": Option(JOB, "A run of `profile layers`: its folder.", Path, flags="--model-profile"),
     "traces": Option(JOB, "Traces of your job by torch.profiler: a file for each rank.", list[Path], flags="--trace"),
     "profile:train": Option(MEASUREMENT, "Time forward, backward and optimizer of each step.", False),

@@ -23,12 +23,14 @@ REDUCING = ("all_reduce", "reduce_scatter")
 # What the backend shm reduces in shared memory; the rest goes to gloo under it.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
-WRAPPERS = (
+DEFAULT_WRAPPERS = (
     "bare", "torch", "torch-tuned", "paceline", "paceline-per_parameter", "paceline-flat", "paceline-overlap",
 )  # fmt: skip
+WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
 # What two cores step through in minutes; the others are for GPUs and must be named.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
-# Ways to run torch's wrapper that `torch-tuned` chooses from: its own caps, five others, one bucket, and our plan.
+# Ways to set the buckets of a wrapper that a tuned one chooses from: its own caps, five others, one bucket, and for
+# torch's wrapper our plan.
 MAX_CANDIDATES = 8
 
 
@@ -231,7 +233,7 @@ class WrapperSettings(GroupSettings):
     )  # fmt: skip
 
     models: tuple[str, ...] = DEFAULT_MODELS
-    wrappers: tuple[str, ...] = WRAPPERS
+    wrappers: tuple[str, ...] = DEFAULT_WRAPPERS
     batch_size: int | None = None
 
     def check(self) -> None:
@@ -249,7 +251,7 @@ class WrapperSettings(GroupSettings):
     def replica_bytes(self, model: str, num_backends: int) -> int:
         """Parameters and buffers of all replicas, gradients and a copy of one that steps. Activations come on top."""
         replicas = num_backends * len(self.wrappers)
-        if "torch-tuned" in self.wrappers:  # its candidates are tried before, on one backend after the other
+        if {"torch-tuned", "paceline-tuned"} & {*self.wrappers}:  # their candidates are tried before, one after another
             replicas = max(replicas, MAX_CANDIDATES)
         batch_bytes = 4 * self.batch_of(model) * math.prod(WORKLOADS[model].data_form.shape)
         return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements + batch_bytes

@@ -65,7 +65,7 @@ class Wrapping:
 
 
 def find_wrapping(wrapper: str) -> Wrapping:
-    """How to wrap by this name. `torch-tuned` is not here: its options are found by measuring."""
+    """How to wrap by this name. Tuned wrappers are not here: their options are found by measuring."""
     if wrapper == "bare":
         return Wrapping("no communication", lambda module, group: module)
     name, _, reducer = wrapper.partition("-")
@@ -186,16 +186,18 @@ class _Cell:
             refuse((need > free, f"the replicas of {self.model} take about {found}: {advice}"), code="memory")
 
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
-        """What each wrapper is on this group; `torch-tuned` is found by trying, before anything else takes memory."""
-        wrappers = self.settings.wrappers
-        tuned = {"torch-tuned": self._tune_torch(group)} if "torch-tuned" in wrappers else {}
-        _free()
-        return {name: tuned.get(name) or find_wrapping(name) for name in wrappers}
+        """What each wrapper is on this group; tuned ones are found by trying, before anything else takes memory."""
+        names, wrappings = self.settings.wrappers, dict[str, Wrapping]()
+        for name in names:
+            if name.endswith("-tuned"):
+                wrappings[name] = self._tune(group, name.removesuffix("-tuned"))
+                _free()
+        return {name: wrappings.get(name) or find_wrapping(name) for name in names}
 
-    def _tune_torch(self, group: Group) -> Wrapping:
-        """The fastest of several ways to set torch's buckets, with the medians of all as its note."""
-        plan = None  # that Paceline's wrapper uses after its first step
-        if self.is_in:
+    def _tune(self, group: Group, wrapper: str) -> Wrapping:
+        """The fastest of several ways to set a wrapper's buckets, with the medians of all as its note."""
+        plan = None  # for torch's, one more way: that which Paceline's wrapper uses after its first step
+        if self.is_in and wrapper == "torch":
             replica, _ = self._build_replica(group, find_wrapping("paceline"))
             for _ in range(2):
                 replica.run(None, NoPhases())
@@ -203,13 +205,13 @@ class _Cell:
             replica.close()
             del replica
         plan = self.world.share(plan)[0]
-        candidates = build_candidates(build_module(self.model, _SEED, group.device), plan)
+        candidates = build_candidates(build_module(self.model, _SEED, group.device), plan, wrapper)
         _free()
         if len(candidates) == 1:
             return replace(candidates[0], note="the only way to set its buckets")
         with StepBench(self.world, self.labels) as bench:
             for candidate in candidates:
-                self._add(bench, group, "torch", candidate, "plain")
+                self._add(bench, group, wrapper, candidate, "plain")
             bench.run(_TUNING_PACE)
             records = [bench.build_record(variant) for variant in bench.variants]
         medians = [record.timing.median_s for record in records]
@@ -251,13 +253,13 @@ class _Cell:
         return bench.build_record(variant, configuration=configurations[0], **more)
 
 
-def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
-    """Ways to set torch's buckets, without those that give the same buckets; `ours` is one more where torch can do it.
-    Sameness is judged by the reverse order of parameters, which is close to the order of gradients."""
-    gradients = list_gradients(module)
+def build_candidates(module: nn.Module, ours: Plan | None, wrapper: str = "torch") -> list[Wrapping]:
+    """Ways to set a wrapper's buckets, without those that give the same buckets; `ours` is one more where torch can do
+    it. Sameness is judged by the reverse order of parameters, which is close to the order of gradients."""
+    gradients, is_torch = list_gradients(module), wrapper == "torch"
     order, total = list(reversed(range(len(gradients)))), sum(gradient.num_bytes for gradient in gradients)
     ways: list[tuple[str, list[int], dict[str, Any]]] = [
-        ("torch's own caps", [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES], {}),
+        ("torch's own caps", [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES], {}) if is_torch else ("defaults", [], {}),
         *((f"cap {cap} MiB", [cap * MIB], {"bucket_cap_mb": cap}) for cap in _CAPS_MIB),
         ("one bucket", [total + 1], {"bucket_cap_mb": math.ceil(total / MIB) + 1}),
     ]
@@ -268,9 +270,10 @@ def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
                 ways.append(("Paceline's plan", [], options))
     found: dict[Any, Wrapping] = {}
     for name, caps, options in ways:
-        partition = plan_like_torch(gradients, order, caps).partition if caps or ours is None else ours.partition
-        text = f"bucket view, static graph, no buffers in forward, {name}"
-        found.setdefault(partition, Wrapping(text, partial(wrap, wrapper="torch", **_TUNED, **options)))
+        known = plan_like_torch(gradients, order, caps) if caps or (is_torch and ours is None) else ours
+        text = f"bucket view, static graph, no buffers in forward, {name}" if is_torch else name
+        options = {**_TUNED, **options} if is_torch else options
+        found.setdefault(known and known.partition, Wrapping(text, partial(wrap, wrapper=wrapper, **options)))
     assert len(found) <= MAX_CANDIDATES
     return list(found.values())
 

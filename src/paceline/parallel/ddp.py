@@ -206,7 +206,7 @@ class DDP(DistributedDataParallel):
         """Build everything that this rank needs for its steps. Sends nothing: one rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
         total = None if self._sync is None else self._sync.expected_total
-        self.stop()
+        self._detach()
         self._sync = None  # so that a failure below leaves nothing that seems to average gradients
         channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
         replica = read_replica(self.module, ignored)
@@ -276,6 +276,10 @@ class DDP(DistributedDataParallel):
 
     def stop(self) -> None:
         """Remove all hooks from the module: nothing is synchronised from now on."""
+        self._detach()
+        _wrappers.discard(self)  # the next wrapper need not keep its messages apart from this one's
+
+    def _detach(self) -> None:
         if self._sync is not None:
             self._finalizer()
         if self._strategy is not None:

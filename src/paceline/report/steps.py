@@ -126,9 +126,9 @@ class WrappersResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        tuned = [record for record in self.steps if record.wrapper == "torch-tuned"]
-        places = [f"{r.model}, {format_number_of(r.world_size, 'rank')}, {r.backend}" for r in tuned]
-        return [f"torch-tuned ({at}): {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
+        tuned = [record for record in self.steps if record.wrapper.endswith("-tuned")]
+        places = [f"{r.wrapper} ({r.model}, {format_number_of(r.world_size, 'rank')}, {r.backend})" for r in tuned]
+        return [f"{at}: {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
         title, columns = "steps of data-parallel wrappers", build_columns(self.standings)

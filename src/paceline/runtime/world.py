@@ -26,7 +26,7 @@ from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.worker import describe_failure
-from paceline.torch_internals import abort_world, get_default_store, list_groups
+from paceline.torch_internals import abort_process_group, get_default_store, list_groups
 from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
@@ -301,7 +301,7 @@ def _destroy_groups(failed: bool) -> None:
     destroy, limit_s = dist.destroy_process_group, _DESTROY_S
     if "nccl" in str(dist.get_backend_config()):
         abort_groups([group for group in list_groups() if not _notices_loss(group)])
-        destroy, limit_s = abort_world, _ABORT_S
+        destroy, limit_s = abort_process_group, _ABORT_S
     thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
     thread.start()
     thread.join(limit_s)

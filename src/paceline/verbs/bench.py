@@ -105,7 +105,7 @@ def wrappers(
 
     Args:
         models: Names of built-in models.
-        wrappers: bare, torch, torch-tuned, paceline and its reducers (paceline-flat, ...).
+        wrappers: bare, torch, torch-tuned, paceline, its reducers (paceline-flat, ...), and paceline-tuned.
         batch_size: Samples per rank. By default the model's own.
         dtype: float32 or bfloat16.
         threads: torch's threads per rank.
