@@ -356,11 +356,11 @@ class GradientSync:
                 self._samples, self._last_samples = None, self._weight
             slots = words[: control.num_read_words]
             with torch.no_grad():
-                if not self._can_defer or self._must_read_now(report):
+                if (do_all_read := self._must_read_now()) or failure is not None:
                     calls = self.reducer.hook_calls
                     values = slots.tolist() if calls is None else calls.read(slots)
                     reports = control.read_reports(values)
-                    if failure is not None and self._can_defer and not self._do_all_read_now():
+                    if not do_all_read:
                         self._send_empty()
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
@@ -403,17 +403,16 @@ class GradientSync:
             status |= Status.BUFFERS
         return status
 
-    def _must_read_now(self, report: RankReport) -> bool:
-        return self._do_all_read_now() or bool(report.status & (Status.FAILED | Status.FINISHED))
-
-    def _do_all_read_now(self) -> bool:
-        """Whether ranks that have not failed read the control words of this step at once."""
-        options = self.options
+    def _must_read_now(self) -> bool:
+        """Whether ranks that have not failed read the control words of this step at once. The same on all ranks."""
+        options, reducer = self.options, self.reducer
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
-        is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
+        is_special = self.join or reducer.rows.is_used or reducer.parts.is_on
+        # Other messages come before the next buckets, and a failed rank takes no part in them.
+        sends_more = self.syncs_in_forward or self.schedule is not None or reducer.placement is not None
         is_early = self.num_steps <= self._eager_until or self.channel.settles_steps
-        return bool(is_early or has_option or has_digest or is_special)
+        return bool(not self._can_defer or is_early or has_option or has_digest or is_special or sends_more)
 
     def _await_deferred(self) -> tuple[list[RankReport], list[int]] | None:
         """What ranks reported in the last step, where it was not read yet, and which gradients this rank missed."""
@@ -441,7 +440,7 @@ class GradientSync:
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
-            self._act_on(*late, None, is_late=True)
+            self._act_or_discard(*late, None, is_late=True)
 
     def _act_or_discard(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
@@ -550,7 +549,7 @@ class BucketedReducer:
         self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, rows: RowParts,
         hook: CommHook | None, placement: Placement | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
-        self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
+        self.replica, self.channel, self.num_words, self.placement = replica, channel, num_words, placement
         self.rows = rows  # of embeddings
         self.parts = Parts(replica, channel)
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
@@ -590,7 +589,7 @@ class BucketedReducer:
         self._taken.clear()
         self.parts.begin()
         self.rows.begin()
-        if self._placement is not None and (error := self._placement.find_misuse()) is not None:
+        if self.placement is not None and (error := self.placement.find_misuse()) is not None:
             self._fail(error)
         if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
@@ -928,8 +927,8 @@ class BucketedReducer:
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
             self._records_left -= 1
             self._is_recording = True
-        if self._placement is not None:
-            self._placement.attach()
+        if self.placement is not None:
+            self.placement.attach()
         if self.steps is not None:
             self.steps.end()
 
@@ -939,7 +938,7 @@ class BucketedReducer:
         if self.channel.rank == 0:
             order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        is_plain = self.hook_calls is None and not self._rounds and self._placement is None
+        is_plain = self.hook_calls is None and not self._rounds and self.placement is None
         self.parts.agree(self._arrivals.find_parts(), is_plain and self.channel.world_size > 1)
         self.adopt(Plan.from_json(self.channel.share(mine)[0]))
 
@@ -969,8 +968,8 @@ class BucketedReducer:
         ]
         self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
-        if self._placement is not None:
-            self._placement.lay_out(self._flat, plan, self.is_planned)
+        if self.placement is not None:
+            self.placement.lay_out(self._flat, plan, self.is_planned)
 
     def stop(self) -> None:
         """Remove the hooks from the parameters."""
