@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import paceline
 from paceline import ConfigError
@@ -246,7 +247,7 @@ class Normed(nn.Module):
 
 def fail_before_other_messages(kind: str) -> tuple[str, str]:
     """Rank 1 fails after the first steps, and before the next words the others send messages of another kind: in
-    forward, in the optimizer, in `rebuild`, or of a schedule that stops averaging gradients."""
+    forward, in the optimizer, in `rebuild`, in a hook, or of a schedule that stops averaging gradients."""
     copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
     try:
         with paceline.init(announce=None) as world:
@@ -256,6 +257,15 @@ def fail_before_other_messages(kind: str) -> tuple[str, str]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if kind == "optimizer":
                 optimizer = model.shard_optimizer(optimizer)
+            failures = [OSError("no more room")] if kind == "hook" and world.rank == 1 else []
+
+            def hook(state: object, bucket: Any) -> Any:
+                if failures and model._ready.num_steps == num_steps:
+                    raise failures.pop()  # only once
+                return default_hooks.allreduce_hook(None, bucket)
+
+            if kind == "hook":
+                model.register_comm_hook(None, hook)
             model._ready._can_defer = True
 
             def step(number: int, fails: bool = False) -> None:
@@ -268,7 +278,7 @@ def fail_before_other_messages(kind: str) -> tuple[str, str]:
 
             def fail() -> None:
                 for number in range(3):
-                    step(num_steps + number, fails=world.rank == 1)
+                    step(num_steps + number, fails=world.rank == 1 and kind != "hook")
                     if kind == "rebuild":
                         model.rebuild()
 
@@ -277,11 +287,13 @@ def fail_before_other_messages(kind: str) -> tuple[str, str]:
         streams.copy_to_host = copy
 
 
-@pytest.mark.parametrize("kind", ["forward", "optimizer", "schedule", "rebuild"])
+@pytest.mark.parametrize("kind", ["forward", "optimizer", "schedule", "rebuild", "hook"])
 def test_late_words_are_read_before_messages_of_another_kind(job, kind):
     results = job(2, fail_before_other_messages, kind)
     assert results[0] == results[1]
-    assert results[0][0] == "CollectiveError rank-failed" and "rank 1" in results[0][1] and "step 13" in results[0][1]
+    code, text = results[0]
+    assert code == f"CollectiveError {'hook' if kind == 'hook' else 'rank'}-failed"
+    assert "rank 1" in text and "step 13" in text
 
 
 @pytest.mark.parametrize("at_step", [0, pytest.param(2, marks=pytest.mark.slow)])

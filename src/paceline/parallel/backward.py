@@ -409,8 +409,9 @@ class GradientSync:
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
         is_special = self.join or reducer.rows.is_used or reducer.parts.is_on
-        # Other messages come before the next buckets, and a failed rank takes no part in them.
-        sends_more = self.syncs_in_forward or self.schedule is not None or reducer.placement is not None
+        # Other messages than buckets come before the next words, and a rank that has failed does not send them.
+        others = self.schedule, reducer.placement, reducer.hook_calls
+        sends_more = self.syncs_in_forward or any(other is not None for other in others)
         is_early = self.num_steps <= self._eager_until or self.channel.settles_steps
         return bool(not self._can_defer or is_early or has_option or has_digest or is_special or sends_more)
 
@@ -420,10 +421,7 @@ class GradientSync:
             return None
         (slots, event, missing), self._unread = self._unread, None
         with pulse.within(pulse.WAIT):
-            if self.reducer.hook_calls is None:
-                event.synchronize()
-            else:
-                self.reducer.hook_calls.wait(event)
+            event.synchronize()
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
