@@ -41,9 +41,9 @@ from paceline.torch_internals import count_storage_uses, current_graph_task, eng
 from paceline.transport.works import keep_from_compiler
 
 _get_grad = operator.attrgetter("grad")
-# On a GPU, reading the control words makes the host wait for the step. In the first steps, and for as many after one in
-# which a buffer changed, they are read at once. Later they are read when the next backward is over: the host has then
-# launched a whole step more, and the GPU never runs out of work.
+# On a GPU, reading the control words makes the host wait for the step. In the first steps, and for this many after a
+# buffer changed, they are read at once. Otherwise they are read at the end of the next backward: by then the host is a
+# whole step ahead, and the GPU never runs out of work.
 _EAGER_STEPS = 10
 # How long a rank that has failed waits until the others know; and where they may wait for it inside forward, so that
 # they know only when it leaves.
@@ -348,7 +348,7 @@ class GradientSync:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
-            if late is not None:  # behind the messages of this step, some of which are under way since backward
+            if late is not None:  # after this step's messages, some of which were started during backward
                 self._act_or_discard(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
@@ -416,7 +416,7 @@ class GradientSync:
         return bool(not self._can_defer or is_early or has_option or has_digest or is_special or sends_more)
 
     def _await_deferred(self) -> tuple[list[RankReport], list[int]] | None:
-        """What ranks reported in the last step, where it was not read yet, and which gradients this rank missed."""
+        """The reports of the last step, if they were not read yet, and the gradients that this rank lacked."""
         if self._unread is None:
             return None
         (slots, event, missing), self._unread = self._unread, None
@@ -425,16 +425,16 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part with zeros in the messages of one more step. After a step whose words are read late the others act
-        on an error only when they have sent those of the next one, and ranks must send the same."""
+        """Take part in one more step, with zeros. Ranks that read the words late act on an error only after they have
+        sent the next step's messages, and all ranks must send the same ones."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
         self.reducer.exchange()
 
     def check_last_step(self) -> None:
-        """Act on what ranks reported in the last step, before this rank waits for others by messages of its own: one
-        that has failed is not there. Collective where a rank has failed."""
+        """Act on the last step's reports before the program runs collectives of its own, in which a failed rank would
+        not take part. Collective where a rank has failed."""
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
@@ -686,8 +686,8 @@ class BucketedReducer:
         self._next = bucket.number + 1
         self.timeline.mark("ready", bucket.number)
         flat = zeros or self._flat
-        # NCCL averages as it reduces, where all ranks have the same factor: they must ask for the same operation. The
-        # control words must stay whole numbers, so the last bucket is scaled before.
+        # NCCL averages as it reduces. All ranks must request the same operation, so only where their factors are equal.
+        # The control words must stay whole numbers, so the last bucket is scaled beforehand.
         is_equal = self.channel.is_nccl and not self.is_weighted
         averages = is_equal and self._next < len(self._buckets) and not bucket.copied
         factor = 1.0 if averages else self._factor
@@ -958,10 +958,11 @@ class BucketedReducer:
         self._kinds = uncopied, separate
         allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for what lasts
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
-        self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
+        params = self.replica.params
+        self._uncopied_strides = {i: torch.empty_like(params[i], device="meta").stride() for i in uncopied}
         packs = self.channel.world_size > 1
         self._buckets = [
-            LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params, packs)
+            LiveBucket(number, indices, uncopied, separate, self._flat, params, packs)
             for number, indices in enumerate(plan.partition)
         ]
         self.rows.use(plan, self.is_planned)
