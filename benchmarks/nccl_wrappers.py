@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Wrappers between NCCL ranks that share one GPU, in turns: ours and torch's, each by default and tuned.
+"""Compare wrappers on NCCL ranks that share one GPU, in alternation: ours and torch's, by default and tuned.
 
     PACELINE_SHARE_GPUS=1 benchmarks/nccl_wrappers.py OUT [--models mlp,resnet18,...] [--ranks 2,4,8] [--iters 40]
 
-Start CUDA MPS before, so that the ranks compute at the same time. OUT gets one run per model and number of ranks.
-The models are those of `paceline bench wrappers`, with the batches of a GPU, and `transformer`: 64.6 MiB in 6 layers of
-384, with a head that is not tied to the embedding.
+Start CUDA MPS first, so that the ranks compute at the same time. OUT gets one run per model and number of ranks.
+The models are those of `paceline bench wrappers`, with GPU batch sizes, and `transformer`: 64.6 MiB in 6 layers of
+width 384, with a head that is not tied to the embedding.
 """
 
 from __future__ import annotations

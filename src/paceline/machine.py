@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-# Set to 1, this variable lets several NCCL ranks share a GPU: to test and measure with more ranks than GPUs.
+# This variable, set to 1, lets several NCCL ranks share a GPU, to test and measure with more ranks than GPUs.
 SHARE_GPUS = "PACELINE_SHARE_GPUS"
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -108,12 +108,12 @@ def count_gpus() -> int:
 
 
 def can_serve_nccl(gpus: int, local_ranks: int) -> bool:
-    """Whether NCCL can run this host's ranks: with a GPU each, or with fewer where the user lets ranks share them."""
+    """Whether NCCL can run this host's ranks: with one GPU each, or with fewer if the user lets ranks share them."""
     return gpus >= local_ranks or (gpus > 0 and os.environ.get(SHARE_GPUS) == "1")
 
 
 def must_share_gpus(gpus: int, local_ranks: int) -> bool:
-    """Whether ranks of this host share GPUs, now or, where it has one GPU and the user lets them, in a later world."""
+    """Whether ranks of this host share a GPU now, or may do so in a later world (one GPU, and the user allows it)."""
     return gpus < local_ranks or (gpus == 1 and os.environ.get(SHARE_GPUS) == "1")
 
 

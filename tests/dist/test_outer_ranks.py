@@ -198,6 +198,11 @@ def fail_in_every_way() -> list[tuple[str, str]]:
         attempt("codec", trainee, lambda: trainee.train(2), goes_on=False)
         Quantized.average = average
         found.append(error_of(trainee.train))
+
+        trainee = Trainee(world.rank, "localsgd:3").train(4)
+        if first:
+            trainee.model._strategy.outer.average = lambda number: {}["no more room"]
+        attempt("differences", trainee, lambda: trainee.train(2), goes_on=False)
     return found
 
 
@@ -207,7 +212,7 @@ def test_what_goes_wrong_on_one_rank_is_one_error_on_all(job):
     assert codes == [
         "CollectiveError rank-failed", "CollectiveError missing-gradient", "CollectiveError uneven-inputs",
         "CollectiveError not-finite", "CollectiveError drift", "CollectiveError hook-failed",
-        "CollectiveError unusable",
+        "CollectiveError unusable", "CollectiveError hook-failed",
     ]  # fmt: skip
     assert first == second
     assert "on rank 0" in first[3][1] and "rank 1" not in first[3][1] and "0.bias" in first[4][1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import paceline
 from paceline import ConfigError
@@ -231,6 +232,68 @@ def test_a_rank_that_fails_while_words_are_read_late_is_one_error_everywhere(job
     assert results[0] == results[1] == results[2]
     ((kind, text),) = results[0]
     assert kind == "CollectiveError rank-failed" and "rank 1" in text and "step 13" in text
+
+
+class Normed(nn.Module):
+    """Its first layer exchanges messages in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = paceline.SyncBatchNorm(4), Fragile()
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        return self.last(self.norm(x), fails)
+
+
+def fail_before_other_messages(kind: str) -> tuple[str, str]:
+    """Rank 1 fails after the first steps, and before the next words the others send messages of another kind: in
+    forward, in the optimizer, in `rebuild`, in a hook, or of a schedule that stops averaging gradients."""
+    copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
+    try:
+        with paceline.init(announce=None) as world:
+            num_steps = backward._EAGER_STEPS + 2
+            strategy = {"optimizer": "zero1", "schedule": f"localsgd:2,after={num_steps + 1}"}.get(kind, "dense")
+            model = DDP(Normed() if kind == "forward" else Fragile(), bucket_cap_mb=7e-5, strategy=strategy)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if kind == "optimizer":
+                optimizer = model.shard_optimizer(optimizer)
+            failures = [OSError("no more room")] if kind == "hook" and world.rank == 1 else []
+
+            def hook(state: object, bucket: Any) -> Any:
+                if failures and model._ready.num_steps == num_steps:
+                    raise failures.pop()  # only once
+                return default_hooks.allreduce_hook(None, bucket)
+
+            if kind == "hook":
+                model.register_comm_hook(None, hook)
+            model._ready._can_defer = True
+
+            def step(number: int, fails: bool = False) -> None:
+                optimizer.zero_grad()
+                loss(model, world.rank, number, fails=fails).backward()
+                optimizer.step()
+
+            for number in range(num_steps):
+                step(number)
+
+            def fail() -> None:
+                for number in range(3):
+                    step(num_steps + number, fails=world.rank == 1 and kind != "hook")
+                    if kind == "rebuild":
+                        model.rebuild()
+
+            return error_of(fail)
+    finally:
+        streams.copy_to_host = copy
+
+
+@pytest.mark.parametrize("kind", ["forward", "optimizer", "schedule", "rebuild", "hook"])
+def test_late_words_are_read_before_messages_of_another_kind(job, kind):
+    results = job(2, fail_before_other_messages, kind)
+    assert results[0] == results[1]
+    code, text = results[0]
+    assert code == f"CollectiveError {'hook' if kind == 'hook' else 'rank'}-failed"
+    assert "rank 1" in text and "step 13" in text
 
 
 @pytest.mark.parametrize("at_step", [0, pytest.param(2, marks=pytest.mark.slow)])

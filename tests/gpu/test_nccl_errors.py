@@ -90,4 +90,5 @@ def test_what_goes_wrong_in_a_schedule_is_one_error_on_all(on_nccl):
     assert first == second
     assert [kind.removeprefix("CollectiveError ") for kind, _ in first] == [
         "rank-failed", "missing-gradient", "uneven-inputs", "not-finite", "drift", "hook-failed", "unusable",
+        "hook-failed",
     ]  # fmt: skip

@@ -196,7 +196,7 @@ class _Cell:
 
     def _tune(self, group: Group, wrapper: str) -> Wrapping:
         """The fastest of several ways to set a wrapper's buckets, with the medians of all as its note."""
-        plan = None  # for torch's, one more way: that which Paceline's wrapper uses after its first step
+        plan = None  # one more candidate for torch: what Paceline's wrapper uses after its first step
         if self.is_in and wrapper == "torch":
             replica, _ = self._build_replica(group, find_wrapping("paceline"))
             for _ in range(2):

@@ -41,9 +41,9 @@ from paceline.torch_internals import count_storage_uses, current_graph_task, eng
 from paceline.transport.works import keep_from_compiler
 
 _get_grad = operator.attrgetter("grad")
-# On a GPU, reading the control words makes the host wait for the step. In the first steps, and for as many after one in
-# which a buffer changed, they are read at once. Later they are read when the next backward is over: the host has then
-# launched a whole step more, and the GPU never runs out of work.
+# On a GPU, reading the control words makes the host wait for the step. In the first steps, and for this many after a
+# buffer changed, they are read at once. Otherwise they are read at the end of the next backward: by then the host is a
+# whole step ahead, and the GPU never runs out of work.
 _EAGER_STEPS = 10
 # How long a rank that has failed waits until the others know; and where they may wait for it inside forward, so that
 # they know only when it leaves.
@@ -348,7 +348,7 @@ class GradientSync:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
-            if late is not None:  # behind the messages of this step, some of which are under way since backward
+            if late is not None:  # after this step's messages, some of which were started during backward
                 self._act_or_discard(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
@@ -356,11 +356,11 @@ class GradientSync:
                 self._samples, self._last_samples = None, self._weight
             slots = words[: control.num_read_words]
             with torch.no_grad():
-                if not self._can_defer or self._must_read_now(report):
+                if (do_all_read := self._must_read_now()) or failure is not None:
                     calls = self.reducer.hook_calls
                     values = slots.tolist() if calls is None else calls.read(slots)
                     reports = control.read_reports(values)
-                    if failure is not None and self._can_defer and not self._do_all_read_now():
+                    if not do_all_read:
                         self._send_empty()
                     if local is not None:  # where ranks stopped at different steps, all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
@@ -403,45 +403,42 @@ class GradientSync:
             status |= Status.BUFFERS
         return status
 
-    def _must_read_now(self, report: RankReport) -> bool:
-        return self._do_all_read_now() or bool(report.status & (Status.FAILED | Status.FINISHED))
-
-    def _do_all_read_now(self) -> bool:
-        """Whether ranks that have not failed read the control words of this step at once."""
-        options = self.options
+    def _must_read_now(self) -> bool:
+        """Whether ranks that have not failed read the control words of this step at once. The same on all ranks."""
+        options, reducer = self.options, self.reducer
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
-        is_special = self.join or self._is_local or self.reducer.rows.is_used or self.reducer.parts.is_on
+        is_special = self.join or reducer.rows.is_used or reducer.parts.is_on
+        # Other messages than buckets come before the next words, and a rank that has failed does not send them.
+        others = self.schedule, reducer.placement, reducer.hook_calls
+        sends_more = self.syncs_in_forward or any(other is not None for other in others)
         is_early = self.num_steps <= self._eager_until or self.channel.settles_steps
-        return bool(is_early or has_option or has_digest or is_special)
+        return bool(not self._can_defer or is_early or has_option or has_digest or is_special or sends_more)
 
     def _await_deferred(self) -> tuple[list[RankReport], list[int]] | None:
-        """What ranks reported in the last step, where it was not read yet, and which gradients this rank missed."""
+        """The reports of the last step, if they were not read yet, and the gradients that this rank lacked."""
         if self._unread is None:
             return None
         (slots, event, missing), self._unread = self._unread, None
         with pulse.within(pulse.WAIT):
-            if self.reducer.hook_calls is None:
-                event.synchronize()
-            else:
-                self.reducer.hook_calls.wait(event)
+            event.synchronize()
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part with zeros in the messages of one more step. After a step whose words are read late the others act
-        on an error only when they have sent those of the next one, and ranks must send the same."""
+        """Take part in one more step, with zeros. Ranks that read the words late act on an error only after they have
+        sent the next step's messages, and all ranks must send the same ones."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
         self.reducer.exchange()
 
     def check_last_step(self) -> None:
-        """Act on what ranks reported in the last step, before this rank waits for others by messages of its own: one
-        that has failed is not there. Collective where a rank has failed."""
+        """Act on the last step's reports before the program runs collectives of its own, in which a failed rank would
+        not take part. Collective where a rank has failed."""
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
-            self._act_on(*late, None, is_late=True)
+            self._act_or_discard(*late, None, is_late=True)
 
     def _act_or_discard(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
@@ -550,7 +547,7 @@ class BucketedReducer:
         self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, rows: RowParts,
         hook: CommHook | None, placement: Placement | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
-        self.replica, self.channel, self.num_words, self._placement = replica, channel, num_words, placement
+        self.replica, self.channel, self.num_words, self.placement = replica, channel, num_words, placement
         self.rows = rows  # of embeddings
         self.parts = Parts(replica, channel)
         self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
@@ -590,7 +587,7 @@ class BucketedReducer:
         self._taken.clear()
         self.parts.begin()
         self.rows.begin()
-        if self._placement is not None and (error := self._placement.find_misuse()) is not None:
+        if self.placement is not None and (error := self.placement.find_misuse()) is not None:
             self._fail(error)
         if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
@@ -689,8 +686,8 @@ class BucketedReducer:
         self._next = bucket.number + 1
         self.timeline.mark("ready", bucket.number)
         flat = zeros or self._flat
-        # NCCL averages as it reduces, where all ranks have the same factor: they must ask for the same operation. The
-        # control words must stay whole numbers, so the last bucket is scaled before.
+        # NCCL averages as it reduces. All ranks must request the same operation, so only where their factors are equal.
+        # The control words must stay whole numbers, so the last bucket is scaled beforehand.
         is_equal = self.channel.is_nccl and not self.is_weighted
         averages = is_equal and self._next < len(self._buckets) and not bucket.copied
         factor = 1.0 if averages else self._factor
@@ -928,8 +925,8 @@ class BucketedReducer:
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
             self._records_left -= 1
             self._is_recording = True
-        if self._placement is not None:
-            self._placement.attach()
+        if self.placement is not None:
+            self.placement.attach()
         if self.steps is not None:
             self.steps.end()
 
@@ -939,7 +936,7 @@ class BucketedReducer:
         if self.channel.rank == 0:
             order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        is_plain = self.hook_calls is None and not self._rounds and self._placement is None
+        is_plain = self.hook_calls is None and not self._rounds and self.placement is None
         self.parts.agree(self._arrivals.find_parts(), is_plain and self.channel.world_size > 1)
         self.adopt(Plan.from_json(self.channel.share(mine)[0]))
 
@@ -961,16 +958,17 @@ class BucketedReducer:
         self._kinds = uncopied, separate
         allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for what lasts
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
-        self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
+        params = self.replica.params
+        self._uncopied_strides = {i: torch.empty_like(params[i], device="meta").stride() for i in uncopied}
         packs = self.channel.world_size > 1
         self._buckets = [
-            LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params, packs)
+            LiveBucket(number, indices, uncopied, separate, self._flat, params, packs)
             for number, indices in enumerate(plan.partition)
         ]
         self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
-        if self._placement is not None:
-            self._placement.lay_out(self._flat, plan, self.is_planned)
+        if self.placement is not None:
+            self.placement.lay_out(self._flat, plan, self.is_planned)
 
     def stop(self) -> None:
         """Remove the hooks from the parameters."""

@@ -26,8 +26,8 @@ _BROADCAST_BYTES = 64 << 20
 # Between two ranks, from this size on messages to each other are under way at once; the tag is one that programs do
 # not use.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
-# How often a rank that waits for the others asks the store, at first and later; and how long the rank that looks for
-# absent ranks may take before another one does.
+# The shortest and the longest pause between two requests to the store while waiting for other ranks; and how long one
+# rank may look for absent ranks before another one takes over.
 _FIRST_LOOK_S, _LAST_LOOK_S, _TURN_S = 0.002, 0.1, 1.0
 
 
@@ -92,7 +92,7 @@ class Channel:
         store.set(str(self.rank), "")
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
-        # One request per look, and looks get rarer: hundreds of ranks share one store.
+        # One request at a time, with growing pauses: hundreds of ranks share one store.
         pause_s, has_turn = _FIRST_LOOK_S, False
         while not store.check(["end"]):
             if time.monotonic() <= until_s:
@@ -132,7 +132,7 @@ class Channel:
             self._num_messages += 1
             self._num_bytes += num_bytes
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        if self.is_nccl:  # which takes dense memory in any order as long as it looks contiguous
+        if self.is_nccl:  # torch refuses strides of channels_last here, though NCCL only needs dense memory
             real = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in real]
         if self._writes_late:
             # Through an alias, so that the backend's write does not count as a change of the tensor by someone else.
@@ -172,16 +172,16 @@ class Channel:
                 work.wait(timedelta(seconds=self.timeout_s))
 
     def mark_computed(self) -> None:
-        """Backward is over: what this rank's GPU still does of it needs no other rank. On NCCL the same stream then
-        waits for other ranks, so the monitor is shown this moment of it."""
+        """Record the end of backward for the monitor. The GPU's work up to here needs no other rank; after it, on NCCL,
+        the same stream waits for other ranks."""
         if self._computed is not None and pulse.is_open():
             self._computed.record()
             pulse.watch_device(self._computed.query, find_counter(self.group))
 
     def settle(self) -> None:
-        """Raise where another rank is lost and messages were aborted: what they left must not become a step. Where
-        ranks would continue without it, the host waits for the GPU here (`settles_steps`): an optimizer that is already
-        queued behind an aborted message runs."""
+        """Raise if another rank was lost and messages were aborted: their results must not be applied. Where ranks may
+        continue without it, the host waits for the GPU here (`settles_steps`), because an optimizer step that is
+        already queued behind an aborted message would run."""
         if self.settles_steps:
             torch.cuda.current_stream(self.device).synchronize()
         if has_lost_rank():
@@ -289,8 +289,8 @@ def _destroy_group(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def naming_lost_peers(what: str) -> Iterator[None]:
-    """An error of the backend inside becomes one with the code `peer-lost` that begins with `what`; so does a message
-    that was aborted, which raises none of its own, and may be read as anything."""
+    """Turn an error of the backend into one with the code `peer-lost` that begins with `what`. An aborted message
+    raises nothing itself and leaves arbitrary values, so it becomes such an error, too."""
     try:
         yield
     except Exception as error:

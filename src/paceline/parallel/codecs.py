@@ -84,7 +84,7 @@ class Codec:
         """Multiply the errors of these parameters: the learning rate of the step before is `factor` times the next."""
         errors = self.errors
         found = [errors[name] for name in names if name in errors]
-        if isinstance(factor, torch.Tensor):  # on a GPU, where torch takes no scalar from for many at once
+        if isinstance(factor, torch.Tensor):  # on a GPU, where `_foreach_mul_` refuses it
             for error in found:
                 error.mul_(factor)
         elif found:

@@ -176,6 +176,7 @@ class DDP(DistributedDataParallel):
         if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
         if self._sync is not None:
+            self._sync.check_last_step()
             self._sync.sync_parameters()
         replica, channel = read_replica(self.module, self.parameters_to_ignore), self._open_channel()
         # torch can make only one more group of a part of the ranks: who needs several must pass them.

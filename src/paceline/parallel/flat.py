@@ -16,7 +16,7 @@ from paceline.parallel.replicas import Replica
 from paceline.plan import Plan
 
 _ALIGN_BYTES = 64
-_PACK_BYTES = 16  # on a GPU: what one load takes
+_PACK_BYTES = 16  # the widest load of a GPU
 # Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
 _get_grad = operator.attrgetter("grad")
@@ -90,7 +90,7 @@ class FlatGradients:
 class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
     they arrive, `uncopied` ones stay where autograd left them until the bucket leaves: then several are packed into
-    one message, if the bucket `packs`, and a single one is reduced where it lies."""
+    one message, if the bucket `packs`, and a single one is reduced in place."""
 
     def __init__(
         self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
@@ -128,14 +128,14 @@ class LiveBucket:
 
     def pack(self, make_zeros: Callable[[int], torch.Tensor], factor: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Copy the uncopied gradients into one message and multiply it by the factor. Returns the message, and the
-        gradients in it. Its memory lives as long as they do: memory that is kept between steps would add to the peak of
-        the next forward."""
+        gradients as views of it. The memory is freed with the gradients: if it were kept between steps, it would add to
+        the peak of the next forward."""
         grads = list(map(_get_grad, self.uncopied_params))
         if any(map(operator.is_, grads, repeat(None))):
             zeros = map(make_zeros, self.uncopied)
             grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
         packed = self.range.new_empty(self.packed_size)
-        # By `data` each has its own version counter, which shows when a later backward adds to it in place.
+        # `data` gives each its own version counter, which shows when a later backward adds to it in place.
         views = [packed.as_strided(*place).data for place in self.packed_places]
         torch._foreach_copy_(views, grads)
         if factor != 1.0:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline import torch_internals
-from paceline.errors import ConfigError
+from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel, alias
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.streams import copy_to_host
@@ -102,19 +102,22 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
 
 class HookCalls:
     """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any. A
-    hook that fails may not have sent what others wait for: it is reported in the store, which they then check. On NCCL
-    they wait on a stream, and with it for all that follows there: they must end the hook's messages to go on."""
+    hook that fails may not have sent what others wait for, so it is reported in the store, which they check. On NCCL
+    their streams are blocked, and everything queued behind: they must abort the hook's messages to go on."""
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0
         self._group = channel.group  # in which hooks send; the control words may have another one later
         self.failure: Failure | None = None
         self.is_over = False  # in this step: it has failed, here or on another rank
-        self._is_aborted = False  # the messages of the hook were ended, and its groups with them
+        self._is_aborted = False  # the groups of the hook, with its messages
 
     def begin(self) -> None:
         self._step += 1
-        self.is_over, self.failure = self._is_aborted, None
+        self.is_over, self.failure = False, None
+        if self._is_aborted:
+            text = "its group was aborted when it failed in an earlier step: restart the ranks"
+            self._fail(CollectiveError(text, code="unusable"))
 
     def start(self, bucket: Any) -> Any:
         """Call the hook. Not after a failure: its next message would be taken for the one it failed to send."""
@@ -149,24 +152,19 @@ class HookCalls:
             self._fail(error)
 
     def read(self, words: torch.Tensor) -> list[float]:
-        """Words that were received behind the hook's messages, on the host."""
+        """The values of words that were received behind the hook's messages, on the host."""
         if not self._channel.is_nccl or self._channel.world_size == 1:
             return words.tolist()  # type: ignore[no-any-return]
-        kept, event = copy_to_host(words)
-        self.wait(event)
-        return kept.tolist()  # type: ignore[no-any-return]
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Wait until the GPU has passed a moment behind the hook's messages, of this step or the last."""
-        looked_s = time.monotonic()
+        (kept, event), checked_s = copy_to_host(words), time.monotonic()
         while not event.query():
             time.sleep(_POLL_S)
-            if not self._is_aborted and time.monotonic() - looked_s > _CHECK_S:
-                looked_s = time.monotonic()
-                if any(map(self._channel.has_failure, (self._step - 1, self._step))):
+            if not self._is_aborted and time.monotonic() - checked_s > _CHECK_S:
+                checked_s = time.monotonic()
+                if self._channel.has_failure(self._step):
                     self.is_over = self._is_aborted = True
                     exchanges = getattr(self._hook[0], "exchanges", self._hook[0])
                     abort_groups({self._group, *getattr(exchanges, "groups", ())})
+        return kept.tolist()  # type: ignore[no-any-return]
 
     def _fail(self, error: Exception) -> None:
         self.is_over, self.failure = True, Failure(error, IN_HOOK)

@@ -7,9 +7,10 @@ process run it, too (`run_together`). `OuterState` runs it between ranks, when t
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -248,6 +249,11 @@ class ControlMessage:
         """Nothing to plan."""
 
 
+def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.Future[Any]:
+    """As a hook, so that an error in making the exchange is reported to all ranks, too."""
+    return exchanges.start(make())
+
+
 class OuterState(StrategyState):
     """The schedule between ranks. A sync is due when the backward of its step is over (`count`): then the ranks have
     agreed by control words. It runs when all parameters have been stepped; or, where not (an optimizer skipped, or a
@@ -263,7 +269,7 @@ class OuterState(StrategyState):
         # Other groups than the control words: after an error, messages of the codec may be left over.
         self._moving = Channel(channel.group, channel.device)
         self.exchanges = Exchanges(self._moving)
-        self._calls = HookCalls((self.exchanges, Exchanges.start), channel)
+        self._calls = HookCalls((self.exchanges, _start), channel)
         self._futures: dict[int, Any] = {}
         self.is_due = self.defers = self.is_overdue = False
         self._stepped: set[int] = set()  # parameters whose optimizer has stepped since a sync was due
@@ -329,7 +335,7 @@ class OuterState(StrategyState):
             self._channel.use_own_group()
             self._moving.use_own_group()
             self.exchanges = Exchanges(self._moving)
-            self._calls = HookCalls((self.exchanges, Exchanges.start), self._channel)
+            self._calls = HookCalls((self.exchanges, _start), self._channel)
 
     @property
     def position(self) -> int:
@@ -413,7 +419,7 @@ class OuterState(StrategyState):
         if not numbers:
             return
         for number in numbers:
-            self._futures[number] = self._calls.start(self.outer.average(number))
+            self._futures[number] = self._calls.start(functools.partial(self.outer.average, number))
         if not self.exchanges.can_interleave:  # nothing else may be sent until it is over
             self.wait()
 

@@ -244,7 +244,7 @@ class Placement:
         if n > 1:
             with naming_lost_peers("the ranks cannot take a step of the optimizer together"):
                 work = self.channel.group.allreduce([rows], self._options)
-                if work is not None:  # NCCL has none: the current stream itself runs what is not asynchronous
+                if work is not None:  # None on NCCL: a synchronous collective runs on the current stream
                     work.wait()
         return rows
 

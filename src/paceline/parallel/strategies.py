@@ -30,9 +30,9 @@ from paceline.strategy import DENSE, Message, Strategy
 class Exchanges:
     """Runs exchanges while backward goes on: when a message has arrived, the next one is computed, on a side stream.
 
-    Every rank must start its messages in the same order. NCCL's Works can be waited for at once, by a stream, so an
-    exchange is started as a whole. Elsewhere callbacks continue it, which run in any order: so the first messages of
-    all exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
+    Every rank must start its messages in the same order. On NCCL a stream can wait for a Work as soon as it is started,
+    so an exchange is queued as a whole. Elsewhere callbacks continue it, in any order: so the first messages of all
+    exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
     With two levels there are two more, inside a host. After an error nothing more is sent: it would be taken for what
     is missing.
     """

@@ -7,14 +7,14 @@ on the backend's own streams, and what is computed between the messages of an ex
 2. The result of a message may be used on a stream that has waited for its Work: the stream that is current at
    `Work.wait()`, or the side stream (`SideStream.receive`). A Future, or a finished Work, does not say that the GPU is
    done, and neither makes the host wait for it.
-3. An exchange starts behind the caller's stream (`SideStream.follow_caller`). After that it waits only for its own
-   messages, on the side stream, so that it runs beside backward. What it reads then must not change until it is over:
-   so a schedule takes its differences of parameters on the caller's stream, before the exchange starts.
+3. An exchange starts after what is queued on the caller's stream (`SideStream.follow_caller`). From then on it waits
+   only for its own messages, on the side stream, so that it overlaps with backward. Its inputs must not change until it
+   is over, so a schedule computes parameter differences on the caller's stream, before the exchange starts.
 4. The Future of an exchange completes with a tensor (`SideStream.complete`), because torch records events only for the
-   devices of tensors in the value of a Future. Waiting for it then makes the stream of whoever waits follow the side
+   devices of tensors in the value of a Future. Waiting for it then makes the waiter's stream wait for the side
    stream.
 5. What a codec keeps between steps is allocated on the side stream, also where a checkpoint is loaded or errors are
-   rescaled (`SideStream.borrowed`): the allocator gives memory back to the stream that allocated it, and would hand out
+   rescaled (`SideStream.borrowed`): the allocator returns freed memory to the stream that allocated it, and would reuse
    memory of the caller's stream while the side stream still reads it.
 """
 
@@ -39,29 +39,29 @@ class SideStream:
             self._mark = torch.empty(1, device=device)
 
     def follow_caller(self) -> None:
-        """Run what comes next on the side stream behind what the caller's stream has been given so far."""
+        """Make the side stream wait for everything queued on the caller's stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def lead_caller(self) -> None:
-        """Run what comes next on the caller's stream behind what the side stream has been given so far."""
+        """Make the caller's stream wait for everything queued on the side stream so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute on the side stream inside."""
+        """A context that computes on the side stream."""
         return torch.cuda.stream(self._stream)
 
     def receive(self, work: Any) -> None:
-        """Let the side stream wait for a message that has arrived, or that is NCCL's. Not by `wait()`: gloo calls back
-        before a Work counts as finished."""
+        """Make the side stream wait for a message that has arrived, or for one of NCCL's. Not by `wait()`: gloo calls
+        back before it marks a Work as finished."""
         if self._stream is not None and work is not None:
             with self.current():
                 work.synchronize()
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Compute inside on the side stream, as part of the caller's: behind what it did, and before what it does."""
+        """A context that computes on the side stream, after the caller's earlier work and before its later work."""
         self.follow_caller()
         with self.current():
             yield
@@ -71,13 +71,13 @@ class SideStream:
         return torch.futures.Future(devices=None if self._stream is None else [self.device])
 
     def complete(self, future: torch.futures.Future[Any], result: torch.Tensor | None) -> None:
-        """Set the result, so that whoever waits for it has its stream wait for the side stream."""
+        """Set the result; whoever waits for it makes its own stream wait for the side stream."""
         with self.current():
             future.set_result(self._mark if result is None else result)
 
 
 def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy of a vector in pinned memory, which can be read after the event; the current stream makes it."""
+    """Copy a vector to pinned memory, on the current stream. The copy may be read after the event."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     kept = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
     event.record()

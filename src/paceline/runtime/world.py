@@ -32,7 +32,7 @@ from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S, _ABORT_S = 2.0, 10.0  # how long a failed rank waits for its groups to be destroyed, and for NCCL's
-# Backends whose collectives fail where a rank is lost. Those of others wait for it for ever, and have to be aborted.
+# Backends whose collectives fail when a rank is lost. Those of other backends wait forever and must be aborted.
 _NOTICE_LOSS = frozenset(("gloo", "shm", "paceline"))
 _LOOK_S = (0.02, 1.0)  # how often it is looked whether anybody still has a group: at first, and later
 
@@ -244,18 +244,18 @@ def abandon() -> None:
 
 
 def has_lost_rank() -> bool:
-    """Whether another rank of this world is lost, or of the last one if none is open, and collectives were aborted. An
-    aborted one raises nothing: its kernel ends, and leaves memory half written."""
+    """Whether another rank of this world (of the last one, if none is open) was lost and collectives were aborted. An
+    aborted collective raises nothing: its kernel ends and leaves memory half written."""
     return _lost.is_set()
 
 
 def abort_collectives() -> bool:
-    """Another rank is lost: end the collectives that would wait for it for ever, and whatever waits for them on the GPU
-    and on the host. What they leave is no result (`has_lost_rank`). The GPU stays usable, and the groups do not. False
-    where there is no such group yet."""
+    """Another rank is lost: abort the collectives that would wait for it forever, which releases whatever waits for
+    them on the GPU and on the host. Their results are invalid (`has_lost_rank`). The GPU stays usable; the groups do
+    not. False if there is no such group yet."""
     groups = [group for group in list_groups() if not _notices_loss(group)]
     if groups:
-        _lost.set()  # first: who comes out of a wait must find it set
+        _lost.set()  # first, because whoever returns from a wait checks it
     abort_groups(groups)
     return bool(groups)
 
@@ -359,8 +359,8 @@ def _take_arrived() -> bool:
 
 
 def _drop_alone() -> None:
-    """Let go the groups that nobody else holds. Each ends on a thread of its own: gloo's waits for a collective that is
-    under way, and that may fail only when other ranks see that another group is gone."""
+    """Drop the groups that nobody else holds, each on its own thread: the destructor of gloo's waits for a running
+    collective, which may fail only when other ranks see that another group is gone."""
     (alone,) = _count_holders([object()])
     counts = _count_holders(_kept)
     dropped = [[group] for group, held in zip(_kept, counts, strict=True) if held <= alone]
