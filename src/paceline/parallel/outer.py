@@ -250,7 +250,9 @@ class ControlMessage:
 
 
 def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.Future[Any]:
-    """As a hook, so that an error in making the exchange is reported to all ranks, too."""
+    """As a hook, so that an error in making the exchange is reported to all ranks, too. The groups are opened first:
+    a rank that fails must not leave the others waiting for it there."""
+    exchanges.open()
     return exchanges.start(make())
 
 

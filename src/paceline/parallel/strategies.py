@@ -61,17 +61,21 @@ class Exchanges:
         """Whether other messages may be started while an exchange is under way."""
         return len(self._groups) > 1 or self._channel.world_size == 1 or self._channel.is_nccl
 
-    def start(self, exchange: Exchange, result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
-        """Begin an exchange. Its Future completes with `result` when the exchange is over, or has the error of this
-        rank. The first call is collective."""
-        if self._error is not None:
-            raise self._error
+    def open(self) -> None:
+        """Open the groups that are needed, the first time. Collective."""
         if not self._is_open and self._levels is not None:
             self._groups = self._levels.open_groups(self._channel, self)
         elif not self._is_open and not self.can_interleave:
             other = open_group(self._channel, self)
             self._groups += [] if other is None else [(other, self._channel.world_size)]
         self._is_open = True
+
+    def start(self, exchange: Exchange, result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
+        """Begin an exchange. Its Future completes with `result` when the exchange is over, or has the error of this
+        rank. The first call is collective."""
+        if self._error is not None:
+            raise self._error
+        self.open()
         future = self.side.create_future()
         with self._lock:
             number = self._count
