@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from paceline.parallel import DDP
+from paceline.parallel import DDP, ddp
 from tests.dist.wrapped import Net, average_alone, check, check_equal, draw, error_of, gradients, loss
 
 
@@ -62,18 +62,17 @@ def train_two() -> None:
                 )
 
 
-def keep_apart_from_those_in_use() -> None:
+def stop_one_of_two() -> None:
     with paceline.init(announce=None):
-        stopped = DDP(Net())
-        stopped.stop()
-        first = DDP(Net())
-        second = DDP(Net())
-        assert first._gradient_group is None
-        assert second._gradient_group is not None
+        first, second = DDP(Net()), DDP(Net())
+        assert second._gradient_group is not None  # its messages are kept apart from those of the first
+        first.stop()
+        # From now on no other wrapper is kept apart from it.
+        assert first not in ddp._wrappers and second in ddp._wrappers
 
 
-def test_a_wrapper_after_one_that_was_stopped_needs_no_group_of_its_own(job):
-    job(2, keep_apart_from_those_in_use)
+def test_a_stopped_wrapper_no_longer_counts(job):
+    job(2, stop_one_of_two)
 
 
 def test_two_wrappers_do_not_mix_their_messages_where_ranks_take_other_branches(job):
