@@ -38,6 +38,6 @@ def run_cases(names: list[str], variants: str) -> list[str]:
 
 @pytest.mark.parametrize(("variants", "ranks"), NAMES)
 def test_every_reducer_and_strategy_trains_as_one_process_does(on_nccl, variants, ranks):
-    lines = on_nccl(ranks, run_cases, NAMES[variants, ranks], variants, timeout_s=200)
+    lines = on_nccl(ranks, run_cases, NAMES[variants, ranks], variants, timeout_s=400)
     found = [line for each in lines for line in each]
     assert not found, "\n".join(["", *dict.fromkeys(found)])

@@ -1,4 +1,5 @@
-"""Replicas on NCCL are equal to the bit after every step, in every strategy, also where a stream or a rank is late."""
+"""Replicas on NCCL are bit-equal after every step, in every strategy, and the same as in a run without delays, however
+late a stream or a rank is."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from torch import nn
 
 import paceline
 from paceline.parallel import DDP
+from paceline.parallel.streams import SideStream
 from paceline.runtime.environment import read_place
 from tests.dist.test_levels import on_hosts
 from tests.dist.wrapped import describe
 from tests.gpu.conftest import DEVICE
-from tests.gpu.delays import PLACES, Delays, on_side_streams
+from tests.gpu.delays import MUTANTS, PLACES, Delays, on_side_streams
 from tests.gpu.gpu_ranks import KeptGroups
 
 RANKS = (2, 4, 8)
@@ -64,10 +66,10 @@ def read_common(model: DDP, strategy: str) -> dict[str, torch.Tensor]:
     return dict(zip(outer.names, outer.start, strict=True)) | {f"momentum of {k}": v for k, v in outer.momentum.items()}
 
 
-def train(strategy: str, seed: int, delays: Delays, without_waits: bool, world: paceline.World) -> dict[str, int]:
+def train(strategy: str, delays: Delays, without: str, world: paceline.World) -> dict[str, int]:
     """The digests after each step, by step and name."""
     text, _, overlap = strategy.partition(" ")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = DDP(Net(delays), strategy=text, bucket_cap_mb=0.2, check_replicas_every=0)
     options: Any = {"lr": 0.05} | ({} if "dgc" in text else {"momentum": 0.9})
     if "zero1" in text:
@@ -75,9 +77,9 @@ def train(strategy: str, seed: int, delays: Delays, without_waits: bool, world: 
     else:
         optimizer = torch.optim.SGD(model.parameters(), **options)
     digests = {}
-    with on_side_streams(lambda: delays.at("side streams"), without_waits):
+    with on_side_streams(lambda: delays.at("side streams"), without):
         for step in range(STEPS):
-            batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + world.rank))
+            batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + world.rank))
             loss = model(batch.to(world.device)).square().mean()
             delays.at("host")
             delays.at("before backward")
@@ -95,52 +97,71 @@ def train(strategy: str, seed: int, delays: Delays, without_waits: bool, world: 
     return {f"{name} after step {step + 1}": int(value) for step, f in digests.items() for name, value in f.items()}
 
 
-def repeat(
-    strategies: tuple[str, ...], repetitions: int, *, without_waits: bool = False, own_stream: bool = False
-) -> list[str]:
-    """What differs between the ranks, with the strategy, the repetition and its delay. `own_stream`: the program
-    trains on another stream than the default one."""
+def repeat(strategies: tuple[str, ...], repetitions: int, *, without: str = "", own_stream: bool = False) -> list[str]:
+    """What differs between the ranks or from the run without delays, with the strategy, the repetition and its delay.
+
+    `without`: a wait to leave out where there are delays. `own_stream`: the program trains on another stream than the
+    default one.
+    """
     found: list[str] = []
     per_host = max(1, read_place().world_size // 2)  # of two, for strategies with two levels
     with on_hosts(per_host), paceline.init(announce=None, timeout_s=30) as world, KeptGroups() as groups:
-        for strategy, number in itertools.product(strategies, range(repetitions)):
+        undelayed: dict[str, int] = {}
+        for strategy, number in itertools.product(strategies, range(repetitions + 1)):
             groups.restart()
-            delays = Delays(f"{strategy} {number}", world.rank, world.world_size, world.device)
+            seed = f"{strategy} {number}" if number else ""
+            delays = Delays(seed, world.rank, world.world_size, world.device)
             error, digests = "", {}
             own = torch.cuda.Stream() if own_stream and world.device.type == "cuda" else None
             try:
                 with torch.cuda.stream(own):
-                    digests = train(strategy, number, delays, without_waits, world)
+                    digests = train(strategy, delays, without if seed else "", world)
             except Exception as raised:
                 error = ": ".join(describe(raised))
+            undelayed = digests if number == 0 else undelayed
             label = f"{strategy}, repetition {number} ({delays})"
             errors, everyone = zip(*world.share((error, digests)), strict=True)
             found += [f"{label}: rank {rank}: {text}" for rank, text in enumerate(errors) if text]
             if any(errors):
                 return found  # the ranks may be out of step
-            differing = [name for name in digests if len({other[name] for other in everyone}) > 1]
-            if differing:
-                found.append(f"{label}: {len(differing)} differ, first {differing[0]}")
+            unequal = [name for name in digests if len({other[name] for other in everyone}) > 1]
+            changed = [name for name in digests if digests[name] != undelayed[name]]
+            for names, what in ((unequal, "between ranks"), (changed, "from the run without delays")):
+                if names:
+                    found.append(f"{label}: {len(names)} differ {what}, first {names[0]}")
     return found
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replicas_are_equal_after_every_step_whoever_is_late(on_nccl, family, ranks):
-    found = on_nccl(ranks, repeat, FAMILIES[family], REPETITIONS, timeout_s=200)
+    found = on_nccl(ranks, repeat, FAMILIES[family], REPETITIONS, timeout_s=400)
     assert not found[0], "\n".join(["", *found[0]])
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_replicas_are_equal_where_the_program_has_a_stream_of_its_own(on_nccl, ranks):
     strategies = ("dense", "bf16", "int8", "powersgd:2", "slowmo:2", "zero1")
-    found = on_nccl(ranks, functools.partial(repeat, own_stream=True), strategies, 2 * len(PLACES), timeout_s=200)
+    found = on_nccl(ranks, functools.partial(repeat, own_stream=True), strategies, 2 * len(PLACES), timeout_s=400)
     assert not found[0], "\n".join(["", *found[0]])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no streams")
-def test_without_a_wait_between_streams_replicas_differ(on_nccl):
-    """The detector: where streams do not wait for each other, the tests above fail."""
-    mutated = functools.partial(repeat, without_waits=True)
-    found = on_nccl(2, mutated, ("bf16", "int8", "slowmo:2"), 3 * len(PLACES), timeout_s=200)
+@pytest.mark.parametrize("wait", MUTANTS)
+def test_without_one_of_the_waits_the_tests_above_fail(on_nccl, wait):
+    found = on_nccl(2, functools.partial(repeat, without=wait), ("bf16", "int8"), 3 * len(PLACES), timeout_s=400)
     assert any("differ" in line for line in found[0]), found[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
+def test_the_caller_waits_for_what_a_side_stream_computes_for_it(monkeypatch):
+    def read() -> float:
+        side, value = SideStream(torch.device("cuda")), torch.zeros(1000, device="cuda")
+        with side.borrowed():
+            torch.cuda._sleep(100_000_000)
+            value.fill_(1.0)
+        return float(value.clone().sum())
+
+    assert read() == 1000.0
+    monkeypatch.setattr(SideStream, "lead_caller", lambda self: None)
+    assert read() == 0.0
