@@ -66,14 +66,8 @@ def _is_called_by_wrapper() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("paceline.parallel")
 
 
-def _complete_on_callers_stream(self: SideStream, future: Any, result: Any) -> None:
-    with torch.cuda.stream(torch.cuda.default_stream(self.device)):
-        future.set_result(self._mark if result is None else result)
-
-
-# The waits of an exchange, each replaced by what does not wait.
+# Waits of an exchange, each replaced by what does not wait.
 MUTANTS: dict[str, Callable[..., None]] = {
     "follow_caller": lambda self: None,
     "receive": lambda self, work: None,
-    "complete": _complete_on_callers_stream,
 }

@@ -54,7 +54,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on_nccl):
 
 def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_nccl):
     for found, _ in on_nccl(2, test_sharded.compare_on_gloo, timeout_s=120):
-        assert [name for name, same in found.items() if not same] == []
+        # On a GPU scaled gradients are not looked for: reading the mark would wait for it.
+        assert [name for name, same in found.items() if not same] == (["torch's clip"] if DEVICE == "cuda" else [])
 
 
 def test_a_state_goes_from_two_ranks_to_four(on_nccl):

@@ -153,15 +153,28 @@ def test_without_one_of_the_waits_the_tests_above_fail(on_nccl, wait):
     assert any("differ" in line for line in found[0]), found[0]
 
 
+def complete_on_callers_stream(self: SideStream, future: Any, result: torch.Tensor) -> None:
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        future.set_result(result)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
-def test_the_caller_waits_for_what_a_side_stream_computes_for_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("wait", "mutant"), [("lead_caller", lambda self: None), ("complete", complete_on_callers_stream)]
+)
+def test_the_caller_waits_for_what_a_side_stream_computes_for_it(monkeypatch, wait, mutant):
     def read() -> float:
-        side, value = SideStream(torch.device("cuda")), torch.zeros(1000, device="cuda")
-        with side.borrowed():
+        side, value = SideStream(torch.device("cuda", 0)), torch.zeros(1000, device="cuda")
+        future = side.create_future()
+        side.follow_caller()
+        with side.borrowed() if wait == "lead_caller" else side.current():
             torch.cuda._sleep(100_000_000)
             value.fill_(1.0)
+            side.complete(future, value)
+        if wait == "complete":
+            future.wait()
         return float(value.clone().sum())
 
     assert read() == 1000.0
-    monkeypatch.setattr(SideStream, "lead_caller", lambda self: None)
+    monkeypatch.setattr(SideStream, wait, mutant)
     assert read() == 0.0

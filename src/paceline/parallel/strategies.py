@@ -426,11 +426,12 @@ class StrategyState:
         self._keep(common, errors)
 
     def _keep(self, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
-        # Copies: a step changes neither what was given nor what `state` returned.
-        saved = found.get("strides", {})
+        # Copies: a step changes neither what was given nor what `state` returned. A checkpoint is often on the CPU.
+        saved, device = found.get("strides", {}), self.exchanges.side.device
         with self.exchanges.side.borrowed():
-            self.codec.errors = {name: self._reorder(name, error.detach(), saved) for name, error in errors.items()}
-            self.codec.common = {name: value.detach().clone() for name, value in found["common"].items()}
+            errors = {name: error.detach().to(device) for name, error in errors.items()}
+            self.codec.errors = {name: self._reorder(name, error, saved) for name, error in errors.items()}
+            self.codec.common = {n: value.detach().to(device, copy=True) for n, value in found["common"].items()}
         self._rates, self._scale = dict(found["rates"]), found.get("scale")
         self.step = found["step"]
 

@@ -158,7 +158,7 @@ def init(
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
-            if "nccl" in chosen and machine.must_share_gpus(torch.cuda.device_count(), local_size):
+            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # here, or in a group of its own
                 separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
