@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.parallel.flat import FlatGradients
+from paceline.parallel.flat import FlatGradients, Pack
 from paceline.parallel.replicas import read_replica
 from paceline.plan import Bucket, Piece, Plan
 from tests.unit.made_plans import plan_by_cap, plan_in_pieces
@@ -88,3 +90,110 @@ def test_parts_in_another_order_than_their_elements_are_refused():
     with pytest.raises(ConfigError, match="weight") as caught:
         FlatGradients(replica, plan, num_words=0)
     assert caught.value.code == "plan"
+
+
+# -- gradients that are packed into one message -----------------------------------------------------------------------
+
+
+def build_params() -> list[nn.Parameter]:
+    shapes = ((3, 4), (5,), (2, 3, 2, 2))
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    params[2].data = params[2].data.to(memory_format=torch.channels_last)
+    return params
+
+
+def set_gradients(params: list[nn.Parameter], value: float) -> None:
+    for number, param in enumerate(params):
+        param.grad = torch.full_like(param, value + number)
+
+
+def clear(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def test_a_pack_holds_the_gradients_and_the_words_behind_them():
+    params = build_params()
+    pack = Pack(params, torch.empty(0), 7)
+    set_gradients(params, 1.0)
+    message = pack.fill(2.0)
+    for number, param in enumerate(params):
+        assert param.grad is pack.views[number] and param.grad.stride() == param.stride()
+        assert (param.grad == 2.0 * (1 + number)).all()
+        assert param.grad.storage_offset() * 4 % 16 == 0
+    pack.words.fill_(9.0)
+    assert message.sum() == 2 * (12 * 1 + 5 * 2 + 24 * 3) + 7 * 9.0 + message[12 + 5 : 12 + 8].sum()
+    assert pack.gap_bytes == 3 * 4 and pack.find_words(message).data_ptr() == pack.words.data_ptr()
+    assert pack.build_zeros().shape == message.shape and not pack.find_words(pack.build_zeros()).any()
+
+
+def test_words_behind_complex_gradients_are_real_numbers():
+    params = [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]
+    pack = Pack(params, torch.empty(0, dtype=torch.complex64), 7)
+    assert pack.words.shape == (7,) and pack.words.dtype == torch.float32 and pack.message.numel() == 4 + 4
+
+
+def test_the_memory_of_a_pack_is_freed_while_no_gradient_is_in_it():
+    params = build_params()
+    pack = Pack(params, torch.empty(0), 0)
+    storage, views = pack.message.untyped_storage(), pack.views
+    for step in range(3):
+        assert storage.nbytes() == 0
+        set_gradients(params, step)
+        pack.fill(1.0)
+        pack.free()
+        assert storage.nbytes() == pack.message.nbytes
+        assert [param.grad.mean() for param in params] == [step, step + 1, step + 2]
+        clear(params)
+        pack.free()
+    assert pack.views is views and pack.message.untyped_storage()._cdata == storage._cdata
+
+
+HOLDS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
+    "the gradient": lambda param, _: param.grad,
+    "another tensor of it": lambda param, _: param.grad.detach(),
+    "a part of it": lambda param, _: param.grad[:1],
+    "another parameter": lambda param, other: setattr(other, "grad", param.grad),
+}
+
+
+@pytest.mark.parametrize("frees", [True, False], ids=["before backward", "never"])
+@pytest.mark.parametrize("how", HOLDS)
+def test_memory_that_the_program_still_uses_is_left_to_it(how, frees):
+    params, other = build_params(), nn.Parameter(torch.zeros(3, 4))
+    pack = Pack(params, torch.empty(0), 0)
+    set_gradients(params, 1.0)
+    pack.fill(1.0)
+    held = HOLDS[how](params[0], other)
+    clear(params)
+    if frees:
+        pack.free()
+    set_gradients(params, 5.0)
+    pack.fill(1.0)
+    assert (params[0].grad == 5.0).all()
+    assert ((held if isinstance(held, torch.Tensor) else other.grad) == 1.0).all()
+
+
+def test_gradients_that_are_in_the_pack_are_added_to_there():
+    params = build_params()
+    pack = Pack(params, torch.empty(0), 0)
+    set_gradients(params, 1.0)
+    pack.fill(1.0)
+    views, held = pack.views, params[1].grad
+    (3 * params[0].sum() + 4 * params[1].sum()).backward()
+    params[2].grad = None
+    pack.fill(0.5)  # as torch does, also where the program holds the gradient
+    assert [param.grad.unique().tolist() for param in params] == [[2.0], [3.0], [0.0]]
+    assert pack.views is views and held is params[1].grad
+
+
+def test_gradients_that_change_after_they_were_packed_are_found():
+    params = build_params()
+    pack = Pack(params, torch.empty(0), 0)
+    set_gradients(params, 1.0)
+    pack.fill(1.0)
+    assert pack.find_changed() == []
+    params[1].sum().backward()
+    assert pack.find_changed() == [1]
+    params[0].grad = params[0].grad.clone()
+    assert pack.find_changed() == [0, 1]

@@ -37,7 +37,7 @@ _LEARNING_RATE = 1e-3
 # The budget is for all wrappers of a cell. Warm-ups: torch rebuilds its buckets in its second step, and Paceline plans
 # in its first.
 _PACE = Pace(budget_s=30.0, min_iters=10, max_iters=100, warmup=3)
-_TUNING_PACE = Pace(budget_s=8.0, min_iters=5, max_iters=15, warmup=2)
+_TUNING_PACE = Pace(budget_s=8.0, min_iters=5, max_iters=15, warmup=3)
 # How far a parameter's change may be from its change under torch's wrapper, as a share of that change. Rounding gives
 # 1e-6 on a CPU, and much more where matrices are multiplied in bfloat16 or TF32; a missing division, or ranks that were
 # not averaged, about 1.
@@ -145,7 +145,8 @@ class _Cell:
         variant = bench.add(Variant(labels, None, (kind,)))
         if self.is_in:
             variant.replica, held_bytes = self._build_replica(group, wrapping)
-            variant.probe = _Findings(variant.replica, held_bytes)
+            if kind == "marked":
+                variant.probe = _Findings(variant.replica, held_bytes)
         return variant
 
     def _build_replica(self, group: Group, wrapping: Wrapping) -> tuple[Replica, int]:

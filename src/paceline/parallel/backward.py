@@ -152,6 +152,7 @@ class GradientSync:
             text = f"{self._unusable}; messages do not match any more after that: restart the ranks"
             raise CollectiveError(text, code="unusable")
         pulse.enter(pulse.FORWARD)
+        self.reducer.free_memory()
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
@@ -594,9 +595,16 @@ class BucketedReducer:
         self._note_versions()
         if self._is_recording and records:
             self._arrivals.record()
+        self.free_memory()
         for bucket in self._buckets:
             bucket.version, bucket.work, bucket.seen = bucket.range._version, None, []
         self.timeline.begin()
+
+    def free_memory(self) -> None:
+        """Free the memory of messages whose gradients are gone, as after `zero_grad`."""
+        for bucket in self._buckets:
+            if bucket.pack is not None:
+                bucket.pack.free()
 
     def _note_versions(self) -> None:
         """Note the versions of what exists before backward. What should be in a view is moved there first."""
@@ -627,11 +635,7 @@ class BucketedReducer:
         """A part of a gradient that arrives in several."""
         if self._active and self._failure is None and self.parts.note(index) and is_copied and self.steps is None:
             self._on_large(index, param)
-            self._release([index])
-
-    def _release(self, indices: Sequence[int]) -> None:
-        for index in indices if self._failure is None else ():
-            self.parts.release(index, self._taken[index][0] if index in self._taken else self._flat.views[index])
+            self.parts.release([] if self._failure else [index])
 
     def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
@@ -641,7 +645,7 @@ class BucketedReducer:
         while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
             bucket = self._buckets[self._next]
             self._start(bucket, *self._fill(bucket))
-            self._release(bucket.counted)
+            self.parts.release([] if self._failure else bucket.counted)
 
     def _is_complete(self, bucket: LiveBucket) -> bool:
         if bucket.in_parts:
@@ -696,16 +700,16 @@ class BucketedReducer:
             try:
                 if zeros is None and self._failure is None:
                     self._gather(bucket, factor)
-                    if bucket.is_packed:
-                        uncopied = [self._pack(bucket, factor)]
+                    if bucket.pack is not None:
+                        uncopied = [bucket.pack.fill(factor)]
                     else:
                         uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
             except Exception as error:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
                 flat.ranges[bucket.number].zero_()
-                if bucket.is_packed:
-                    uncopied = [bucket.range.new_zeros(bucket.packed_size)]
+                if bucket.pack is not None:
+                    uncopied = [bucket.pack.build_zeros()]
                 else:
                     uncopied = [self.replica.zeros(index) for index in bucket.uncopied]
         bucket.version = bucket.range._version
@@ -722,7 +726,7 @@ class BucketedReducer:
             bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
         else:
             message, extra_bytes = flat.messages[number], flat.extra_bytes[number] + bucket.gap_bytes
-            tensors = [message, *uncopied] if message.numel() else uncopied
+            tensors = [message, *uncopied] if message.numel() and not bucket.sends_words else uncopied
             if tensors:
                 bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
         self.timeline.follow(number, bucket.work)
@@ -758,11 +762,6 @@ class BucketedReducer:
             torch.mul(param.grad, factor, out=view)
         param.grad = view
         self._taken[index] = view, view._version
-
-    def _pack(self, bucket: LiveBucket, factor: float) -> torch.Tensor:
-        packed, views = bucket.pack(self.replica.zeros, factor)
-        self._taken.update((index, (view, view._version)) for index, view in zip(bucket.uncopied, views, strict=True))
-        return packed
 
     def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
         """The gradient as it is, in memory that is its own and with the strides that all ranks use."""
@@ -811,7 +810,7 @@ class BucketedReducer:
             self._finish(take_part)
             self._failure, self.hook_calls.failure = self._failure or self.hook_calls.failure, None
         self._active = False
-        return self._last[0].words, missing, self._failure
+        return self._buckets[-1].find_words(*self._last[:2]), missing, self._failure
 
     def _collect_rows(self, take_part: bool) -> None:
         try:
@@ -837,6 +836,8 @@ class BucketedReducer:
             replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
             if replaced or bucket.range._version != bucket.version:
                 late += bucket.fused
+            if bucket.pack is not None:
+                late += [bucket.uncopied[place] for place in bucket.pack.find_changed()]
         for index, (grad, version) in self._taken.items():
             if grad._version != version or self.replica.params[index].grad is not grad:
                 late.append(index)

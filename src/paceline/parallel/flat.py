@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from typing import Any
@@ -14,12 +15,13 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import alias
 from paceline.parallel.replicas import Replica
 from paceline.plan import Plan
+from paceline.torch_internals import count_storage_uses
 
 _ALIGN_BYTES = 64
 _PACK_BYTES = 16  # the widest load of a GPU
 # Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
-_get_grad = operator.attrgetter("grad")
+_get_grad, _get_version = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
 class FlatGradients:
@@ -62,8 +64,7 @@ class FlatGradients:
         self._flats: dict[tuple[str, str], torch.Tensor] = {}
         for family, end in ends.items():
             dtype, device = kinds[family]
-            # A whole number of elements that holds the words. A complex element holds two.
-            extra = -(-num_words // (2 if dtype.is_complex else 1)) if family == last_family else 0
+            extra = _count_elements(num_words, dtype) if family == last_family else 0
             self._flats[family] = allocate(end + extra, dtype=dtype, device=device)
             self.extra_bytes[-1] += extra * dtype.itemsize
         self.ranges = [alias(self._flats[family][start:end]) for family, start, end in spans]
@@ -78,8 +79,8 @@ class FlatGradients:
                     # The parameter's own strides, so that optimizers and all ranks walk memory in the same order.
                     strides = torch.empty_like(param, device="meta").stride()
                     self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
-        behind = self._flats[last_family][ends[last_family] :]
-        self.words = (torch.view_as_real(behind).reshape(-1) if behind.is_complex() else behind)[:num_words]
+        self.num_words = num_words
+        self.words = _view_words(self._flats[last_family][ends[last_family] :], num_words)
         self.messages = [*self.ranges[:-1], alias(self._flats[last_family][last_start:])]
 
     def multiply(self, factor: float) -> None:
@@ -90,7 +91,8 @@ class FlatGradients:
 class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
     they arrive, `uncopied` ones stay where autograd left them until the bucket leaves: then several are packed into
-    one message, if the bucket `packs`, and a single one is reduced in place."""
+    one message, if the bucket `packs`, and a single one is reduced in place. The last bucket packs the control words,
+    too, if it has nothing else in the flat vector (`sends_words`)."""
 
     def __init__(
         self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
@@ -106,15 +108,13 @@ class LiveBucket:
         self.views = [flat.views[index] for index in self.fused]
         on_cpu = self.range.device.type == "cpu"  # on a GPU each call is a launch, and a fused one is always faster
         self.is_large = on_cpu and sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
-        self.is_packed = packs and len(self.uncopied) > 1
-        self.packed_places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # size, strides and first element
-        self.packed_size = self.gap_bytes = 0
-        for param in self.uncopied_params if self.is_packed else ():
-            strides = torch.empty_like(param, device="meta").stride()
-            self.packed_places.append((param.size(), strides, self.packed_size))
-            aligned_bytes = -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES
-            self.packed_size += aligned_bytes // param.element_size()
-            self.gap_bytes += aligned_bytes - param.nbytes
+        # The control words travel in the message of the last bucket, and a separate message would be one more launch.
+        num_words = flat.num_words if number == len(flat.ranges) - 1 and not self.range.numel() else 0
+        self.pack: Pack | None = None
+        if packs and len(self.uncopied) > (0 if num_words else 1):
+            self.pack = Pack(self.uncopied_params, self.range, num_words)
+        self.sends_words = self.pack is not None and num_words > 0
+        self.gap_bytes = 0 if self.pack is None else self.pack.gap_bytes
         self.seen: list[Any] = []
         self.in_parts = False  # some gradient arrives nobody knows how often: only the end of backward is safe
         self.counted: list[int] = []  # gradients that arrive several times, as often as in the steps before
@@ -126,20 +126,102 @@ class LiveBucket:
         self.seen = list(map(_get_grad, self.params))
         return self.seen
 
-    def pack(self, make_zeros: Callable[[int], torch.Tensor], factor: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Copy the uncopied gradients into one message and multiply it by the factor. Returns the message, and the
-        gradients as views of it. The memory is freed with the gradients: if it were kept between steps, it would add to
-        the peak of the next forward."""
-        grads = list(map(_get_grad, self.uncopied_params))
-        if any(map(operator.is_, grads, repeat(None))):
-            zeros = map(make_zeros, self.uncopied)
-            grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
-        packed = self.range.new_empty(self.packed_size)
+    def find_words(self, flat: FlatGradients, uncopied: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The control words in what the last bucket sends."""
+        return self.pack.find_words(uncopied[0]) if self.pack is not None and self.sends_words else flat.words
+
+
+class Pack:
+    """Several gradients as one message, with room for control words behind them.
+
+    The message and the gradients as its views are made once: making a view per parameter in each step costs a small
+    model several percent of it. Their memory is freed while no parameter has its gradient here, so that it does not add
+    to the peak of a forward. Memory that the program still uses is left to it.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], like: torch.Tensor, num_words: int) -> None:
+        self._params, self._like, self._num_words = params, like, num_words
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # size, strides and first element
+        self._end = self.gap_bytes = 0
+        for param in params:
+            strides = torch.empty_like(param, device="meta").stride()
+            self._places.append((param.size(), strides, self._end))
+            aligned_bytes = -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES
+            self._end += aligned_bytes // param.element_size()
+            self.gap_bytes += aligned_bytes - param.nbytes
+        self._numel = self._end + _count_elements(num_words, like.dtype)
+        self._build()
+        self._storage.resize_(0)
+
+    def _build(self) -> None:
+        self.message = self._like.new_empty(self._numel)
+        self._gradients, self.words = self.message[: self._end], self.find_words(self.message)
         # `data` gives each its own version counter, which shows when a later backward adds to it in place.
-        views = [packed.as_strided(*place).data for place in self.packed_places]
-        torch._foreach_copy_(views, grads)
+        self.views = [self.message.as_strided(*place).data for place in self._places]
+        self._storage = self.message.untyped_storage()
+        self._num_uses = count_storage_uses(self._storage._cdata)
+        self._num_references = list(map(sys.getrefcount, self.views))
+
+    def find_words(self, message: torch.Tensor) -> torch.Tensor:
+        return _view_words(message[self._end :], self._num_words)
+
+    def build_zeros(self) -> torch.Tensor:
+        return self._like.new_zeros(self._numel)
+
+    def fill(self, factor: float) -> torch.Tensor:
+        """Copy the gradients here, multiply them by the factor, and make each `.grad` its view. Returns the message."""
+        grads = list(map(_get_grad, self._params))
+        are_here = list(map(operator.is_, grads, self.views))
+        if not all(are_here):
+            if self._storage.nbytes() == 0:
+                self._storage.resize_(self.message.nbytes)
+            elif self._is_used_elsewhere(are_here):
+                self._build()
+            views = self.views
+            if any(are_here) or any(map(operator.is_, grads, repeat(None))):
+                for view, grad in zip(views, grads, strict=True):
+                    if grad is None:
+                        view.zero_()
+                moved = [(v, g) for v, g in zip(views, grads, strict=True) if g is not v and g is not None]
+                views, grads = [view for view, _ in moved], [grad for _, grad in moved]
+            if grads:
+                torch._foreach_copy_(views, grads)
         if factor != 1.0:
-            packed.mul_(factor)
-        for param, view in zip(self.uncopied_params, views, strict=True):
+            self._gradients.mul_(factor)
+        for param, view in zip(self._params, self.views, strict=True):
             param.grad = view
-        return packed, views
+        self._versions = list(map(_get_version, self.views))
+        return self.message
+
+    def find_changed(self) -> list[int]:
+        """Which of the gradients someone wrote to, or replaced, since `fill`."""
+        grads = list(map(_get_grad, self._params))
+        are_here = all(map(operator.is_, grads, self.views))
+        if are_here and list(map(_get_version, self.views)) == self._versions:
+            return []
+        found = zip(grads, self.views, self._versions, strict=True)
+        return [place for place, (grad, view, then) in enumerate(found) if grad is not view or view._version != then]
+
+    def free(self) -> None:
+        """Free the memory if no parameter has its gradient here."""
+        if self._storage.nbytes() and not any(map(operator.is_, map(_get_grad, self._params), self.views)):
+            if self._is_used_elsewhere():
+                self._build()
+            self._storage.resize_(0)
+
+    def _is_used_elsewhere(self, are_here: Sequence[bool] = ()) -> bool:
+        """Whether the program holds a view, other than as the `.grad` of its parameter (`are_here`), or made another
+        tensor of the same memory."""
+        if count_storage_uses(self._storage._cdata) != self._num_uses:
+            return True
+        found = map(operator.ne, map(sys.getrefcount, self.views), self._num_references)
+        return any(map(operator.gt, found, are_here or repeat(False)))
+
+
+def _count_elements(num_words: int, dtype: torch.dtype) -> int:
+    """A whole number of elements that holds the words. A complex element holds two."""
+    return -(-num_words // (2 if dtype.is_complex else 1))
+
+
+def _view_words(behind: torch.Tensor, num_words: int) -> torch.Tensor:
+    return (torch.view_as_real(behind).reshape(-1) if behind.is_complex() else behind)[:num_words]

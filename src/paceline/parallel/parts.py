@@ -59,11 +59,12 @@ class Parts:
         pairs, params = zip(indices, views, strict=True), self._replica.params
         return sum(self.counts.get(index, 1) - 1 for index, view in pairs if params[index].grad is view)
 
-    def release(self, index: int, grad: torch.Tensor) -> None:
-        """The gradient is taken: what still arrives must not be added to it."""
-        if index not in self._complete:
-            self._complete[index] = grad
-            self._replica.params[index].grad = None
+    def release(self, indices: Sequence[int]) -> None:
+        """These gradients are taken: what still arrives must not be added to them."""
+        for index in indices:
+            param = self._replica.params[index]
+            if index not in self._complete and param.grad is not None:
+                self._complete[index], param.grad = param.grad, None
 
     def restore(self) -> None:
         """Backward is over: `.grad` is what was taken."""
