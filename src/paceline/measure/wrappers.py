@@ -144,22 +144,24 @@ class _Cell:
         labels |= {"configuration": wrapping.configuration, "note": wrapping.note}
         variant = bench.add(Variant(labels, None, (kind,)))
         if self.is_in:
-            variant.replica, held_bytes = self._build_replica(group, wrapping)
-            if kind == "marked":
+            is_measured = kind == "marked"  # and not one of the candidates
+            variant.replica, held_bytes = self._build_replica(group, wrapping, is_measured)
+            if is_measured:
                 variant.probe = _Findings(variant.replica, held_bytes)
         return variant
 
-    def _build_replica(self, group: Group, wrapping: Wrapping) -> tuple[Replica, int]:
-        """A new replica in its wrapper, and the bytes that both hold. Ranks begin with different parameters: a wrapper
-        that does not broadcast rank 0's is found. Collective: every rank of the group must call this."""
+    def _build_replica(self, group: Group, wrapping: Wrapping, settle: bool = False) -> tuple[Replica, int]:
+        """A new replica in its wrapper, and the bytes that both hold, exactly if the GPU may `settle` before. Ranks
+        begin with different parameters: a wrapper that does not broadcast rank 0's is found. Collective: every rank of
+        the group must call this."""
         workload, device, rank = self.workload, group.device, self.world.rank
         if device.type == "cuda":
             # NCCL frees the memory of its last message when another one is over: perhaps a former replica's.
             dist.all_reduce(torch.zeros(1, device=device), group=group.data)
-        before = _count_allocated(device, True)
+        before = _count_allocated(device, settle)
         module = build_module(self.model, _SEED + rank, device)
         model = wrapping.wrap(module, group=group.data)
-        held_bytes = _count_allocated(device, True) - before
+        held_bytes = _count_allocated(device, settle) - before
         batch = workload.make_batch(self.batch_size, _SEED, rank, device)
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
 
