@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.parallel import flat
 from paceline.parallel.flat import FlatGradients, Pack
 from paceline.parallel.replicas import read_replica
 from paceline.plan import Bucket, Piece, Plan
@@ -121,32 +124,56 @@ def test_a_pack_holds_the_gradients_and_the_words_behind_them():
         assert param.grad is pack.views[number] and param.grad.stride() == param.stride()
         assert (param.grad == 2.0 * (1 + number)).all()
         assert param.grad.storage_offset() * 4 % 16 == 0
-    pack.words.fill_(9.0)
+    pack.find_words(message).fill_(9.0)
     assert message.sum() == 2 * (12 * 1 + 5 * 2 + 24 * 3) + 7 * 9.0 + message[12 + 5 : 12 + 8].sum()
-    assert pack.gap_bytes == 3 * 4 and pack.find_words(message).data_ptr() == pack.words.data_ptr()
+    assert pack.gap_bytes == 3 * 4
     assert pack.build_zeros().shape == message.shape and not pack.find_words(pack.build_zeros()).any()
 
 
 def test_words_behind_complex_gradients_are_real_numbers():
     params = [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]
     pack = Pack(params, torch.empty(0, dtype=torch.complex64), 7)
-    assert pack.words.shape == (7,) and pack.words.dtype == torch.float32 and pack.message.numel() == 4 + 4
+    set_gradients(params, 1.0)
+    words = pack.find_words(pack.fill(1.0))
+    assert words.shape == (7,) and words.dtype == torch.float32 and pack.message.numel() == 4 + 4
 
 
 def test_the_memory_of_a_pack_is_freed_while_no_gradient_is_in_it():
     params = build_params()
     pack = Pack(params, torch.empty(0), 0)
-    storage, views = pack.message.untyped_storage(), pack.views
+    views = []
     for step in range(3):
-        assert storage.nbytes() == 0
         set_gradients(params, step)
         pack.fill(1.0)
+        pack.end_step()
+        views.append(pack.views)
         pack.free()
-        assert storage.nbytes() == pack.message.nbytes
+        assert pack.message.untyped_storage().nbytes() == pack.message.nbytes > 0
         assert [param.grad.mean() for param in params] == [step, step + 1, step + 2]
         clear(params)
         pack.free()
-    assert pack.views is views and pack.message.untyped_storage()._cdata == storage._cdata
+        assert pack.message.untyped_storage().nbytes() == 0
+    assert views[0] is views[1] is views[2]
+
+
+def test_the_memory_of_large_gradients_goes_with_them(monkeypatch):
+    monkeypatch.setattr(flat, "_LASTING_BYTES", 8)
+    params = build_params()
+    pack = Pack(params, torch.empty(0), 0)
+    for step in range(2):
+        set_gradients(params, step)
+        pack.fill(1.0)
+        assert pack.find_changed() == []
+        memory = weakref.ref(pack.message.untyped_storage())
+        pack.end_step()
+        assert pack.views == [] and [param.grad.mean() for param in params] == [step, step + 1, step + 2]
+        params[0].sum().backward()
+        pack.fill(1.0)  # what is there is added to
+        pack.end_step()
+        assert [param.grad.mean() for param in params] == [step + 1, step + 1, step + 2]
+        clear(params)
+        gc.collect()
+        assert memory() is None
 
 
 HOLDS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {

@@ -125,6 +125,8 @@ class _Cell:
         self.workload, self.batch_size = WORKLOADS[model], settings.batch_of(model)
         self.is_in, self.is_low = world.rank < groups[0].world_size, settings.dtype == "bfloat16"
         self.labels = {"model": model, "precision": PRECISIONS[settings.dtype], "batch_size": self.batch_size}
+        # On GPUs Paceline's wrapper reads the control words of its first ten steps at once, and waits for the GPU then.
+        self.warmup = 12 if groups[0].device.type == "cuda" else 3
         self.labels |= {"num_parameters": self.workload.num_parameters, "num_bytes": 4 * self.workload.num_elements}
 
     def measure(self, report: Report) -> list[StepRecord]:
@@ -136,7 +138,12 @@ class _Cell:
                 for wrapper, wrapping in self._find_wrappings(group).items()
             ]
             asked = self.settings.iters, self.settings.warmup
-            bench.run(_PACE, *asked, report, end_warmup=lambda: self._compare_with_torch(bench.num_warmup, variants))
+            bench.run(
+                replace(_PACE, warmup=self.warmup),
+                *asked,
+                report,
+                end_warmup=lambda: self._compare_with_torch(bench.num_warmup, variants),
+            )
             return [self._build_record(bench, group, variant) for group, variant in variants]
 
     def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> Variant:
@@ -215,7 +222,7 @@ class _Cell:
         with StepBench(self.world, self.labels) as bench:
             for candidate in candidates:
                 self._add(bench, group, wrapper, candidate, "plain")
-            bench.run(_TUNING_PACE)
+            bench.run(replace(_TUNING_PACE, warmup=self.warmup))
             records = [bench.build_record(variant) for variant in bench.variants]
         medians = [record.timing.median_s for record in records]
         tried = zip((candidate.configuration.rpartition(", ")[2] for candidate in candidates), medians, strict=True)

@@ -602,9 +602,8 @@ class BucketedReducer:
 
     def free_memory(self) -> None:
         """Free the memory of messages whose gradients are gone, as after `zero_grad`."""
-        for bucket in self._buckets:
-            if bucket.pack is not None:
-                bucket.pack.free()
+        for pack in filter(None, [bucket.pack for bucket in self._buckets]):
+            pack.free()
 
     def _note_versions(self) -> None:
         """Note the versions of what exists before backward. What should be in a view is moved there first."""
@@ -854,6 +853,8 @@ class BucketedReducer:
             self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
         del self._last
         self._taken.clear()  # so that `zero_grad` can free them
+        for pack in filter(None, [bucket.pack for bucket in self._buckets]):
+            pack.end_step()
         if not self.plan.rows:
             self.timeline.over()
 

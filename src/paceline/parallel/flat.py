@@ -19,6 +19,8 @@ from paceline.torch_internals import count_storage_uses
 
 _ALIGN_BYTES = 64
 _PACK_BYTES = 16  # the widest load of a GPU
+# From this mean size of its gradients on, the memory of a message does not last from step to step.
+_LASTING_BYTES = 1 << 20
 # Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
 _get_grad, _get_version = operator.attrgetter("grad"), operator.attrgetter("_version")
@@ -135,8 +137,9 @@ class Pack:
     """Several gradients as one message, with room for control words behind them.
 
     The message and the gradients as its views are made once: making a view per parameter in each step costs a small
-    model several percent of it. Their memory is freed while no parameter has its gradient here, so that it does not add
-    to the peak of a forward. Memory that the program still uses is left to it.
+    model several percent of it. Their memory is freed before the next forward, if no parameter has its gradient here,
+    so that it does not add to the peak. Memory that the program still uses is left to it. Where gradients are large,
+    views are cheap and memory is not: there a message is made for each step, and goes with its gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], like: torch.Tensor, num_words: int) -> None:
@@ -150,15 +153,19 @@ class Pack:
             self._end += aligned_bytes // param.element_size()
             self.gap_bytes += aligned_bytes - param.nbytes
         self._numel = self._end + _count_elements(num_words, like.dtype)
-        self._build()
-        self._storage.resize_(0)
+        self._lasts = self._end * like.element_size() < _LASTING_BYTES * len(params)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget the message: its memory belongs to the gradients, and to whoever else uses it."""
+        self.views: list[torch.Tensor] = []
+        self.message = self._gradients = self._like
 
     def _build(self) -> None:
         self.message = self._like.new_empty(self._numel)
-        self._gradients, self.words = self.message[: self._end], self.find_words(self.message)
+        self._gradients, self._storage = self.message[: self._end], self.message.untyped_storage()
         # `data` gives each its own version counter, which shows when a later backward adds to it in place.
         self.views = [self.message.as_strided(*place).data for place in self._places]
-        self._storage = self.message.untyped_storage()
         self._num_uses = count_storage_uses(self._storage._cdata)
         self._num_references = list(map(sys.getrefcount, self.views))
 
@@ -171,27 +178,28 @@ class Pack:
     def fill(self, factor: float) -> torch.Tensor:
         """Copy the gradients here, multiply them by the factor, and make each `.grad` its view. Returns the message."""
         grads = list(map(_get_grad, self._params))
-        are_here = list(map(operator.is_, grads, self.views))
+        are_here = list(map(operator.is_, grads, self.views)) if self.views else [False]
         if not all(are_here):
-            if self._storage.nbytes() == 0:
+            if self.views and self._storage.nbytes() == 0:
                 self._storage.resize_(self.message.nbytes)
-            elif self._is_used_elsewhere(are_here):
+            elif not self.views or self._is_used_elsewhere(are_here):
                 self._build()
-            views = self.views
-            if any(are_here) or any(map(operator.is_, grads, repeat(None))):
-                for view, grad in zip(views, grads, strict=True):
-                    if grad is None:
-                        view.zero_()
-                moved = [(v, g) for v, g in zip(views, grads, strict=True) if g is not v and g is not None]
-                views, grads = [view for view, _ in moved], [grad for _, grad in moved]
-            if grads:
-                torch._foreach_copy_(views, grads)
+            self._copy(grads)
         if factor != 1.0:
             self._gradients.mul_(factor)
         for param, view in zip(self._params, self.views, strict=True):
             param.grad = view
         self._versions = list(map(_get_version, self.views))
         return self.message
+
+    def _copy(self, grads: list[torch.Tensor | None]) -> None:
+        moved = [pair for pair in zip(self.views, grads, strict=True) if pair[0] is not pair[1]]
+        for view, grad in moved:
+            if grad is None:
+                view.zero_()
+        found = [(view, grad) for view, grad in moved if grad is not None]
+        if found:
+            torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
 
     def find_changed(self) -> list[int]:
         """Which of the gradients someone wrote to, or replaced, since `fill`."""
@@ -202,11 +210,20 @@ class Pack:
         found = zip(grads, self.views, self._versions, strict=True)
         return [place for place, (grad, view, then) in enumerate(found) if grad is not view or view._version != then]
 
+    def end_step(self) -> None:
+        """The message has arrived."""
+        if not self._lasts:
+            self._drop()
+
     def free(self) -> None:
         """Free the memory if no parameter has its gradient here."""
-        if self._storage.nbytes() and not any(map(operator.is_, map(_get_grad, self._params), self.views)):
-            if self._is_used_elsewhere():
-                self._build()
+        if not self.views or self._storage.nbytes() == 0:
+            return
+        if any(map(operator.is_, map(_get_grad, self._params), self.views)):
+            return
+        if self._is_used_elsewhere():
+            self._drop()
+        else:
             self._storage.resize_(0)
 
     def _is_used_elsewhere(self, are_here: Sequence[bool] = ()) -> bool:
