@@ -137,13 +137,9 @@ class _Cell:
                 for group in self.groups
                 for wrapper, wrapping in self._find_wrappings(group).items()
             ]
-            asked = self.settings.iters, self.settings.warmup
-            bench.run(
-                replace(_PACE, warmup=self.warmup),
-                *asked,
-                report,
-                end_warmup=lambda: self._compare_with_torch(bench.num_warmup, variants),
-            )
+            pace, given = replace(_PACE, warmup=self.warmup), self.settings
+            compare = partial(self._compare_with_torch, bench, variants)
+            bench.run(pace, given.iters, given.warmup, report, end_warmup=compare)
             return [self._build_record(bench, group, variant) for group, variant in variants]
 
     def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> Variant:
@@ -230,9 +226,10 @@ class _Cell:
         note = f"fastest of {len(candidates)} in {records[0].timing.count} rounds: {text}"
         return replace(candidates[medians.index(min(medians))], note=note)
 
-    def _compare_with_torch(self, num_steps: int, variants: Sequence[tuple[Group, Variant]]) -> None:
+    def _compare_with_torch(self, bench: StepBench, variants: Sequence[tuple[Group, Variant]]) -> None:
         """Count, in each replica, the parameters that changed differently than under torch's wrapper. After the
         warm-ups: later, rounding alone can lead replicas far apart."""
+        num_steps = bench.num_warmup
         for group in self.groups if self.is_in and num_steps else ():
             mine = {v.labels["wrapper"]: cast(_Findings, v.probe) for of, v in variants if of is group}
             reference = mine.get("torch") or mine.get("torch-tuned")
