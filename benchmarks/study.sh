@@ -4,7 +4,7 @@
 scale() { # NAME VERB ARGUMENTS...: one study in the folder NAME
   local name=$1 verb=$2
   shift 2
-  if [ -e "$out/$name/run.json" ]; then
+  if compgen -G "$out/$name/run.json*" >/dev/null; then
     echo "$out/$name is there already: not measured again"
   elif [ -e "$out/$name" ]; then
     "$python" -m paceline scale "$verb" --resume "$out/$name"

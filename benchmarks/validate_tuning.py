@@ -48,7 +48,7 @@ from paceline.predict.tuning import (
     score_predictions,
 )
 from paceline.records.doubts import is_busy
-from paceline.records.store import load_json
+from paceline.records.store import RUN_FILE, find_file, load_json
 from paceline.report.predictions import TuneResult
 from paceline.report.table import Column, Table
 from paceline.units import format_duration
@@ -158,10 +158,10 @@ def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str
 
     def run(name: str, chosen: Iterable[Case]) -> None:
         for case in chosen:
-            folder, first = out / name / case.name, out / FIRST / case.name / "run.json"
+            folder, first = out / name / case.name, find_file(out / FIRST / case.name / RUN_FILE)
             if keep and folder.exists():
                 continue
-            if name == SECOND and first.exists():
+            if name == SECOND and first is not None:
                 time.sleep(max(0.0, first.stat().st_mtime + apart_s - time.time()))
             if not measure(case, folder, more):
                 failed.append(f"{name}/{case.name}")

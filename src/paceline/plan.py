@@ -177,10 +177,11 @@ class Plan:
         try:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):
-                raise RecordError(f"not a plan of version {VERSION}: {document['format']!r} {document['version']!r}")
-            gradients = tuple(Gradient(**g | {"shape": tuple(g.get("shape", ()))}) for g in document["gradients"])
+                found = f"{document['format']!r} of version {document['version']!r}"
+                raise RecordError(f"not a plan of version {VERSION}: {found}; tune again to write one", code="version")
+            gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in document["gradients"])
             buckets = tuple(Bucket(tuple(Piece(**piece) for piece in b["pieces"])) for b in document["buckets"])
-            return cls(gradients, buckets, document["rule"], tuple(Rows(**part) for part in document.get("rows", ())))
+            return cls(gradients, buckets, document["rule"], tuple(Rows(**part) for part in document["rows"]))
         except (ConfigError, RecordError):
             raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

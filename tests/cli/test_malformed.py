@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import io
 import json
 import random
@@ -126,9 +127,9 @@ def spoil_text(draw: random.Random, text: str) -> str:
 def load_small() -> list[tuple[str, Any]]:
     """Small runs that commands read, with how they are given."""
     names = ("allreduce-gloo-2-ranks", "layers-cnn-tiny", "trace-gpt2-mini-gloo-2-ranks")
-    files = [RESULTS / "neoverse-n1-2-cores" / name / "run.json" for name in names]
-    files += sorted(RESULTS.glob("*/*/run.json"), key=lambda file: (file.stat().st_size, str(file)))[:3]
-    return [(str(file), json.loads(file.read_text())) for file in files]
+    files = [RESULTS / "neoverse-n1-2-cores" / name / "run.json.gz" for name in names]
+    files += sorted(RESULTS.glob("*/*/run.json.gz"), key=lambda file: (file.stat().st_size, str(file)))[:3]
+    return [(str(file), json.loads(gzip.decompress(file.read_bytes()))) for file in files]
 
 
 def draw_file(draw: random.Random, folder: Path, small: list[tuple[str, Any]]) -> Case:

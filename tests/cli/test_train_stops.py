@@ -339,8 +339,9 @@ def test_what_would_make_it_another_run_is_refused(command, broken, flags, words
     [
         (None, "does not exist: give the folder of a training run"),
         ("{", "cannot be read as JSON"),
-        ('{"format": "paceline-run", "version": 2}', "is not the configuration of a training run"),
-        ('{"format": "paceline-train", "version": 1}', "is not the configuration"),
+        ('{"format": "paceline-run", "version": 3}', '"format": "paceline-train"'),
+        ('{"format": "paceline-train", "version": 2}', "has version 2"),
+        ('{"format": "paceline-train", "version": 1}', "has no settings"),
         ('{"format": "paceline-train", "version": 1, "settings": {"warmth": 3}}', "unknown settings: warmth"),
     ],
 )

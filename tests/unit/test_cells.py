@@ -42,12 +42,7 @@ def test_the_command_and_the_machines_are_kept(tmp_path):
     study.keep("another", [make_run()])
     again = Study.load(tmp_path, "scale ranks")
     assert again.command_line == "paceline scale ranks --iters 3"
-    assert [again.find_machine(cell) for cell in (CELL, "another")] == ["two cores", None]
-
-
-def test_a_study_from_before_commands_were_kept_goes_on(tmp_path):
-    (tmp_path / STUDY_FILE).write_text(_document())
-    assert Study.load(tmp_path, "scale ranks").command_line == ""
+    assert [again.find_machine(cell) for cell in (CELL, "another")] == ["two cores", "unknown"]
 
 
 def test_only_a_study_without_a_finished_cell_is_discarded(study):
@@ -78,17 +73,22 @@ def _file(study):
     return file
 
 
+def _cell(**values):
+    return json.dumps({"format": "paceline-cell", "version": 3} | values)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "Expecting"),
-        ("[]", "list indices"),
-        ("{}", "'cell'"),
-        (json.dumps({"cell": CELL}), "'records'"),
-        (json.dumps({"cell": "another", "records": []}), "it holds 'another'"),
-        (json.dumps({"cell": CELL, "records": [{"kind": "poem"}]}), "unknown kind of record 'poem'"),
-        (json.dumps({"cell": CELL, "records": [{"kind": "scale"}]}), "StepRecord"),
-        (json.dumps({"cell": CELL, "records": None}), "NoneType"),
+        ("[]", "paceline-cell"),
+        ("{}", "paceline-cell"),
+        (_cell(), "'cell'"),
+        (_cell(cell=CELL), "'records'"),
+        (_cell(cell="another", records=[]), "it holds 'another'"),
+        (_cell(cell=CELL, records=[{"kind": "poem"}]), "unknown kind of record 'poem'"),
+        (_cell(cell=CELL, records=[{"kind": "step"}]), "StepRecord"),
+        (_cell(cell=CELL, records=None), "NoneType"),
     ],
 )
 def test_a_broken_cell_is_refused_with_its_name_and_what_to_do(study, text, reason):
@@ -121,24 +121,28 @@ def _document(**changes):
     return json.dumps({"format": "paceline-study", "version": 1, "verb": "scale ranks", "config": {}, **changes})
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '"x"', _document(version=2), _document(format="paceline-run")])
+OTHER_VERSION = _document(version=2)
+NO_STUDIES = ["{", "[]", "{}", '"x"', OTHER_VERSION, _document(format="paceline-run"), _document(version=1)]
+
+
+@pytest.mark.parametrize("text", NO_STUDIES)
 def test_a_file_that_is_no_study_is_refused(tmp_path, text):
     (tmp_path / STUDY_FILE).write_text(text)
     with pytest.raises(ConfigError, match=STUDY_FILE) as caught:
         Study.load(tmp_path, "scale ranks")
-    assert caught.value.code == "damaged"
+    assert caught.value.code == ("version" if text == OTHER_VERSION else "damaged")
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="No such file") as caught:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
         Study.load(tmp_path / "nowhere", "scale ranks")
     assert caught.value.code == "missing"
 
 
-def test_the_backend_in_cells_of_older_versions_has_its_new_name(study, build_collective):
-    study.keep(CELL, [build_collective(backend="paceline")])
-    assert study.find(CELL)[0].backend == "paceline"
-    document = json.loads(_file(study).read_text())
-    del document["version"]
+def test_a_cell_of_another_version_is_refused(study, build_collective):
+    study.keep(CELL, [build_collective()])
+    document = json.loads(_file(study).read_text()) | {"version": 2}
     _file(study).write_text(json.dumps(document))
-    assert study.find(CELL)[0].backend == "shm"
+    with pytest.raises(RecordError) as caught:
+        study.find(CELL)
+    assert caught.value.code == "version"

@@ -42,9 +42,6 @@ Results were as follows:
 """
 
 
-NEW_IN_VERSION_2 = ("memory", "memory_bound_s", "fraction_of_memory")
-
-
 def write_csv(records):
     return Table("", "", build_columns(records, MemoryBounds(())), records).csv()
 
@@ -276,7 +273,7 @@ def test_a_missing_column_is_named(write, load, column):
 
 
 def test_a_column_missing_from_our_own_table_is_named(write):
-    columns = "collective, backend, device, world_size, dtype, iters, nwrong"
+    columns = "collective, backend, memory, device, world_size, dtype, iters, nwrong"
     with pytest.raises(RecordError, match=f"has the columns num_bytes, median_s, op and lacks {columns}$"):
         load_table(write("num_bytes,median_s,op\n4,1.0,sum\n"))
 
@@ -327,26 +324,19 @@ def test_markdown_without_the_table_is_refused(write, text, reason):
     assert "report.md" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["shm", "paceline"])  # the second is its older name
-def test_shared_memory_survives_both_of_our_tables(write, build_collective, build_samples, name):
+def test_shared_memory_survives_both_of_our_tables(write, build_collective, build_samples):
     records = [
-        build_collective(backend=name, memory=memory, timing=build_samples(t))
+        build_collective(backend="shm", memory=memory, timing=build_samples(t))
         for memory, t in (("ordinary", 0.002), ("shared", 0.001))
     ]
     ours = load_table(write(write_csv(records)))
     text = export_allreduce_times(records)
     theirs = load_table(write(text, "allreduce-times.csv"))
-    assert f"\n{name}-shared,2," in text
+    assert "\nshm-shared,2," in text
     for loaded in (ours, theirs):
         assert [(r.backend, r.memory, r.time_s) for r in loaded] == [
             ("shm", "ordinary", 0.002), ("shm", "shared", 0.001),
         ]  # fmt: skip
-
-
-def test_our_table_of_before_there_was_shared_memory_is_read(write, build_collective):
-    columns = [c for c in build_columns([], MemoryBounds(())) if c.key not in NEW_IN_VERSION_2]
-    text = Table("", "", columns, [build_collective()]).csv()
-    assert [r.memory for r in load_table(write(text))] == ["ordinary"]
 
 
 def test_a_pass_over_memory_is_no_row_of_a_table(tmp_path, build_collective, build_pass, build_environment):

@@ -195,9 +195,6 @@ def test_memory_is_part_of_an_overview_and_survives_json():
     assert overview.memory == made.build()
     document = json.loads(json.dumps(overview_to_json(overview)))
     assert overview_from_json(document) == overview
-    # Older files have a number that was wrong on a CPU.
-    old = {key: value for key, value in document.items() if key != "memory"} | {"peak_bytes": 90}
-    assert overview_from_json(old).memory is None
     assert build_overview(MadeTrace().step().build()).memory is None
 
 
@@ -229,9 +226,6 @@ def test_each_category_has_its_largest_of_each_phase():
         [40, 40, 0], [0, 100, 100], [8, 30, 9],
     ]  # fmt: skip
     assert rows["data"] == dict.fromkeys(("data", *names), 20)
-    # Of several micro-batches the largest; a run that was stored without phases has empty cells.
+    # Of several micro-batches the largest.
     again = replace(memory, phases=(*memory.phases, replace(memory.phases[1], largest_bytes=(1,) * 8 + (500,))))
     assert list_memory(again)[-1].by_phase["forward"] == 500 and list_memory(again)[5].by_phase["forward"] == 40
-    old = replace(memory, phases=tuple(replace(phase, largest_bytes=()) for phase in memory.phases))
-    table = Table("memory", "", MEMORY, list_memory(old))
-    assert table.rows_json()[-1]["forward_bytes"] is None and "in forward" not in table.markdown()

@@ -71,9 +71,8 @@ def test_the_first_sentence_names_what_was_planted(name):
 
 
 def test_nothing_stands_out_in_a_healthy_run_and_in_one_without_messages():
-    rows = make_rows()
-    alone = [{key: value for key, value in row.items() if key not in ("ranks", "messages")} for row in rows]
-    for result in (make_result(rows), make_result(alone, ranks=1)):
+    alone = [{key: value for key, value in row.items() if key != "messages"} for row in make_rows(ranks=1)]
+    for result in (make_result(make_rows()), make_result(alone, ranks=1)):
         assert split_verdict(result.headline)[0].startswith("Nothing stands out")
 
 

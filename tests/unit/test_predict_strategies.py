@@ -372,7 +372,6 @@ def test_codecs_are_timed_between_their_messages(monkeypatch):
 def test_records_refuse_what_cannot_be():
     with pytest.raises(RecordError):
         ParameterTimes("w", 4000, 1000, "float32", "", (0.0,), shape=(10, 10))
-    assert ParameterTimes("w", 4000, 1000, "float32", "", (0.0,)).shape == ()  # an older profile
     with pytest.raises(RecordError):
         codec("int8", 2, 1, 0.1)
 

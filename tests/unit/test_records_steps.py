@@ -1,4 +1,4 @@
-"""Step records: what follows from their seconds, comparisons of variants, scaling, older kinds, and what is refused."""
+"""Step records: what follows from their seconds, comparisons of variants, scaling, and what is refused."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ from paceline.records import Samples, Summary
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.samples import Ratio
 from paceline.records.steps import (
-    StepRecord,
     compare_steps,
     compare_wrappers,
     find_peak_of,
@@ -463,132 +462,3 @@ def test_a_peak_of_another_device_source_backend_or_ranks_does_not_count(changes
 
 def test_what_was_not_timed_has_no_peak():
     assert find_peak_of(make_scale(make_rng(), 2, 1e-2), make_collectives(make_rng())) is None
-
-
-# -- records of versions 1 and 2 ---------------------------------------------------------------------------------------
-
-ROWS = {"seconds": [[0.010, 0.012], [0.011, 0.010]]}
-FACTS = {"model": "cnn", "backend": "gloo", "device": "cpu", "world_size": 2, "batch_size": 8}
-
-
-def _read_old(kind, **values):
-    """The record that a document of version 2 becomes, and what is in its samples: the slowest rank's seconds."""
-    record = record_from_json({"kind": kind, "source": "measured", "note": "n", **FACTS, **values})
-    assert type(record) is StepRecord and record.kind == "step"
-    assert {name: getattr(record, name) for name in FACTS} == FACTS and record.note == "n"
-    assert record_from_json(json.loads(json.dumps(record_to_json(record)))) == record
-    return record
-
-
-def _rows(middle_s):
-    return {"seconds": [[middle_s, middle_s / 2]] * 2}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("float64", "float64")],
-)
-def test_a_wrapper_of_version_2_is_a_step(dtype, precision):
-    record = _read_old(
-        "wrapper", wrapper="torch-tuned", configuration="cap 4 MiB", dtype=dtype, num_parameters=6, num_bytes=400,
-        samples=_rows(0.4), forward=_rows(0.1), backward=_rows(0.2), optimizer=_rows(0.05), num_wrong=1, num_checked=12,
-        held_bytes=1000, peak_step_bytes=2000,
-    )  # fmt: skip
-    assert (record.precision, record.role, record.mode, record.configuration) == (precision, "job", "", "cap 4 MiB")
-    assert [record.phase(name).median_s for name in ("timing", "forward", "backward", "optimizer")] == [
-        0.4, 0.1, 0.2, 0.05,
-    ]  # fmt: skip
-    assert (record.marked, record.no_comm, record.data_wait, record.busy) == (None,) * 4
-    assert (record.num_parameters, record.num_bytes, record.num_wrong, record.num_checked) == (6, 400, 1, 12)
-    assert (record.held_bytes, record.peak_step_bytes) == (1000, 2000)
-
-
-@pytest.mark.parametrize("busy_s", [0.3, None])
-def test_phases_of_version_2_are_a_step(busy_s):
-    """There `samples` were the marked steps, and `plain` the steps as they are."""
-    record = _read_old(
-        "phases", data="synthetic", wrapper="paceline", precision="bf16", accumulate=2, num_parameters=6, num_bytes=400,
-        num_messages=3, samples=_rows(1.1), plain=_rows(1.0), silent=_rows(0.8), silent_backward=_rows(0.5),
-        data_wait=_rows(0.1), forward=_rows(0.2), backward=_rows(0.6), optimizer=_rows(0.05),
-        busy=None if busy_s is None else _rows(busy_s),
-    )  # fmt: skip
-    names = ("timing", "marked", "no_comm", "no_comm_backward", "data_wait", "forward", "backward", "optimizer")
-    assert [record.phase(name).median_s for name in names] == [1.0, 1.1, 0.8, 0.5, 0.1, 0.2, 0.6, 0.05]
-    assert (record.precision, record.data, record.accumulate, record.num_messages) == ("bf16", "synthetic", 2, 3)
-    assert (record.exposed_s, record.cost.value) == (pytest.approx(0.2), pytest.approx(1.1))
-    assert record.busy_s == busy_s
-
-
-@pytest.mark.parametrize("wrapper", ["none", "paceline"])
-def test_a_scale_of_version_2_is_a_step(wrapper):
-    sent = {"silent": None, "busy": None}
-    if wrapper == "paceline":
-        sent = {"silent": _rows(0.8), "busy": _rows(0.3), "bucket_bytes": [300, 100], "num_bytes": 400}
-    record = _read_old(
-        "scale", mode="strong", cell_size=16, data="synthetic", wrapper=wrapper, threads=1, precision="fp32",
-        accumulate=1, samples=_rows(1.0), num_messages=2 if wrapper == "paceline" else 0, **sent,
-    )  # fmt: skip
-    assert (record.mode, record.cell_size, record.cell, record.threads) == ("strong", 16, ("strong", 16), 1)
-    assert (record.timing.median_s, record.role) == (1.0, "job")
-    if wrapper == "none":
-        assert (record.no_comm, record.busy, record.bucket_bytes) == (None, None, ())
-    else:
-        assert (record.compute_s, record.busy_s) == (0.8, 0.3)
-        assert (record.bucket_bytes, record.num_bytes, record.num_messages) == ((300, 100), 400, 2)
-
-
-@pytest.mark.parametrize(("old", "role"), [("plan", "job"), ("plain", "plain"), ("local", "local")])
-def test_a_tune_step_of_version_2_is_a_step(old, role):
-    record = _read_old(
-        "tune_step", wrapper="paceline", role=old, label="cap 1 MiB", samples=_rows(1.0), forward=_rows(0.2),
-        backward=_rows(0.6), optimizer=_rows(0.1), cap_bytes=MIB, bucket_bytes=[MIB, 4], message_bytes=0,
-        num_messages=0, under_way=None, overlapped=None,
-    )  # fmt: skip
-    assert (record.role, record.label, record.cap_bytes, record.bucket_bytes) == (role, "cap 1 MiB", MIB, (MIB, 4))
-    assert [record.phase(name).median_s for name in ("timing", "forward", "backward", "optimizer")] == [
-        1.0, 0.2, 0.6, 0.1,
-    ]  # fmt: skip
-
-
-def test_a_disturbed_tune_step_of_version_2_is_a_step():
-    record = _read_old(
-        "tune_step", wrapper="paceline", role="disturbed", label="messages", samples=_rows(1.0), forward=_rows(0.2),
-        backward=_rows(0.6), optimizer=_rows(0.1), message_bytes=64, num_messages=3, under_way=_rows(0.03),
-        overlapped=_rows(0.02),
-    )  # fmt: skip
-    assert (record.role, record.message_bytes, record.num_messages) == ("disturbed", 64, 3)
-    assert (record.phase("under_way").median_s, record.phase("overlapped").median_s) == (0.03, 0.02)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "named"),
-    [
-        ("wrapper", {"wrapper": "torch", "samples": ROWS}, "dtype"),
-        ("wrapper", {"wrapper": "torch", "dtype": "float32"}, "timing"),
-        ("phases", {"wrapper": "torch", "samples": ROWS}, "timing"),
-        ("scale", {"wrapper": "torch", "samples": ROWS, "mode": "weak", "threads": 1}, "cell of 0"),
-        ("tune_step", {"wrapper": "torch", "samples": ROWS}, "role"),
-        ("tune_step", {"wrapper": "torch", "samples": ROWS, "role": "guess"}, "guess"),
-        ("scale", {"wrapper": "torch", "samples": ROWS, "mode": "weak", "colour": "red"}, "colour"),
-    ],
-)
-def test_an_old_record_that_lacks_something_is_refused(kind, values, named):
-    with pytest.raises(RecordError, match=named):
-        record_from_json({"kind": kind, **FACTS, **values})
-
-
-def test_what_was_not_measured_is_refused_by_its_name(build_wrapper):
-    with pytest.raises(RecordError, match="data_wait"):
-        build_wrapper().phase("data_wait")
-
-
-def test_a_step_without_marks_costs_nothing_to_mark(build_wrapper):
-    assert build_wrapper().cost == Ratio(1.0, 0.0)
-    assert build_wrapper().gap_s == pytest.approx(0.0)
-
-
-def test_host_time_needs_a_number_of_parameters(build_wrapper):
-    bare, ours = (build_wrapper(name, times, world_size=1, num_parameters=0) for name, times in (
-        ("bare", (1.0, 2.0, 3.0)), ("paceline", (1.1, 2.1, 3.2))
-    ))  # fmt: skip
-    assert compare_wrappers([bare, ours])[1].host_s_per_parameter is None

@@ -1,7 +1,6 @@
 """Results of wrappers and of phases: JSON rows with every key, nulls where nothing is known, and the noise."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -237,13 +236,6 @@ def test_the_answer_says_whether_ours_is_faster(results, build_wrapper, build_en
 )
 def test_a_comparison_says_whether_it_is_shown(value, noise, words):
     assert describe_change(Ratio(value, noise), "of a step") == words
-
-
-def test_an_older_run_stored_its_findings_among_the_warnings(results):
-    finding = results["phases"].findings[0]
-    run = replace(results["phases"].run, warnings=(finding, f"{finding[:30]}, said otherwise", "rank 1 was killed"))
-    assert build_result(run).warnings == run.warnings
-    assert build_result(replace(run, version=2)).warnings == ("rank 1 was killed",)
 
 
 def test_results_are_saved_and_the_same_again(results, tmp_path):

@@ -176,12 +176,12 @@ def test_a_comparison_names_what_differs_and_what_is_unfinished():
     ("first", "second", "differs"),
     [
         ({"augment": None}, {"augment": False}, True),  # None is on for some data
-        ({}, {"augment": None}, False),  # the first is of an older Paceline
-        ({}, {"cutout": 0}, False),
-        ({}, {"cutout": 8}, True),
+        ({"cutout": 0}, {"cutout": 0}, False),
+        ({"cutout": 0}, {"cutout": 8}, True),
+        ({"channels": [4]}, {"channels": (4,)}, False),  # the same in JSON
     ],
 )
-def test_settings_differ_unless_an_older_run_does_not_know_what_is_off(first, second, differs):
+def test_settings_differ_where_their_json_does(first, second, differs):
     assert bool(list_differences([first, second], but=())) == differs
 
 

@@ -260,16 +260,8 @@ def test_labels_are_smoothed_only_where_there_are_classes(job, is_so):
     train = TrainSettings(**job)
     assert train.predicts_numbers is is_so
     study = dataclasses.replace(LARGE, job=train, recipes=("none", "linear+smoothing:0.2", "grow"))
-    old = LargeBatchSettings.from_json(json.loads(json.dumps(study.to_json())))
-    assert old.recipes == (("none", "grow") if is_so else study.recipes)
     with pytest.raises(ConfigError, match="smoothing needs classes") if is_so else contextlib.nullcontext():
         study.check()
-
-
-def test_studies_of_older_versions_are_read():
-    config = RANKS.to_json()
-    config["contestants"] = config.pop("setups")
-    assert ScaleSettings.from_json(json.loads(json.dumps(config))) == RANKS
 
 
 @pytest.mark.parametrize(("ranks", "accumulate", "size"), [((1, 2), None, 64), ((1, 3), None, 66), ((2, 3, 4), 2, 72)])

@@ -2,8 +2,10 @@
 
 import datetime
 import errno
+import gzip
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +32,24 @@ def saved(run, tmp_path):
 def test_a_run_is_loaded_as_it_was_saved_from_its_file_and_its_folder(run, saved):
     assert load_run(saved) == run
     assert load_run(str(saved.parent)) == run
+
+
+def test_a_compressed_run_is_read_like_any_other(run, saved):
+    packed = saved.with_name("run.json.gz")
+    packed.write_bytes(gzip.compress(saved.read_bytes(), mtime=0))
+    saved.unlink()
+    for path in (packed, saved, saved.parent):
+        assert load_run(path) == run
+    result = build_result(run)
+    result.save(saved.parent)  # beside its own run, and not into that of another
+    assert not saved.exists()
+    with pytest.raises(RecordError) as caught:
+        build_result(replace(run, created="another")).save(saved.parent)
+    assert caught.value.code == "exists"
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(RecordError) as caught:
+        load_run(packed)
+    assert caught.value.code == "damaged"
 
 
 def test_a_run_without_records_is_loaded_as_it_was_saved(run, tmp_path, build_environment):
@@ -108,10 +128,11 @@ def _with(**changes):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_with(version=4), "has version 4 and this Paceline reads versions 1, 2, 3"),
-        (_without("version"), "has version None"),
-        (_with(format="other"), "is not a run of Paceline"),
-        (_without("format"), "is not a run of Paceline"),
+        (_with(version=4), "version"),
+        (_with(version=2), "version"),
+        (_without("version"), "version"),
+        (_with(format="other"), "damaged"),
+        (_without("format"), "damaged"),
         *((_without(key), f"lacks the key '{key}'") for key in ("records", "environment", "verb", "config", "created")),
         (_with(records=[{"kind": "poem"}]), "unknown kind of record 'poem'"),
         (_with(records=None), "NoneType"),
@@ -124,9 +145,9 @@ def test_a_damaged_run_is_refused_with_its_name(saved, damage, reason):
     document = json.loads(saved.read_text())
     damage(document)
     saved.write_text(json.dumps(document))
-    with pytest.raises(RecordError, match=reason) as caught:
+    with pytest.raises(RecordError) as caught:
         load_run(saved)
-    assert str(saved) in str(caught.value)
+    assert str(saved) in str(caught.value) and (reason == caught.value.code or reason in str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +156,8 @@ def test_a_damaged_run_is_refused_with_its_name(saved, damage, reason):
         (b"", "cannot be read as JSON"),
         (b'{"format": "paceline-run", ', "cannot be read as JSON"),
         (b"\xff\xfe\x00", "cannot be read as JSON"),
-        (b"[1, 2]", "is not a run of Paceline"),
-        (b"null", "is not a run of Paceline"),
+        (b"[1, 2]", 'it lacks "format": "paceline-run"'),
+        (b"null", 'it lacks "format": "paceline-run"'),
     ],
 )
 def test_a_file_that_is_no_run_is_refused(tmp_path, content, reason):
@@ -217,44 +238,23 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def list_published():
-    """All of them; one of each verb and version is not slow, and the curves of more ranks take seconds to predict."""
+    """All of them; one of each verb is not slow, and the curves of more ranks take seconds to predict."""
     known = set()
-    for path in sorted(RESULTS.rglob("run.json")):
-        document = json.loads(path.read_text())
-        kind = document["verb"], document["version"]
-        is_slow = kind in known or path.parent.name.startswith("scale-ranks")
-        known.add(kind)
+    for path in sorted(RESULTS.rglob("run.json.gz")):
+        verb = json.loads(gzip.decompress(path.read_bytes()))["verb"]
+        is_slow = verb in known or path.parent.name.startswith("scale-ranks")
+        known.add(verb)
         yield pytest.param(path, id=str(path.parent.relative_to(RESULTS)), marks=[pytest.mark.slow] * is_slow)
 
 
 @pytest.mark.parametrize("path", [*list_published()])
-def test_the_published_runs_can_be_read_whatever_their_version(path):
-    document, run = json.loads(path.read_text()), load_run(path)
-    assert len(run.records) == len(document["records"])
+def test_the_published_runs_can_be_read(path):
+    run = load_run(path.parent)
     # What a trace says is in its own files, and not in records, and so are the runs of a comparison.
     elsewhere = {
-        "profile trace": ["overview.json"],
+        "profile trace": ["overview.json.gz"],
         "train --compare": [f"{n}/config.json" for n in ("1-rank", "2-ranks")],
     }
     assert run.records or all((path.parent / name).exists() for name in elsewhere[run.verb])
     assert "paceline" not in {getattr(record, "backend", "") for record in run.records}
     assert isinstance(build_result(run, path.parent).text(80), str)
-    if document["version"] == 1:
-        assert {getattr(record, "memory", "ordinary") for record in run.records} == {"ordinary"}
-
-
-@pytest.mark.parametrize(("version", "backend"), [(1, "shm"), (2, "shm"), (3, "paceline")])
-def test_the_backend_of_older_versions_has_its_new_name(run, saved, version, backend):
-    document = json.loads(saved.read_text())
-    document["version"] = version
-    document["records"][0]["backend"] = "paceline"
-    saved.write_text(json.dumps(document))
-    assert [getattr(record, "backend", "") for record in load_run(saved).records] == [backend, "gloo", ""]
-
-
-def test_a_run_of_version_1_is_read(run, saved):
-    document = json.loads(saved.read_text())
-    document["version"] = 1
-    del document["records"][0]["memory"]
-    saved.write_text(json.dumps(document))
-    assert load_run(saved) == run

@@ -241,7 +241,7 @@ def test_a_profile_says_what_a_rank_pays_whatever_the_network():
     assert rank.contention.alone_s == pytest.approx((MADE.message_s(MIB),))
     assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
     layers = [record for record in MADE.build_carried() if record.kind == "layer_profile"]
-    assert find_evidence(layers) is None  # of an older version
+    assert find_evidence(layers) is None
 
 
 def test_messages_that_cost_more_than_they_overlap_say_nothing_of_contention():

@@ -385,8 +385,7 @@ class ScaleSettings(StudySettings):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        setups = values["contestants"] if "contestants" in values else values["setups"]  # the key of older studies
-        return super().from_json(values | {"setups": [Setup(**value) for value in setups]})
+        return super().from_json(values | {"setups": [Setup(**value) for value in values["setups"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,13 +514,6 @@ class LargeBatchSettings(StudySettings):
         for cell in cells:
             cell.check(num_samples)
         return cells
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """Without the recipes that an older study had by default and that its job cannot take."""
-        found = super().from_json(values)
-        fit = [text for text in found.recipes if not Recipe.parse(text).is_for_classes]
-        return replace(found, recipes=tuple(fit)) if found.job.predicts_numbers else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,12 +44,12 @@ class MemoryMarks:
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """`largest_bytes` are the most of each category within the phase, and of all; older files have none."""
+    """`largest_bytes` is the peak of each category within the phase, then that of their sum."""
 
     name: str
     begin_s: float
     end_s: float
-    largest_bytes: tuple[int, ...] = ()
+    largest_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCu
 
 
 def find_evidence(records: Sequence[Record]) -> Evidence | None:
-    """What a profile says of copies, contention and neighbours; None of an older one, which has only layers."""
+    """What a profile measured of copies, contention and neighbours; None where it holds only layers."""
     try:
         return Evidence([record for record in records if isinstance(record, LayerProfileRecord | StepRecord)])
     except MeasurementError:

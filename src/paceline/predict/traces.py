@@ -27,6 +27,7 @@ from paceline.predict.memory import MemoryMarks, MemoryUse, build_memory
 from paceline.predict.simulate import BucketSpan
 from paceline.records.kinds import decode
 from paceline.records.samples import group_by
+from paceline.records.store import check_format, name_format
 
 Event = dict[str, Any]
 
@@ -601,21 +602,18 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
     )
 
 
-_FORMAT = {"format": "paceline-overview", "version": 1}
+_FORMAT = ("paceline-overview", 1)
 
 
 def overview_to_json(overview: Overview) -> dict[str, Any]:
     """The overview as a document of a versioned format."""
-    return _FORMAT | dataclasses.asdict(overview)
+    return name_format(_FORMAT) | dataclasses.asdict(overview)
 
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
     """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
-    fields = dict(document)
-    found = {key: fields.pop(key, None) for key in _FORMAT}
-    fields.pop("peak_bytes", None)  # of older ones, which counted what was allocated while the trace ran
-    if found != _FORMAT:
-        raise RecordError(f"an overview of {found} cannot be read: {_FORMAT} is needed")
+    fields = {key: value for key, value in document.items() if key not in name_format(_FORMAT)}
+    check_format(document, _FORMAT, "an overview")
     overview: Overview = decode(Overview, fields, "overview")
     return overview
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import ConfigError, RecordError, refuse
+from paceline.errors import ConfigError, refuse
 from paceline.machine import canonical_backend
-from paceline.plan import Gradient, Plan, cut_like, plan_like_torch
+from paceline.plan import Gradient, Plan, cut_like
 from paceline.predict.curves import CostCurve, Resample, median_noise
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, find_network
@@ -34,7 +34,7 @@ from paceline.predict.strategies import (
     fit_sending,
     list_strategies,
 )
-from paceline.records import CodecRecord, LayerProfileRecord, Record, StepRecord
+from paceline.records import CodecRecord, Record, StepRecord
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
 
@@ -473,21 +473,10 @@ def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) ->
     return model.change(change)
 
 
-def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:
-    """The tuning of a saved run. `plan_text` is its plan.json, which runs of versions 1 and 2 need."""
-    if "tune" in config:
-        lists = {name: tuple(config["tune"].get(name, ())) for name in ("caps_bytes", "strategies")}
-        settings = TuneSettings(**config["tune"] | lists)
-        gradients = tuple(Gradient(**g | {"shape": tuple(g.get("shape", ()))}) for g in config["gradients"])
-        default_plan = Plan.from_json(json.dumps(config["default_plan"]))
-        return judge_tuning(settings, records, gradients, default_plan, config.get("predictions", ()))
-    if plan_text is None:
-        raise RecordError("this tuning is of an older version and its plan.json is missing: it cannot be judged again")
-    plan = Plan.from_json(plan_text)
-    profile = next(record for record in records if isinstance(record, LayerProfileRecord))
-    place = {gradient.name: index for index, gradient in enumerate(plan.gradients)}
-    order = [place[parameter.name] for parameter in profile.parameters]
-    default = plan_like_torch(plan.gradients, order, config["default_buckets"])
-    ranks = config["network_ranks"] or 2
-    settings = TuneSettings(config["wrapper"], network=config["network"], network_ranks=ranks)
-    return judge_tuning(settings, records, plan.gradients, default)
+def load_tuning(config: dict[str, Any], records: Sequence[Record]) -> Tuning:
+    """The tuning of a saved run."""
+    lists = {name: tuple(config["tune"][name]) for name in ("caps_bytes", "strategies")}
+    settings = TuneSettings(**config["tune"] | lists)
+    gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in config["gradients"])
+    default_plan = Plan.from_json(json.dumps(config["default_plan"]))
+    return judge_tuning(settings, records, gradients, default_plan, config["predictions"])

@@ -1,4 +1,4 @@
-"""What a measurement is: samples, kinds of records, the environment, and their files. Nothing here measures."""
+"""Measurements as data: samples, records, the environment, and their files. Nothing here measures."""
 
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryRecord, Record
 from paceline.records.layers import (

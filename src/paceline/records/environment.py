@@ -1,6 +1,6 @@
-"""Where and how a run was made.
+"""The machine, software and settings of a run.
 
-What only a rank knows (GPU names, the version of NCCL) is passed in by the measurement as `details`.
+The measurement passes in what only a rank knows (GPU names, NCCL version) as `details`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from paceline import __version__, machine
 from paceline.units import format_memory
 
-# What changes a result, and no paths of the machine.
+# Prefixes of variables that affect a result. None of them holds a path.
 _PREFIXES = (
     "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_VISIBLE_", "CUDA_DEVICE_MAX_",
     "CUDA_LAUNCH_",
@@ -26,8 +26,8 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The conditions of a run. Two runs are comparable when `differences` finds none. `load_average` is that before the
-    run, `stolen` the share of the cores' time that the host of a virtual machine gave to others during it."""
+    """The conditions of a run. Two runs are comparable if `differences` is empty. `load_average` is the load before the
+    run; `stolen` is the share of CPU time that the hypervisor gave to other virtual machines during it."""
 
     host: str
     system: str
@@ -45,17 +45,17 @@ class Environment:
 
     @property
     def machine(self) -> str:
-        """The machine in a few words: processor, cores, memory and, where known, the GPU."""
+        """A short description: processor, cores, memory and, where known, the GPU."""
         gpu = f", {self.details['gpu']}" if self.details.get("gpu") else ""
         return f"{self.cpu}, {self.cores} cores, {format_memory(self.memory_bytes)}{gpu}"
 
     @property
     def machine_and_torch(self) -> str:
-        """What must be the same for times to be put into one table."""
+        """What two runs must share before their times may appear in one table."""
         return f"{self.machine}, torch {self.versions.get('torch', 'unknown')}"
 
     def differences(self, other: Environment) -> list[str]:
-        """What makes numbers from the two environments incomparable; empty when nothing does."""
+        """The conditions in which two environments differ, so that their numbers cannot be compared."""
         here, there = self._list_conditions(), other._list_conditions()
         names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
         return [f"{name}: {here.get(name, 'none')} compared with {there.get(name, 'none')}" for name in names]
@@ -79,8 +79,8 @@ def _git_commit() -> str | None:
 def capture_environment() -> Environment:
     """The environment of this process.
 
-    PACELINE_HOST replaces the host's name in what gets published, and PACELINE_COMMIT names the commit where the
-    source was copied without its repository.
+    PACELINE_HOST replaces the host name in published files, and PACELINE_COMMIT names the commit of a source tree that
+    was copied without its repository.
     """
     name = Path(sys.argv[0]).name
     command = ["paceline" if name in ("__main__.py", "") else name, *sys.argv[1:]]

@@ -16,13 +16,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
-from paceline import machine
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, Record
 from paceline.records.layers import CapTimeRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.nccl_tests import is_nccl_text, read_nccl_json, read_nccl_text
 from paceline.records.samples import Summary
-from paceline.records.store import FORMAT, RUN_FILE, Run, load_run
+from paceline.records.store import RUN_FORMAT, Run, is_run_path, load_run
 from paceline.units import parse_size
 
 ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
@@ -86,8 +85,7 @@ def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     dtype = types.get(num_bytes // elements if elements else 0, "unknown")
     timing = Summary(mean_s=float(row["average_time"]), stdev_s=float(row["stdev_time"]))
     memory = "shared" if backend.endswith(_SHARED) else "ordinary"
-    name = machine.canonical_backend(backend.removesuffix(_SHARED))
-    return _all_reduce(name, row["world_size"], num_bytes, timing, dtype=dtype, memory=memory)
+    return _all_reduce(backend.removesuffix(_SHARED), row["world_size"], num_bytes, timing, dtype=dtype, memory=memory)
 
 
 def _parse_published(row: Row) -> CollectiveRecord:
@@ -100,10 +98,10 @@ def _parse_published(row: Row) -> CollectiveRecord:
 
 
 def _parse_own(row: Row) -> CollectiveRecord:
-    values: dict[str, Any] = {name: row[name] for name in ("collective", "device", "dtype", "op")}
+    values: dict[str, Any] = {name: row[name] for name in ("collective", "backend", "memory", "device", "dtype", "op")}
     values |= {name: int(row[name]) for name in ("world_size", "num_bytes")}
     return CollectiveRecord(
-        **values, backend=machine.canonical_backend(row["backend"]), memory=row.get("memory") or "ordinary",
+        **values,
         timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"]) if row["iters"] else None),
         num_wrong=int(row["nwrong"]) if row["nwrong"] else None, source="imported",
     )  # fmt: skip
@@ -120,8 +118,8 @@ def _parse_markdown_row(row: Row) -> CollectiveRecord:
 _TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
     (ALLREDUCE_HEADER, _parse_allreduce_time),
     (["source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"], _parse_published),
-    (["collective", "backend", "device", "world_size", "dtype", "op", "num_bytes", "median_s", "iters", "nwrong"],
-     _parse_own),
+    (["collective", "backend", "memory", "device", "world_size", "dtype", "op", "num_bytes", "median_s", "iters",
+      "nwrong"], _parse_own),
 ]  # fmt: skip
 
 
@@ -143,19 +141,19 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
     The records of a run keep their source (such as `measured`); all others are `imported`.
     """
     path = Path(path)
-    # The note keeps the curves of two runs apart in a chart.
-    name = path.resolve().parent.name if path.name == RUN_FILE else path.resolve().name
-    if path.is_dir():
-        return list_collectives(load_run(path), path, name)
+    if is_run_path(path):
+        folder = path if path.is_dir() else path.parent
+        # The note tells the curves of two runs apart in a chart.
+        return list_collectives(load_run(path), path, folder.resolve().name)
     text = _read_text(path)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{path} cannot be read as JSON: {error}", code="damaged") from None
-        if isinstance(document, dict) and "results" in document and document.get("format") != FORMAT:
+        if isinstance(document, dict) and "results" in document and document.get("format") != RUN_FORMAT[0]:
             return read_nccl_json(path, document)
-        return list_collectives(load_run(path), path, name)
+        return list_collectives(load_run(path), path, path.name)
     if is_nccl_text(text):
         return read_nccl_text(path, text)
     if path.suffix.lower() in (".md", ".txt", ".markdown"):

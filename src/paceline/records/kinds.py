@@ -1,4 +1,4 @@
-"""The base of all records, the records of collectives, and how records become JSON.
+"""The base class of records, the records of collectives, hosts and faults, and the JSON of every record.
 
 Nothing here measures or prints. Derived numbers are properties and are never stored.
 """
@@ -17,16 +17,16 @@ from typing import Any, ClassVar
 from paceline.errors import RecordError
 from paceline.records.samples import Samples, Summary, check_known
 
-# The element types that records name, and their bytes.
+# Bytes per element of each dtype that a record can name.
 ITEM_BYTES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "int8": 1,
 }  # fmt: skip
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SOURCES = ("measured", "simulated", "emulated", "imported")
-# Where a message is: in a tensor of the rank, or in memory that the ranks share and reduce in.
+# Where the message is: in an ordinary tensor, or in memory that the ranks share and reduce in place.
 MEMORIES = ("ordinary", "shared")
 
-# busbw = algbw * factor(n), as nccl-tests defines it: what the slowest link must carry per byte of the message.
+# busbw = algbw * factor(n), as nccl-tests defines it: the bytes that each link carries per byte of the message.
 COLLECTIVES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -34,14 +34,6 @@ COLLECTIVES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 KINDS: dict[str, type[Record]] = {}
-# Kinds of versions 1 and 2: the kind that replaced each, its fields by their old names, and new words for some values.
-_SILENT = {"silent": "no_comm"}
-_UPGRADES: dict[str, tuple[str, dict[str, str], dict[str, dict[str, str]]]] = {
-    "wrapper": ("step", {"dtype": "precision"}, {"dtype": PRECISIONS}),
-    "phases": ("step", {"samples": "marked", "plain": "samples", **_SILENT, "silent_backward": "no_comm_backward"}, {}),
-    "scale": ("step", _SILENT, {}),
-    "tune_step": ("step", {}, {"role": {"plan": "job"}}),
-}
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -52,7 +44,7 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One measured thing. `source` says whether it was measured, simulated, emulated or imported."""
+    """One measurement. `source` says whether it was measured, simulated, emulated or imported."""
 
     kind: ClassVar[str]
     source: str = "measured"
@@ -68,8 +60,8 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class _Timed(Record):
-    """What ranks did together. `num_wrong` counts the wrong elements over all ranks and repetitions (warm-ups too) out
-    of `num_checked`; both are None if the result was not checked."""
+    """An operation of all ranks. `num_wrong` counts wrong elements out of `num_checked`, over all ranks and repetitions
+    including warm-ups; both are None if the result was not checked."""
 
     size_field: ClassVar[str] = "num_bytes"
     device: str
@@ -95,7 +87,7 @@ class _Timed(Record):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full vector; 4 bytes each if an imported table does not name the type."""
+        """Elements of the full vector, at 4 bytes each where an imported table does not name the dtype."""
         return self._moved_bytes // ITEM_BYTES.get(self.dtype, 4)
 
     @property
@@ -109,10 +101,10 @@ class _Timed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord(_Timed):
-    """One collective at one size. `num_bytes` is nccl-tests' size: the full vector, not one rank's share of it.
+    """One collective at one size. `num_bytes` is the size as nccl-tests counts it: the full vector, not a rank's shard.
 
-    `memory` is `ordinary`, or `shared` if the ranks reduce the vector in place, in memory that they share. `nodes` is
-    how many the ranks were on; 0 where that is not known.
+    `memory` is `ordinary`, or `shared` if the ranks reduce in place in shared memory. `nodes` is the number of nodes; 0
+    where it is not known.
     """
 
     kind: ClassVar[str] = "collective"
@@ -130,16 +122,16 @@ class CollectiveRecord(_Timed):
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:
-        """Records with the same key belong to one curve."""
+        """Identifies the curve that the record belongs to."""
         return self.collective, self.backend, self.memory, self.device, self.world_size, self.dtype, self.op
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord(_Timed):
-    """One pass over memory: every rank at once reads a vector of `num_bytes` of its own once and writes one once.
+    """One pass over memory: all ranks at once, each reading its own vector of `num_bytes` once and writing it once.
 
-    `operation` is `add` (a number is added in place) or `copy` (into another vector). `MemoryBounds` derives from it
-    how fast an all-reduce could be.
+    `operation` is `add` (a constant, in place) or `copy` (to another vector). `MemoryBounds` derives the fastest
+    possible all-reduce from it.
     """
 
     kind: ClassVar[str] = "memory"
@@ -152,8 +144,8 @@ class MemoryRecord(_Timed):
 
 
 class MemoryBounds:
-    """The least time that memory allows for each device, number of ranks, size and type measured: that of the faster
-    of the passes over the same bytes."""
+    """The lower bound that memory sets on an all-reduce, for each measured device, number of ranks, size and dtype: the
+    faster of the passes over the same bytes."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         passes = sorted((r for r in records if isinstance(r, MemoryRecord)), key=lambda r: r.time_s, reverse=True)
@@ -161,21 +153,21 @@ class MemoryBounds:
         self.records = tuple(self._fastest.values())
 
     def bound_s(self, record: CollectiveRecord) -> float | None:
-        """The least time for this all-reduce. None where it was not measured, for the other collectives, and for one
-        rank, which need not touch its vector."""
+        """The lower bound for this all-reduce. None where it was not measured, for other collectives, and for one rank,
+        which need not touch its vector."""
         found = self._fastest.get((record.device, record.world_size, record.num_bytes, record.dtype))
         is_bound = record.collective == "all_reduce" and record.world_size > 1
         return found.time_s if is_bound and found is not None else None
 
     def fraction_of(self, record: CollectiveRecord) -> float | None:
-        """The bound over this record's time: 1 is as fast as memory."""
+        """The bound divided by the measured time: 1 means as fast as memory."""
         bound_s = self.bound_s(record)
         return None if bound_s is None else bound_s / record.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunksRecord(_Timed):
-    """A fixed number of bytes, all-reduced in chunks that are all launched before the first wait."""
+    """A fixed number of bytes, all-reduced in chunks, all launched before the first wait."""
 
     kind: ClassVar[str] = "chunks"
     size_field: ClassVar[str] = "total_bytes"
@@ -199,7 +191,7 @@ class ChunksRecord(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRecord(Record):
-    """One thing that `paceline doctor` looked at: `status` is ok, warn or fail; `advice` says how to fix it."""
+    """One check of `paceline doctor`: `status` is ok, warn or fail, and `advice` says how to fix it."""
 
     kind: ClassVar[str] = "check"
     name: str
@@ -214,8 +206,8 @@ class CheckRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRecord(Record):
-    """Messages of `num_bytes` from one host to another over one TCP connection, each timed until its answer of one
-    byte; `short` are messages of one byte."""
+    """Messages of `num_bytes` from one host to another over one TCP connection, each timed until its one-byte reply;
+    `short` are one-byte messages."""
 
     kind: ClassVar[str] = "link"
     sender: str
@@ -227,7 +219,7 @@ class LinkRecord(Record):
 
     @property
     def latency_s(self) -> float:
-        """One way: half of the time of a message of one byte and its answer."""
+        """One-way latency: half the round trip of a one-byte message."""
         return self.short.median_s / 2
 
     @property
@@ -237,14 +229,14 @@ class LinkRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRecord(Record):
-    """One fault that was done to one job, in step `step` on rank `rank`, and what followed. Times count from the fault.
+    """One fault injected into a job, in step `step` on rank `rank`, and its outcome. Times count from the injection.
 
-    `detected_s`: until the rank and the cause were named; None where they were not within `limit_s`. `is_right`: they
-    were or, of a pause, nothing was. `ended_s`: until the command ended; None where it did not. `steps_lost`: since the
-    newest checkpoint, or those that a run which went on has made again. `restart_s`: a restart, until the lost steps
-    were made again. `said`: the line that named it, or the last one. `policy` says what followed in the run itself, and
-    `recovered_s` how long it took from the verdict to the end of the next step; None where there was none. `on_fault`
-    is the policy that was asked for. `names_step`: whether the step that was named is right; None where none can be.
+    `detected_s`: until the rank and the cause were reported; None if that took longer than `limit_s`. `is_right`:
+    whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited; None
+    if it did not. `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated.
+    `restart_s`: from a restart until the lost steps were repeated. `said`: the line that reported the fault, or the
+    last line. `policy`: what the run did; `recovered_s`: from detection to the end of the next step, None if there was
+    none. `on_fault`: the requested policy. `names_step`: whether the reported step was correct; None where none can be.
     """
 
     kind: ClassVar[str] = "fault"
@@ -274,11 +266,11 @@ COSTS = ("step", "save", "write", "detect", "restart", "spare", "shrink")
 
 @dataclass(frozen=True, kw_only=True)
 class CostRecord(Record):
-    """How long something took that decides how much of a job's time counts, each time that it was measured.
+    """The measured durations of one cost that determines goodput.
 
-    `name`: a `step`; the stall of a `save`, and how long the checkpoint is then written (`write`); how long until a
-    fault is known (`detect`), and from there until steps are made again after a `restart`, with a `spare`, or on fewer
-    ranks (`shrink`). `source` is `imported` where it was typed, and `note` says where it is from.
+    `name`: a training `step`; the stall of a `save`, and the background `write` of the checkpoint; the time to `detect`
+    a fault, and from there to the next step after a `restart`, with a `spare`, or on fewer ranks (`shrink`). `source`
+    is `imported` where the user typed it, and `note` says where it comes from.
     """
 
     kind: ClassVar[str] = "cost"
@@ -289,7 +281,7 @@ class CostRecord(Record):
         super().__post_init__()
         check_known("cost", self.name, COSTS)
         if not self.seconds or not all(0 <= one < math.inf for one in self.seconds):
-            raise RecordError(f"{self.name} took {self.seconds} s: finite times from 0 are needed, at least one")
+            raise RecordError(f"{self.name} took {self.seconds} s: at least one finite time of 0 or more is needed")
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
@@ -300,18 +292,11 @@ def record_to_json(record: Record) -> dict[str, Any]:
 
 
 def record_from_json(document: dict[str, Any]) -> Record:
-    """The record that `record_to_json` wrote, or an older kind of it. RecordError for an unknown kind or field."""
+    """The inverse of `record_to_json`. RecordError for an unknown kind or field."""
     if not isinstance(document, dict):
         raise RecordError(f"a record must be a JSON object, not {type(document).__name__}")
     values = dict(document)
     kind = str(values.pop("kind", None))
-    if kind in _UPGRADES:
-        kind, names, words = _UPGRADES[kind]
-        for name, new in words.items():
-            if name not in values:
-                raise RecordError(f"{document['kind']} lacks {name}")
-            values[name] = new.get(values[name], values[name])
-        values = {names.get(name, name): value for name, value in values.items()}
     check_known("kind of record", kind, KINDS)
     for name, cls in (("summary", Summary), ("samples", Samples)):
         if (timing := values.pop(name, None)) is not None:
@@ -327,9 +312,9 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, name: str = "") -> Any:
-    """A JSON value as the type of a field: dataclasses, tuples, optional values, texts and numbers are checked.
+    """Convert a JSON value to the type of a field and check it: dataclasses, tuples, optional values, strings, numbers.
 
-    `name` is where the value is, for errors.
+    `name` locates the value in errors.
     """
     arguments = typing.get_args(kind)
     if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Layers: the rows of imported tables, and profiles of when each gradient became ready and how long each block took."""
+"""Layers: rows of imported tables, and profiles of when each gradient becomes ready and how long each block takes."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
 from paceline.records.samples import Ratio, Samples, Summary, compare_times
 
-# The name for what belongs to no block: parameters of the model itself, and the time between blocks.
+# Everything outside a block: parameters of the model itself, and the time between blocks.
 OUTSIDE = "outside"
 
 
@@ -29,7 +29,7 @@ def _find_median(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizeRecord(Record):
-    """The number of parameters of one layer, in the order of the model's definition."""
+    """The number of parameters of one layer, in model definition order."""
 
     kind: ClassVar[str] = "layer_size"
     layer: str
@@ -43,7 +43,7 @@ class LayerSizeRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimeRecord(Record):
-    """The time of one layer's backward, or of one phase of the step (`forward`, `backward`, `step`)."""
+    """The backward time of one layer, or the time of one phase (`forward`, `backward`, `step`)."""
 
     kind: ClassVar[str] = "layer_time"
     layer: str
@@ -52,7 +52,7 @@ class LayerTimeRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CapTimeRecord(Record):
-    """The time of a step, or of its backward with communication (`of`), with buckets of one size."""
+    """The time of a step, or of its backward with communication (`of`), at one bucket size."""
 
     kind: ClassVar[str] = "cap_time"
     cap_bytes: int
@@ -67,11 +67,11 @@ class CapTimeRecord(Record):
 
 @dataclass(frozen=True)
 class ParameterTimes:
-    """When the gradient of a parameter became ready: seconds after backward began, None in a repetition without one.
+    """When the gradient of a parameter became ready: seconds after backward began, None in repetitions without one.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
-    Older profiles have no `shape`. Of a weight of embeddings `num_rows` is how many rows a step looked up, and `rest_s`
-    when the part of the gradient that lookups did not make was ready, if it has one.
+    `shape` is empty where it is not known. For an embedding, `num_rows` is the number of rows that a step looked up,
+    and `rest_s` is when the part of the gradient that does not come from lookups was ready, if there is one.
     """
 
     name: str
@@ -93,7 +93,7 @@ class ParameterTimes:
 
     @cached_property
     def median_s(self) -> float | None:
-        """Over the repetitions in which it had a gradient; None if it never had one."""
+        """Over repetitions with a gradient; None if there was none."""
         return _find_median(self.ready_s)
 
     @cached_property
@@ -102,7 +102,7 @@ class ParameterTimes:
 
     @property
     def order_s(self) -> float:
-        """The median, infinite if it never had a gradient."""
+        """The median; infinite if there was never a gradient."""
         return math.inf if self.median_s is None else self.median_s
 
     @property
@@ -112,9 +112,9 @@ class ParameterTimes:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one block in every repetition; 0 if it was not called, or got no gradient.
+    """Seconds of one block in every repetition; 0 if it was not called or got no gradient.
 
-    Backward lasts from the gradient of the block's output to that of its input, including recomputed activations.
+    Backward runs from the gradient of the block's output to that of its input, recomputed activations included.
     """
 
     name: str
@@ -127,13 +127,13 @@ class BlockTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfileRecord(Record):
-    """Steps of a bare model on one device, plain and profiled in turns.
+    """Interleaved plain and profiled steps of a bare model on one device.
 
-    `timing`, `forward`, `backward` and `optimizer` are the plain steps, without the profiler. `parameters` and `blocks`
-    are of the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are neighbours in
-    time. `parameters` are in the order in which their gradients become ready, by median; those without a gradient come
-    last. `blocks` are in the order of the model's definition. On CUDA all times but those of whole steps are the
-    device's. Frozen parameters are left out.
+    `timing`, `forward`, `backward` and `optimizer` are times of plain steps, without the profiler. `parameters` and
+    `blocks` come from the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are
+    adjacent in time. `parameters` are in ready order, by median, with those that never had a gradient last. `blocks`
+    are in model definition order. On CUDA, all times except those of whole steps are device times. Frozen parameters
+    are left out.
     """
 
     kind: ClassVar[str] = "layer_profile"
@@ -188,7 +188,7 @@ class LayerProfileRecord(Record):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all gradients; a tied parameter counts once."""
+        """Bytes of all gradients; a tied parameter counts once."""
         return sum(parameter.num_bytes for parameter in self.parameters)
 
     @property
@@ -198,7 +198,7 @@ class LayerProfileRecord(Record):
 
     @property
     def is_order_stable(self) -> bool:
-        """Whether gradients became ready in the same order in all repetitions, and the same ones in each."""
+        """Whether every repetition had the same gradients, ready in the same order."""
         used = [parameter.ready_s for parameter in self.parameters if parameter.median_s is not None]
         for repetition in zip(*used, strict=True):
             known = [time_s for time_s in repetition if time_s is not None]
@@ -207,16 +207,16 @@ class LayerProfileRecord(Record):
         return True
 
     def parameters_of(self, block: str) -> tuple[ParameterTimes, ...]:
-        """The parameters of a block (for `OUTSIDE`: those in no block), in ready order."""
+        """The parameters of a block, or for `OUTSIDE` those in no block, in ready order."""
         return tuple(parameter for parameter in self.parameters if (parameter.block or OUTSIDE) == block)
 
     def ready_of(self, block: str) -> float | None:
-        """When the last gradient of a block was ready; None if it has none."""
+        """When the last gradient of a block became ready; None if it has none."""
         return max((p.median_s for p in self.parameters_of(block) if p.median_s is not None), default=None)
 
     @property
     def outside(self) -> BlockTimes:
-        """The part of forward and backward that is in no block."""
+        """The part of forward and backward outside of all blocks."""
 
         def rest(phase: str, whole: Samples) -> tuple[float, ...]:
             blocks = [[getattr(block, phase)[number] for block in self.blocks] for number in range(whole.count)]
@@ -226,7 +226,7 @@ class LayerProfileRecord(Record):
 
     @property
     def step_cost(self) -> Ratio:
-        """The cost of the profiler: profiled over plain steps, in the same repetition."""
+        """Overhead of the profiler: profiled over plain steps, in the same repetition."""
         return compare_times(self.profiled_step.reduced_s, self.timing.reduced_s)
 
     @property
@@ -235,15 +235,15 @@ class LayerProfileRecord(Record):
 
     @property
     def layer_sizes(self) -> tuple[LayerSizeRecord, ...]:
-        """The trained elements of each block, in the order of the model's definition; a tied parameter counts once."""
+        """The trainable elements of each block, in model definition order; a tied parameter counts once."""
         names = (*(block.name for block in self.blocks), OUTSIDE)
         counts = [(name, sum(p.num_elements for p in self.parameters_of(name))) for name in names]
         return tuple(LayerSizeRecord(layer=name, num_params=n, source=self.source) for name, n in counts if n)
 
     @property
     def layer_times(self) -> tuple[LayerTimeRecord, ...]:
-        """The rows of a `layer-times` file: `NAME grad` for each block, `backward` for the rest (together the
-        whole backward, without what profiling costs), `forward`, and `step`, which is the optimizer."""
+        """The rows of a `layer-times` file: `NAME grad` for each block, `backward` for the rest (together the whole
+        backward, without profiler overhead), `forward`, and `step`, which is the optimizer."""
         rows = {"backward": self.outside.backward_s} | {f"{block.name} grad": block.backward_s for block in self.blocks}
         times = {layer: tuple(s / self.backward_cost.value for s in seconds) for layer, seconds in rows.items()}
         times |= {"forward": self.forward.reduced_s, "step": self.optimizer.reduced_s}
@@ -255,9 +255,9 @@ class LayerProfileRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRecord(Record):
-    """What the codec of a strategy computes for gradients of `num_bytes` in `num_buckets`, on `world_size` ranks, whose
-    messages are made up. `parts` are the seconds before the first one, and after each, on all ranks that were there:
-    they computed at the same time."""
+    """The computing time of a strategy's codec for gradients of `num_bytes` in `num_buckets`, as on `world_size` ranks,
+    with synthetic messages. `parts` are the seconds before the first message and after each one, on all ranks that took
+    part; they computed at the same time."""
 
     kind: ClassVar[str] = "codec"
     strategy: str

@@ -1,4 +1,4 @@
-"""Timed repetitions as they were measured, and the statistics that follow from them, which are never stored."""
+"""Raw timings of repetitions, and the statistics derived from them, which are never stored."""
 
 import math
 import statistics
@@ -11,12 +11,12 @@ from paceline.errors import RecordError
 
 K = TypeVar("K")
 T = TypeVar("T")
-# Repetitions with more noise (`find_noise`) than this are unstable: their median says little.
+# Above this noise (`find_noise`) repetitions are unstable, and their median means little.
 UNSTABLE = 0.25
 
 
 def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items by key; keys and items stay in the order in which they come."""
+    """The items grouped by key, in their original order."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -24,7 +24,7 @@ def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile of the values, interpolated linearly between neighbours."""
+    """The q-quantile of the values, with linear interpolation."""
     ordered = sorted(values)
     position = q * (len(ordered) - 1)
     low = int(position)
@@ -43,16 +43,16 @@ def check_known(what: str, value: str, known: Iterable[str]) -> None:
         raise RecordError(f"unknown {what} {value!r}: known are {', '.join(known)}")
 
 
-# Reduces the times of all ranks in one repetition to one time. A collective is done when the last rank is.
+# How the times of all ranks become one time per repetition. A collective ends when its last rank does.
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Raw seconds: `seconds[repetition][rank]`, and warm-ups apart.
+    """Raw times `seconds[repetition][rank]`, with warm-ups apart.
 
-    `arrivals_s[repetition][rank]` is how long after the first rank each rank entered the timed call; empty unless all
-    ranks share one clock (one host).
+    `arrivals_s[repetition][rank]` is the delay of each rank behind the first to enter the timed call; empty unless all
+    ranks share a clock, that is, a host.
     """
 
     statistic = "median"
@@ -74,7 +74,7 @@ class Samples:
 
     @cached_property
     def reduced_s(self) -> tuple[float, ...]:
-        """One time per repetition, over ranks."""
+        """One time per repetition, reduced over ranks."""
         return tuple(float(REDUCERS[self.reducer](row)) for row in self.seconds)
 
     @property
@@ -124,7 +124,7 @@ class Samples:
 
     @property
     def drift(self) -> float:
-        """Median of the second half over that of the first, minus 1: far from 0 if the times were still changing."""
+        """Median of the second half divided by that of the first, minus 1: far from 0 before times have settled."""
         half = self.count // 2
         if half < 2:
             return 0.0
@@ -133,14 +133,14 @@ class Samples:
 
     @property
     def skew_s(self) -> float | None:
-        """Median time between the first and the last rank's arrival at the call; None without a common clock."""
+        """Median delay between the first and the last rank to enter the call; None without a common clock."""
         return statistics.median(max(row) for row in self.arrivals_s) if self.arrivals_s else None
 
     @cached_property
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
-        """Per repetition, from the last rank's arrival to the last rank's end; needs a common clock.
+        """Per repetition, from the arrival of the last rank to the end of the last rank; None without a common clock.
 
-        This is the cost of the call once all ranks are there, without the wait for a late rank.
+        This is the cost of the call itself, without the wait for late ranks.
         """
         if not self.arrivals_s:
             return None
@@ -152,7 +152,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of a measurement without its raw samples: a row of an imported table."""
+    """Statistics without raw samples, from a row of an imported table."""
 
     p10_s = p90_s = skew_s = None
     mean_s: float | None = None
@@ -182,19 +182,19 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios, and the half-width of its 95 % interval; None for one repetition."""
+    """The median of paired ratios; `noise` is the half-width of its 95 % interval, None for one repetition."""
 
     value: float
     noise: float | None
 
     @property
     def is_clear(self) -> bool:
-        """Whether the ratio differs from 1 by more than the noise."""
+        """Whether the ratio differs from 1 by more than its noise."""
         return self.noise is not None and abs(self.value - 1) > self.noise
 
 
 def compare_medians(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """The ratio of the medians of two things that were not timed in turns; intervals as in `compare_times`."""
+    """The ratio of the medians of two series that were not interleaved; intervals as in `compare_times`."""
     value, parts = statistics.median(mine) / (statistics.median(theirs) or math.nan), []
     for times in (sorted(mine), sorted(theirs)):
         n, middle = len(times), statistics.median(times)
@@ -204,15 +204,15 @@ def compare_medians(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """The ratio of two things that were timed in turns, repetition by repetition.
+    """The ratio of two interleaved series, repetition by repetition.
 
-    The interval of the median is by order statistics, which assumes nothing about the distribution: the number of
-    values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. With fewer than 6
-    values that is all of them, and the coverage is less.
+    The interval of the median comes from order statistics, which assume nothing about the distribution: the number of
+    values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. Below 6 values the
+    interval spans all of them and covers less.
     """
     ratios = sorted(here / there for here, there in zip(mine, theirs, strict=True) if there > 0)
     if not ratios:
-        raise RecordError("the reference takes no time: nothing to compare")
+        raise RecordError("every time of the reference is 0: there is nothing to compare with")
     value, n = statistics.median(ratios), len(ratios)
     low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     return Ratio(value, max(ratios[n - 1 - low] - value, value - ratios[low]) if n > 1 else None)

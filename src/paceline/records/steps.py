@@ -1,6 +1,6 @@
-"""Steps of a training job: one record for every question that is answered by timing steps, and what follows from it.
+"""Steps of a training job: the one record of timed steps, and the numbers derived from it.
 
-Which steps take turns is decided in `measure.steps`.
+`measure.steps` decides which steps are interleaved.
 """
 
 import statistics
@@ -16,8 +16,8 @@ from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed", "together", "coded")
-RACED = "confirmed"  # the note of steps of the job that raced under a plan
-# The samples of a record besides its timing; those after the phases belong to further kinds of steps.
+RACED = "confirmed"  # the note of job steps that ran under a plan to compare plans
+# The samples of a record besides its timing. Those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = (
     "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone", "host",
 )  # fmt: skip
@@ -28,34 +28,32 @@ def _median_difference(here: Samples, there: Samples) -> float:
 
 
 def reduce_turns(steps_s: Sequence[float], steps_per_turn: int) -> list[float]:
-    """The median step of each turn: those in a row are no independent samples."""
+    """The median step of each turn: consecutive steps are not independent samples."""
     return [statistics.median(steps_s[at : at + steps_per_turn]) for at in range(0, len(steps_s), steps_per_turn)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Record):
-    """Steps of one variant of a job. Repetitions with the same number are neighbours in time in all variants of a cell,
-    so that they can be compared pair by pair.
+    """Steps of one variant of a job. Repetitions with the same number are adjacent in time in all variants of a cell,
+    so they can be compared in pairs.
 
-    `timing` are whole steps as they are. Further kinds of steps of the same variant, taken in turns with them:
-    `marked` with their phases marked, `no_comm` with communication off (`no_comm_backward` is their backward), and
-    steps in which messages are timed: `busy` is how long at least one message was in flight. The phases (`data_wait`,
-    `forward`, `backward` with what it waits for, `optimizer`) belong to `marked`, or to `timing` where there is none.
-    `host` is how long the host took for a step of a program that was attached to, where `timing` is the GPU's: the host
-    may run ahead of it. None stands for what was not measured.
+    `timing` holds plain steps. Further kinds of steps of the same variant were interleaved with them: `marked` with
+    phase markers, `no_comm` with communication off (`no_comm_backward` is their backward), and steps with timed
+    messages, where `busy` is the time with at least one message in flight. The phases (`data_wait`, `forward`,
+    `backward` including its waits, `optimizer`) belong to `marked`, or to `timing` without it. `host` is the host time
+    of a step of an attached program whose `timing` is GPU time: the host may run ahead. None means not measured.
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
-    bare model while `num_messages` messages of `message_bytes` are sent during backward: `under_way` is then the mean
-    time of a message, `overlapped` the part of it before the end of backward, and `alone` its time with nothing next to
-    it; `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy that is
-    its label, to see what its codec takes in a step. `bucket_bytes` are the wrapper's
-    buckets in launch order, `cap_bytes` the cap that they were made by (0 if none), `num_bytes` what a rank hands to
-    all-reduce in a step, gradients alone, in `num_messages`.
+    bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean
+    time of a message, `overlapped` the part of it before the end of backward, and `alone` its time on an idle machine;
+    `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label, to
+    measure its codec. `bucket_bytes` lists the wrapper's buckets in launch order, `cap_bytes` is their cap (0 if none),
+    and `num_bytes` is what a rank passes to all-reduce per step, gradients only, in `num_messages`.
     `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).
     `num_parameters` counts tensors. `num_wrong` counts the parameters that differed between ranks, or from torch's, out
-    of `num_checked`. `held_bytes` is what the replica and its wrapper hold between steps, `peak_step_bytes` what a step
-    adds at its peak, each on the rank with the most; 0 where it was not counted. `steps_per_turn` repetitions in a row
-    were one turn of this variant; the order of the turns was drawn with `order_seed`, where there is one.
+    of `num_checked`. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a
+    step adds at its peak, each on the rank with the most; 0 where it was not measured. `steps_per_turn` consecutive
+    repetitions were one turn of this variant; `order_seed` determined the order of turns, where there is one.
     """
 
     kind: ClassVar[str] = "step"
@@ -129,23 +127,23 @@ class StepRecord(Record):
 
     @property
     def variant(self) -> str:
-        """The wrapper and the backend that carries its messages."""
+        """The wrapper and its backend."""
         return self.wrapper if self.wrapper in ("none", "dp") else f"{self.wrapper} on {self.backend}"
 
     @property
     def place(self) -> str:
-        """The record in words, for errors."""
+        """The record as text, for errors."""
         label = f", {self.label}" if self.label else ""
         return f"{self.model}, {self.variant}, {self.world_size} ranks{label}"
 
     @property
     def job(self) -> tuple[str, str, str, str]:
-        """The work of a step."""
+        """What a step computes."""
         return self.model, self.data, self.device, self.precision
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """What two records must share, besides the job, so that their repetitions are neighbours in time."""
+        """What two records of a job must share for their repetitions to be adjacent in time."""
         return (self.mode, self.cell_size) if self.mode else (self.world_size, self.batch_size)
 
     @property
@@ -163,12 +161,12 @@ class StepRecord(Record):
 
     @property
     def comm_off(self) -> Samples | None:
-        """Steps with communication off, where there is any and they were timed: exposed communication is known."""
+        """Steps with communication off, if there is communication and they were timed."""
         return self.no_comm if self.world_size > 1 else None
 
     @property
     def exposed_s(self) -> float:
-        """Step time minus the time of the same step with communication off; 0 where noise makes it negative."""
+        """Step time minus that of the same step with communication off; 0 where noise makes it negative."""
         return 0.0 if self.comm_off is None else max(0.0, _median_difference(self.timing, self.comm_off))
 
     @property
@@ -178,12 +176,12 @@ class StepRecord(Record):
 
     @property
     def overhead(self) -> float:
-        """Exposed communication as a share of the step: the "communication overhead" of a training run."""
+        """Exposed communication as a share of the step."""
         return self.exposed_s / (self.exposed_s + self.compute_s)
 
     @property
     def exposed_noise_s(self) -> float | None:
-        """Half the 95 % interval of the exposed seconds; None where there are too few ranks or repetitions."""
+        """Half the 95 % interval of exposed communication; None with too few ranks or repetitions."""
         if self.comm_off is None:
             return None
         ratio = compare_times(self.timing.reduced_s, self.comm_off.reduced_s)
@@ -195,18 +193,18 @@ class StepRecord(Record):
 
     @property
     def overlap(self) -> float | None:
-        """1 - exposed / busy: the share of communication that backward hid."""
+        """1 - exposed / busy: the share of communication hidden behind backward."""
         return None if not self.busy_s else 1 - self.exposed_s / self.busy_s
 
     @property
     def busbw_bytes_per_s(self) -> float | None:
-        """The bus bandwidth while messages were in flight, from the bytes that were sent."""
+        """Bus bandwidth while messages were in flight."""
         if not self.busy_s or self.world_size == 1:
             return None
         return self.num_bytes / self.busy_s * bus_factor("all_reduce", self.world_size)
 
     def phase(self, name: str) -> Samples:
-        """The samples of a phase or kind of steps that must have been measured."""
+        """The samples of a phase or kind of steps; RecordError if they were not measured."""
         found: Samples | None = getattr(self, name)
         if found is None:
             raise RecordError(f"{self.place}: {name} was not measured")
@@ -219,7 +217,7 @@ class StepRecord(Record):
 
     @property
     def gap_s(self) -> float:
-        """What is left of a marked step outside its phases: the host's own work between them."""
+        """The part of a marked step outside its phases: host work between them."""
         parts = [part for name in PHASES if (part := getattr(self, name)) is not None]
         rows = zip((self.marked or self.timing).seconds, *(part.seconds for part in parts), strict=True)
         gaps = [max(0.0, max(step) - max(sum(rank) for rank in zip(*rest, strict=True))) for step, *rest in rows]
@@ -227,12 +225,12 @@ class StepRecord(Record):
 
     @property
     def cost(self) -> Ratio:
-        """What marking the phases does to a step: marked over plain, in the same repetition."""
+        """Overhead of the phase markers: marked over plain steps, in the same repetition."""
         return Ratio(1.0, 0.0) if self.marked is None else compare_times(self.marked.reduced_s, self.timing.reduced_s)
 
 
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
-    """Step time over the reference's in the same repetition: neighbours in time, so a slow spell hits both."""
+    """Step time divided by the reference's in the same repetition: they are adjacent, so a slow spell hits both."""
     if record is reference:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
@@ -243,8 +241,8 @@ def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
 
 @dataclass(frozen=True)
 class Standing:
-    """A wrapper compared with torch's, with torch's tuned and with the bare module on the same backend, and with
-    torch's on gloo, which is the default without Paceline; None where one was not measured."""
+    """A wrapper compared with torch's DDP, with tuned DDP and with the bare module on the same backend, and with DDP on
+    gloo, the default without Paceline; None where one was not measured."""
 
     record: StepRecord
     bare: StepRecord | None
@@ -255,20 +253,20 @@ class Standing:
 
     @property
     def added_s(self) -> float | None:
-        """The median of what the wrapper adds to the bare module's step of the same repetition."""
+        """Median overhead over the bare module's step of the same repetition."""
         return _median_difference(self.record.timing, self.bare.timing) if self.bare else None
 
     @property
     def host_s_per_parameter(self) -> float | None:
-        """The host time that the wrapper adds per parameter, where it can be known: beyond the noise, and on one rank
-        on CPU, where nothing is sent and nothing is hidden behind a device."""
+        """Host time per parameter that the wrapper adds. Known only on one CPU rank, where nothing is sent or hidden
+        behind a device, and only if it exceeds the noise."""
         here, is_clear = self.record, self.to_bare is not None and self.to_bare.is_clear
         is_known = (here.world_size, here.device) == (1, "cpu") and is_clear and here.num_parameters
         return self.added_s / here.num_parameters if is_known and self.added_s is not None else None
 
     @property
     def added_bytes(self) -> int | None:
-        """What the wrapper adds to the bare module's memory at the peak of a step; None where it was not counted."""
+        """Peak memory beyond that of the bare module; None where it was not measured."""
         if self.bare is None or not self.record.held_bytes:
             return None
         here, there = self.record, self.bare
@@ -276,7 +274,7 @@ class Standing:
 
 
 def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
-    """Each record of a run, in the given order, with those that it is compared with."""
+    """Each record compared with its references, in the given order."""
     known = {(record.wrapper, record.backend, record.job, record.cell): record for record in records}
     standings = []
     for r in records:
@@ -292,8 +290,8 @@ class ScalePoint:
     """A number of ranks compared with one rank without a wrapper, in the same cell.
 
     Weak-scaling efficiency is T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal
-    samples over all ranks, and its efficiency is that divided by n. A point `is_disturbed` if it was timed in turns
-    with a straggler: it must not be used.
+    samples over all ranks, and its efficiency is that divided by n. A point that was interleaved with a straggler
+    `is_disturbed` and must not be used.
     """
 
     record: StepRecord
@@ -303,12 +301,12 @@ class ScalePoint:
 
     @property
     def share(self) -> int:
-        """How many ranks share the work of one."""
+        """The number of ranks that share the work of one."""
         return 1 if self.record.mode == "weak" else self.record.world_size
 
     @property
     def speedup(self) -> float:
-        """How many times the samples per second of one rank."""
+        """Samples per second relative to one rank."""
         return self.ratio.value * (self.record.world_size // self.share)
 
     @property
@@ -323,12 +321,12 @@ class ScalePoint:
 
     @property
     def slowdown(self) -> float:
-        """How much longer a rank computes when others compute too: without communication, over its part of T(1)."""
+        """How much longer a rank computes while others do: its compute time over its share of T(1)."""
         return self.record.compute_s / (self.alone.timing.median_s / self.share)
 
 
 def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
-    """Each record with one rank of its cell, in the given order; cells without one rank are left out."""
+    """Each record compared with the single rank of its cell, in the given order; cells without one are left out."""
     alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
     pairs = [(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
     turns = attrgetter("cell", "job", "world_size", "source")
@@ -337,11 +335,10 @@ def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
-    """The largest bus bandwidth of an all-reduce on the step's backend, ranks and kind of device, from the same source;
-    None where either was not measured. MeasurementError "above-peak" where the step is above it: bytes or seconds were
-    counted wrongly.
+    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source; None where
+    either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes or seconds were miscounted.
 
-    By the fastest repetition of each size: the peak is what the machine can do, not what it does on average.
+    The fastest repetition of each size counts: the peak is what the machine can do, not its average.
     """
     place, rates = attrgetter("backend", "world_size", "device", "source"), []
     for c in collectives:
@@ -351,7 +348,7 @@ def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) ->
     rate, peak = record.busbw_bytes_per_s, max(rates, default=None)
     if rate is None or peak is None:
         return None
-    if rate > peak * (1 + 1e-9):  # they are computed in two ways
+    if rate > peak * (1 + 1e-9):  # for rounding: the two are computed differently
         found = f"{format_rate(rate)} GB/s ({record.num_bytes} bytes in {record.num_messages} messages)"
         limit = f"the peak of {format_rate(peak)} GB/s that an all-reduce alone reached"
         text = f"{record.place}: {found} is above {limit}: the bookkeeping is wrong; report a bug"
@@ -361,7 +358,7 @@ def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) ->
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that was the slowest again and again, far behind the others: another process used its core."""
+    """A rank that is far slower than the others in most steps: another process uses its core."""
 
     record: StepRecord
     rank: int
@@ -370,8 +367,8 @@ class Straggler:
 
 
 def find_straggler(record: StepRecord) -> Straggler | None:
-    """The rank that is the slowest in most steps without communication, and far behind: it disturbs the record. None
-    where ranks take turns at being the slowest, as those that compute alike do."""
+    """The rank that is the slowest in most steps without communication, by far. None where the slowest rank varies, as
+    it does among equal ranks."""
     if record.comm_off is None or record.comm_off.num_ranks < 2:
         return None
     rows = record.comm_off.seconds

@@ -1,6 +1,7 @@
-"""Runs on disk: one folder per run, with one versioned JSON file of its records, and a file per finished cell.
+"""Runs on disk: one folder per run, with its records in one versioned JSON file, and one file per finished cell.
 
-Files of records appear whole or not at all and are never overwritten. What is drawn from a run belongs to `report`.
+A file of records appears whole or not at all and is never overwritten. Every file can be read compressed, too: where
+`run.json` is missing, `run.json.gz` is read. Tables and figures are written by `report`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import datetime
 import errno
 import gc
+import gzip
 import itertools
 import json
 import os
@@ -20,24 +22,23 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from paceline.errors import ConfigError, PacelineError, RecordError
 from paceline.records.environment import Environment
 from paceline.records.kinds import Record, decode, record_from_json, record_to_json
 
-FORMAT, VERSION = "paceline-run", 3
-_READABLE = (1, 2, 3)
+RUN_FORMAT = ("paceline-run", 3)
 RUN_FILE = "run.json"
 STUDY_FILE, _CELLS = "study.json", "cells"
-_STUDY_FORMAT, _STUDY_VERSION = "paceline-study", 1
+_STUDY_FORMAT, _CELL_FORMAT = ("paceline-study", 1), ("paceline-cell", 3)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command: what was asked (`config`, resolved), where (`environment`), and what was measured.
+    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`.
 
-    `warnings` are reasons to doubt the result, and nothing else.
+    `warnings` holds reasons to doubt the result, and nothing else.
     """
 
     verb: str
@@ -46,12 +47,11 @@ class Run:
     records: tuple[Record, ...]
     warnings: tuple[str, ...] = ()
     complete: bool = True
-    version: int = field(default=VERSION, compare=False)  # of the file that it was read from
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
 def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
-    """Write a file that appears whole or not at all; refuse an existing one, unless it is to be replaced."""
+    """Write a file atomically; refuse to overwrite an existing one unless `replace` is set."""
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -64,11 +64,11 @@ def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
             os.replace(temporary, path)
         else:
             try:
-                os.link(temporary, path)  # unlike rename, it refuses an existing target
+                os.link(temporary, path)  # unlike rename, this fails if the target exists
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                     raise
-                # A file system without hard links: take the name first, then put the content there in one move.
+                # The file system has no hard links: reserve the name, then move the content there in one step.
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL))
                 os.replace(temporary, path)
     except FileExistsError:
@@ -82,17 +82,17 @@ def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
 
 def save_run(run: Run, path: Path) -> None:
     """Write the run as versioned JSON to a new file."""
-    head = {"format": FORMAT} | dataclasses.asdict(dataclasses.replace(run, records=(), version=VERSION))
+    head = name_format(RUN_FORMAT) | dataclasses.asdict(dataclasses.replace(run, records=()))
     del head["records"]
-    # One record per line: a person can still diff and grep the file.
+    # One record per line keeps the file easy to diff and grep.
     records = ",\n  ".join(json.dumps(record_to_json(record), allow_nan=False) for record in run.records)
     write_new(path, json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n')
 
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:
-    """No garbage collection while a large document is read: it looks at all of it, over and over. For a trace of many
-    events, which has nothing to collect, that takes several times as long as reading."""
+    """Turn garbage collection off while a large document is read. Each collection scans everything read so far and
+    frees nothing; for a trace with many events that takes several times as long as the parsing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,21 +104,46 @@ def pause_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_damage() -> Iterator[None]:
-    """For a verb that reads what it was given and starts nothing: where a file holds values of another kind than any
-    run has, the failure to read them is one of the file."""
+    """For verbs that only read files: report a value of an unexpected type as damage to a file, not as a bug."""
     try:
         yield
     except PacelineError:
         raise
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError) as error:
-        text = f"a file that was given holds a value that no run has: {type(error).__name__}: {_first_line(error)}"
-        raise RecordError(f"{text}; write it again with the command that made it", code="damaged") from error
+        text = f"an input file holds an invalid value: {type(error).__name__}: {_first_line(error)}"
+        raise RecordError(f"{text}; write the file again with the command that made it", code="damaged") from error
+
+
+def find_file(path: Path) -> Path | None:
+    """The file, or its compressed copy (`.gz`) where only that exists; None where neither does."""
+    packed = path.with_name(f"{path.name}.gz")
+    return path if path.exists() else packed if packed.exists() else None
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file or, where only that exists, its compressed copy."""
+    file = find_file(path) or path
+    return cast(BinaryIO, gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file or of its compressed copy; OSError where it cannot be read."""
+    try:
+        with open_file(path) as file:
+            return file.read()
+    except (EOFError, zlib.error) as error:
+        raise OSError(errno.EIO, f"damaged gzip file: {error}") from None
+
+
+def is_run_path(path: str | Path) -> bool:
+    """Whether this is a folder, or a run's own file by its name: not a table."""
+    return Path(path).is_dir() or Path(path).name in (RUN_FILE, f"{RUN_FILE}.gz")
 
 
 def load_json(file: Path, needed: str) -> Any:
-    """The document of a file. RecordError "missing", with what is needed, or "damaged"."""
+    """The document of a file, compressed or not. RecordError "missing", which says what is `needed`, or "damaged"."""
     try:
-        return json.loads(file.read_text())
+        return json.loads(read_file(file))
     except FileNotFoundError:
         raise RecordError(f"{file} does not exist: {needed}", code="missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -129,21 +154,30 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
+def name_format(known: tuple[str, int]) -> dict[str, Any]:
+    """The first two keys of every file that Paceline writes."""
+    return dict(zip(("format", "version"), known, strict=True))
+
+
+def check_format(document: Any, known: tuple[str, int], where: str | Path) -> dict[str, Any]:
+    """The document, if it has this format and version; RecordError "damaged" or "version"."""
+    name, version = known
+    if not isinstance(document, dict) or document.get("format") != name:
+        raise RecordError(f'{where} is not a file of this kind: it lacks "format": "{name}"', code="damaged")
+    if document.get("version") != version:
+        found = f"{where} has version {document.get('version')!r} of {name}, and this Paceline reads version {version}"
+        raise RecordError(f"{found}: use the Paceline that wrote it, or write it again", code="version")
+    return document
+
+
 def load_run(path: str | Path) -> Run:
-    """Read a run from its file or its folder; RecordError says what is wrong with it and where."""
+    """Read a run from its file or its folder. RecordError names the file and what is wrong with it."""
     path = Path(path)
     file = path / RUN_FILE if path.is_dir() else path
-    document = load_json(file, f"give a run folder or its {RUN_FILE}")
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise RecordError(f'{file} is not a run of Paceline: it lacks "format": "{FORMAT}"')
-    version = document.get("version")
-    if version not in _READABLE:
-        known = ", ".join(map(str, _READABLE))
-        text = f"{file} has version {version!r} and this Paceline reads versions {known}: use the one that wrote it"
-        raise RecordError(text, code="version")
+    document = check_format(load_json(file, f"give a run folder or its {RUN_FILE}"), RUN_FORMAT, file)
     try:
         values = {f.name: document[f.name] for f in dataclasses.fields(Run)}
-        values["records"] = load_records(values["records"], version)
+        values["records"] = tuple(map(record_from_json, values["records"]))
         run: Run = decode(Run, values)
         return run
     except KeyError as error:
@@ -152,21 +186,10 @@ def load_run(path: str | Path) -> Run:
         raise RecordError(f"{file}: {_first_line(error)}") from None
 
 
-def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
-    """The records of a run or a cell of this version. Before version 3 the backend `shm` was called `paceline`; what
-    version 2 added has defaults."""
-
-    def load(document: Any) -> Record:
-        is_renamed = version < 3 and isinstance(document, dict) and document.get("backend") == "paceline"
-        return record_from_json(document | {"backend": "shm"} if is_renamed else document)
-
-    return tuple(map(load, documents))
-
-
 @contextlib.contextmanager
 def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
-    """A new folder `out/TIME-verb`, or of this name, made first so that a bad place is reported at once; removed if it
-    stays empty."""
+    """Make a new folder `out/TIME-verb`, or `out/name`, before the work begins, so that a bad path fails at once.
+    It is removed again if it stays empty."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     name = name or f"{stamp}-{verb.replace(' --', '-').replace(' ', '-')}"
     try:
@@ -174,7 +197,7 @@ def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
         for number in itertools.count(1):
             path = Path(out) / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir(0o700)  # results and checkpoints are for this user, until they are given away
+                path.mkdir(0o700)  # private until the user shares it
                 break
     except OSError as error:
         raise _cannot_write(out, str(error.strerror)) from None
@@ -186,7 +209,7 @@ def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
 
 
 def check_folder(out: str | Path) -> None:
-    """Refuse a place where `create_folder` could not make one; makes nothing."""
+    """Refuse a path where `create_folder` would fail, without creating anything."""
     place = Path(out).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -200,9 +223,9 @@ def _cannot_write(out: str | Path, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Study:
-    """A run that is made cell by cell: what was asked (`config`, resolved), and a file for each finished cell.
+    """A run that is measured cell by cell: its resolved settings (`config`), and one file per finished cell.
 
-    `command_line` is the one that started it; empty for a study of a Paceline that did not save it.
+    `command_line` is the command that started it.
     """
 
     path: Path
@@ -212,30 +235,29 @@ class Study:
 
     @classmethod
     def begin(cls, path: Path, verb: str, config: dict[str, Any], command_line: str = "") -> Study:
-        said = {"verb": verb, "command_line": command_line, "config": config}
-        document = {"format": _STUDY_FORMAT, "version": _STUDY_VERSION, **said}
-        write_new(path / STUDY_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        settings = {"verb": verb, "command_line": command_line, "config": config}
+        text = json.dumps(name_format(_STUDY_FORMAT) | settings, indent=1, allow_nan=False)
+        write_new(path / STUDY_FILE, text + "\n")
         return cls(path, verb, config, command_line)
 
     @classmethod
     def load(cls, path: Path, verb: str) -> Study:
-        """The study in a folder, to resume it; ConfigError where there is none of this verb."""
+        """The study in a folder, to resume it. ConfigError where there is none, or one of another verb."""
         try:
-            document = json.loads((path / STUDY_FILE).read_text())
-            found, config = document["verb"], document["config"]
-            if (document["format"], document["version"]) != (_STUDY_FORMAT, _STUDY_VERSION):
-                raise KeyError("format")
-        except OSError as error:
-            reason = f"{STUDY_FILE}: {error.strerror}; give the folder of an interrupted `{verb}`"
-            raise ConfigError(f"--resume {path}: {reason}", code="missing") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ConfigError(f"--resume {path}: {STUDY_FILE} is not one of this Paceline", code="damaged") from None
+            document = load_json(path / STUDY_FILE, f"give the folder of an interrupted `{verb}`")
+            check_format(document, _STUDY_FORMAT, STUDY_FILE)
+            found, config, command_line = (document[name] for name in ("verb", "config", "command_line"))
+        except RecordError as error:
+            raise ConfigError(f"--resume {path}: {error}", code=error.code) from None
+        except KeyError as error:
+            raise ConfigError(f"--resume {path}: {STUDY_FILE} lacks the key {error}", code="damaged") from None
         if found != verb:
             raise ConfigError(f"--resume {path}: it is a run of `{found}`, and this is `{verb}`", code="other-verb")
-        return cls(path, verb, config, document.get("command_line", ""))
+        return cls(path, verb, config, command_line)
 
     def _file(self, cell: str) -> Path:
-        """A file name for the cell; where it cannot hold every character of the name, a checksum makes it unique."""
+        """The file of a cell. Where a file name cannot hold every character of the cell's name, a checksum makes it
+        unique."""
         plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
         folder = self.path / _CELLS
         folder.mkdir(exist_ok=True)
@@ -247,30 +269,32 @@ class Study:
         if not file.exists():
             return None
         try:
-            document = json.loads(file.read_text())
+            document = check_format(load_json(file, ""), _CELL_FORMAT, file)
             if document["cell"] != cell:
                 raise RecordError(f"it holds {document['cell']!r}")
-            return list(load_records(document["records"], document.get("version", 2)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{file} is not the cell {cell!r}: {error}; delete it to measure that cell again"
-            raise RecordError(reason, code="damaged") from None
+            return [record_from_json(record) for record in document["records"]]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            code = "version" if getattr(error, "code", "") == "version" else "damaged"
+            text = f"{file} is not the cell {cell!r}: {error}; delete it to measure that cell again"
+            raise RecordError(text, code=code) from None
 
-    def find_machine(self, cell: str) -> str | None:
-        """The machine on which a finished cell was measured; None where its file does not name one."""
-        found: str | None = json.loads(self._file(cell).read_text()).get("machine")
+    def find_machine(self, cell: str) -> str:
+        """The machine that measured a finished cell."""
+        found: str = json.loads(self._file(cell).read_text())["machine"]
         return found
 
-    def keep(self, cell: str, records: Sequence[Record], machine: str | None = None) -> None:
-        """Save a finished cell, with the name of its machine; from now on it is never measured again."""
-        document = {"cell": cell, "version": VERSION, "machine": machine, "records": [*map(record_to_json, records)]}
+    def keep(self, cell: str, records: Sequence[Record], machine: str = "unknown") -> None:
+        """Save a finished cell and the name of its machine. A saved cell is never measured again."""
+        document = name_format(_CELL_FORMAT) | {"cell": cell, "machine": machine}
+        document["records"] = [record_to_json(record) for record in records]
         write_new(self._file(cell), json.dumps(document, allow_nan=False) + "\n")
 
     def count(self) -> int:
-        """How many cells are finished."""
-        return len(list((self.path / _CELLS).glob("*.json")))  # none where the study was discarded
+        """The number of finished cells."""
+        return len(list((self.path / _CELLS).glob("*.json")))  # 0 where the study was discarded
 
     def discard(self) -> None:
-        """Remove what a study left in its folder, unless a cell is finished."""
+        """Remove the study's files, unless a cell is finished."""
         if not self.count():
             shutil.rmtree(self.path / _CELLS, ignore_errors=True)
             (self.path / STUDY_FILE).unlink()

@@ -1,4 +1,4 @@
-"""Steps of a data-parallel job as a profiler's trace shows them, made by whichever program."""
+"""Steps of any data-parallel program, as recorded in a profiler trace."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import ClassVar
 from paceline.errors import RecordError
 from paceline.records.kinds import Record
 
-# Messages that a backend moves at once; 1 where nothing is known.
+# Messages that a backend transfers at the same time; 1 where it is not known.
 SERVERS = {"gloo": 2}
 
 
 @dataclass(frozen=True)
 class TracedMessage:
-    """One all-reduce of gradients: when the rank handed it over, when it began to move, and when it was done, in
-    seconds since backward began."""
+    """One all-reduce of gradients: its launch, the start of the transfer, and its end, in seconds since backward
+    began."""
 
     num_bytes: int
     launch_s: float
@@ -32,16 +32,15 @@ class TracedMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStepRecord(Record):
-    """One step of one rank. The last backward of it begins after `before_s`; times below count from there. The rank's
-    own work in it ends at `backward_s`, and after the last message, at `over_s`, comes `after_s`. `ready_s` and
-    `gradient_bytes` are of the gradients in the order in which they were ready. `alone_s` are the backwards of the step
-    that sent nothing: those of `no_sync`. `launch_s` is what the host needs to hand over a message; 0 where the device
-    computes meanwhile. `are_sizes_known` says whether the trace has the sizes of gradients, or only those of messages.
-    A step without messages sent nothing. `num_other` all-reduces inside backward were not of gradients.
+    """One step of one rank. Its last backward begins after `before_s`, and the other times count from there. The rank's
+    own backward ends at `backward_s`; the last message ends at `over_s`, and the step `after_s` later. `ready_s` and
+    `gradient_bytes` list the gradients in ready order. `alone_s` are the backwards under `no_sync`, which send nothing.
+    `launch_s` is the host time to launch a message; 0 where the device computes meanwhile. `are_sizes_known` is False
+    if the trace has only the sizes of messages, not those of gradients. A step without messages sent nothing.
+    `num_other` counts all-reduces inside backward that were not of gradients.
 
-    On a GPU, `idle_s` is how long it had nothing to do, but for the time in which communication is exposed. Kernels
-    that ran next to messages took `beside_s`, and would have taken `without_s` without; only those count that ran both
-    ways in this step."""
+    On a GPU, `idle_s` is its idle time without exposed communication. Kernels that overlapped messages took `beside_s`,
+    against `without_s` for the same kernels without messages; only kernels that ran both ways in this step count."""
 
     kind: ClassVar[str] = "traced_step"
     rank: int
@@ -75,7 +74,7 @@ class TracedStepRecord(Record):
 
     @property
     def over_s(self) -> float:
-        """When all gradients were there."""
+        """When the last gradient was reduced."""
         return max([self.backward_s, *(message.done_s for message in self.messages)])
 
     @property
@@ -84,7 +83,7 @@ class TracedStepRecord(Record):
 
     @property
     def exposed_s(self) -> float:
-        """From the end of the rank's own backward to the end of the last message."""
+        """From the end of the rank's own backward to that of the last message."""
         return self.over_s - self.backward_s
 
     @property

@@ -1,4 +1,4 @@
-"""Records of training: batch sizes, large-batch runs, the gradient noise scale, epochs and the files of a run."""
+"""Training records: batch sizes, large-batch runs, the gradient noise scale, epochs, and the files of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples, check_known, group_by
 from paceline.records.steps import StepRecord
-from paceline.records.store import load_json
+from paceline.records.store import check_format, load_json, read_file
 from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
@@ -31,8 +31,8 @@ _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
-    """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the seconds of its steps, without
-    the time that they waited for data, which is `data_wait`.
+    """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the time of its steps without the
+    wait for data, which is `data_wait`.
 
     If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the peak memory of
     the process (on CUDA: of its tensors); 0 if it is not known.
@@ -67,7 +67,7 @@ class BatchRecord(Record):
 
     @property
     def step_s(self) -> float | None:
-        """The seconds of a full batch; the last batch of an epoch may be smaller."""
+        """The time of a full batch; the last batch of an epoch may be smaller."""
         return None if self.epoch_s is None else self.epoch_s * self.batch_size / self.num_samples
 
     @property
@@ -76,8 +76,8 @@ class BatchRecord(Record):
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
-    """The smallest batch size that reaches `KNEE` of the best throughput. None where only the largest measured one
-    does: throughput still grows there."""
+    """The smallest batch size that reaches `KNEE` of the best throughput. None if only the largest one does: throughput
+    is still growing there."""
     found = sorted(((rate, r) for r in records if (rate := r.samples_per_s)), key=lambda pair: pair[1].batch_size)
     best = max((rate for rate, _ in found), default=0.0)
     return next((record for rate, record in found[:-1] if rate >= KNEE * best), None)
@@ -85,8 +85,8 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One evaluation of a run. `update` and `num_samples` count from its start; `train_loss` is the mean since the last
-    evaluation. There is no accuracy where numbers are predicted. `seconds` are those of the run until then."""
+    """One evaluation of a run. `update`, `num_samples` and `seconds` count from its start; `train_loss` is the mean
+    since the last evaluation. Regression has no accuracy."""
 
     update: int
     num_samples: int
@@ -98,12 +98,12 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of a study of accuracy, of a `budget` of `epochs` (maybe a fraction) or `updates`.
+    """One training run of an accuracy study, with a `budget` of `epochs` (possibly a fraction) or `updates`.
 
-    `batch_size` is the samples that one rank computes at once, `largest_batch_size` the global batch size at the end if
-    it grew. A run whose loss became NaN or infinite has a `failure`, and its curve ends there. In a study of strategies
-    the recipe is one, of `num_workers` ranks or replicas in a process, each of which sends `sent_bytes` in a step.
-    `num_classes` is 0 where numbers are predicted, and None in older records.
+    `batch_size` is the micro-batch of one rank, `largest_batch_size` the final global batch size if it grew. If the
+    loss became NaN or infinite, there is a `failure` and the curve ends there. In a study of strategies the recipe is
+    the strategy, run by `num_workers` ranks or replicas in one process that send `sent_bytes` each per step.
+    `num_classes` is 0 for regression, and -1 where it is not known.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -128,7 +128,7 @@ class LargeBatchRecord(Record):
     failure: str = ""
     num_workers: int = 1
     sent_bytes: float | None = None
-    num_classes: int | None = None
+    num_classes: int = -1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,10 +143,10 @@ class LargeBatchRecord(Record):
 
     @property
     def has_learned(self) -> bool:
-        """Whether the run ended with more than a guess: above chance, with a loss that is not far beyond a guess's."""
+        """Whether the final model beats guessing: accuracy above chance, and a loss not far above that of a guess."""
         if self.failure:
             return False
-        last, classes = self.curve[-1], self.num_classes or 0
+        last, classes = self.curve[-1], self.num_classes
         if classes < 2 or last.test_accuracy is None:
             return True
         above = (last.test_accuracy - 1 / classes) / (1 - 1 / classes)
@@ -154,12 +154,12 @@ class LargeBatchRecord(Record):
 
     @property
     def cell(self) -> tuple[str, int, str]:
-        """Runs with the same cell differ only in their seed."""
+        """Runs of one cell differ only in their seed."""
         return self.budget, self.global_batch_size, self.recipe
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the deviation of one seed is None."""
+    """Mean and sample standard deviation over seeds; the deviation is None for one seed."""
 
     mean: float
     deviation: float | None
@@ -167,7 +167,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """All seeds of one recipe at one global batch size, compared with `baseline`. Spreads are of finished runs."""
+    """All seeds of one recipe at one global batch size, compared with `baseline`. Spreads cover finished runs."""
 
     runs: tuple[LargeBatchRecord, ...]
     baseline: RecipeSummary | None = None
@@ -185,7 +185,7 @@ class RecipeSummary:
 
     @property
     def first(self) -> LargeBatchRecord:
-        """The run that stands for all seeds: the first that finished, or the first."""
+        """The run that represents all seeds: the first finished one, or the first."""
         return [*self.finished, *self.runs][0]
 
     @property
@@ -198,20 +198,20 @@ class RecipeSummary:
 
     @property
     def score(self) -> Spread | None:
-        """What recipes are compared by: test accuracy, or test loss where numbers are predicted."""
+        """The score that recipes are compared by: test accuracy, or test loss for regression."""
         return self.accuracy or self.test_loss
 
     @property
     def gap(self) -> float | None:
-        """What the batch size costs: the baseline's mean test accuracy minus this one's, as a fraction. Where numbers
-        are predicted, this one's mean test loss minus the baseline's."""
+        """The cost of the batch size: the baseline's mean test accuracy minus this one's, as a fraction; for regression
+        this one's mean test loss minus the baseline's."""
         if self.baseline is None or self.baseline.score is None or self.score is None:
             return None
         return (self.baseline.score.mean - self.score.mean) * (1 if self.accuracy else -1)
 
 
 def summarize_recipes(records: Sequence[LargeBatchRecord], baseline: str = "none") -> list[RecipeSummary]:
-    """A summary for each cell, in order. The baseline of a budget is its smallest batch size with this recipe."""
+    """A summary of each cell, in order. The baseline of a budget is its smallest batch size with this recipe."""
     cells = group_by(records, lambda record: record.cell)
     found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == baseline), key=lambda cell: cell[1], reverse=True)
@@ -225,8 +225,8 @@ def summarize_recipes(records: Sequence[LargeBatchRecord], baseline: str = "none
 
 @dataclass(frozen=True)
 class NoiseProbe:
-    """Squared gradient norms of small batches of equal size, from all ranks, and that of their mean: the gradient of
-    the big batch that they form."""
+    """Squared gradient norms of equally sized small batches from all ranks, and that of their mean: the gradient of the
+    big batch that they form."""
 
     small_squares: tuple[float, ...]
     big_square: float
@@ -249,10 +249,10 @@ class NoiseProbe:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The squared norm of the true gradient, and the trace of the covariance of one sample's gradient.
+    """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients.
 
     Both are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % interval of the noise
-    scale, infinite where the probes only give a lower bound; None if there are too few.
+    scale; its upper end is infinite where the probes only give a lower bound. It is None with too few probes.
     """
 
     gradient_square: float
@@ -261,15 +261,15 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples; None where it only has a lower bound, because the estimate of the gradient is not positive."""
+        """In samples; None where only a lower bound is known, because the gradient estimate is not positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
 def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
-    """The noise scale from probes whose small batches have this many samples.
+    """Estimate the noise scale from probes whose small batches have this many samples.
 
-    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both. They are averaged before their ratio
-    is taken: that of a single probe is noisy and biased.
+    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. Terms are averaged over probes
+    before taking the ratio: that of a single probe is noisy and biased.
     """
     b = small_batch_size
     signals, noises = [], []
@@ -282,13 +282,13 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
 
 
 def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
-    """Fieller's 90 % interval of mean(noises) / mean(signals): all r for which mean(noises - r * signals) may be 0.
+    """Fieller's 90 % interval of mean(noises) / mean(signals): every r for which mean(noises - r * signals) can be 0.
 
-    It is valid for few probes, and has no upper end if the mean of the signals may be 0. Their true mean is a square,
-    so a negative estimate counts as 0.
+    It holds for few probes, and is unbounded above if the mean of the signals can be 0. Their true mean is a square, so
+    a negative estimate counts as 0.
     """
     count = len(signals)
-    if count < 3:  # their spread is not known
+    if count < 3:  # too few to know their spread
         return None
     noise, signal = statistics.fmean(noises), max(0.0, statistics.fmean(signals))
     scale = _student_t95(count - 1) ** 2 / count
@@ -301,12 +301,12 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
         return max(0.0, (h - root) / a), max(0.0, (h + root) / a)
     if c <= 0:
         return 0.0, math.inf
-    # a <= 0 < c: one root on either side of 0. This form is also valid at a = 0.
+    # a <= 0 < c: one root on either side of 0. This form also holds at a = 0.
     return (c / (h + root) if h + root > 0 else math.inf), math.inf
 
 
 def _student_t95(freedom: int) -> float:
-    """The 95 % quantile of Student's t, expanded about the normal quantile; within 1.3 % from 2 degrees of freedom."""
+    """The 95 % quantile of Student's t, expanded around the normal one; within 1.3 % from 2 degrees of freedom on."""
     z = statistics.NormalDist().inv_cdf(0.95)
     second, third = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)
@@ -316,7 +316,7 @@ def _student_t95(freedom: int) -> float:
 class NoiseRecord(Record):
     """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction.
 
-    `seed` determines the samples of the probes. The noise scale and all batch sizes count samples (of tokens: blocks).
+    `seed` determines the samples of the probes. The noise scale and all batch sizes count samples; for tokens, blocks.
     """
 
     kind: ClassVar[str] = "noise_scale"
@@ -359,7 +359,7 @@ class NoiseRecord(Record):
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """One epoch of training. Averages are over samples. None stands for what was not measured."""
+    """One epoch of training. Averages are over samples. None means not measured."""
 
     epoch: int
     num_steps: int
@@ -387,19 +387,19 @@ class EpochSummary:
 
 
 def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
-    """One summary per epoch, in order, from one row of metrics per step."""
+    """One summary per epoch, in order, from rows of metrics with one row per step."""
     return [summarize_rows(of, epoch) for epoch, of in sorted(group_by(rows, lambda row: row["epoch"]).items())]
 
 
 def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSummary:
-    """The summary of these rows: of an epoch, or of a whole run as if it were one."""
+    """The summary of one epoch, or of a whole run as if it were one epoch."""
     samples, last = sum(row["samples"] for row in rows), rows[-1]
-    # Not a number where a step has none.
+    # NaN if any step has no value.
     loss, accuracy = (
         sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows) / samples
         for name in ("loss", "accuracy")
     )
-    # A wrapper does not report it for its first step, in which it makes its plan.
+    # The wrapper does not report its first step, in which it plans its buckets.
     exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
     return EpochSummary(
         epoch, len(rows), samples, loss, None if math.isnan(accuracy) else accuracy,
@@ -410,8 +410,8 @@ def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSumma
 
 
 def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
-    """A time of each rank in this row; of a run of an older Paceline, of the slowest alone."""
-    found: list[float] = row.get("ranks", {}).get(name) or [row[name]]
+    """The times of each rank in this row."""
+    found: list[float] = row["ranks"][name]
     return found
 
 
@@ -421,14 +421,14 @@ def count_usable_ranks(global_batch_size: int, most: int) -> int:
 
 
 def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of as many ranks as the last has: a run may be resumed on another number."""
+    """The rows with as many ranks as the last one: a run may be resumed on a different number of ranks."""
     rows = list(rows)
     counts = [len(list_ranks(row, "step_s")) for row in rows]
     return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]
 
 
 def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) -> list[Record]:
-    """The steps of a run, without the first ones, as records like those of a program that was observed."""
+    """The steps of a run after its warm-up, as the records of an attached program."""
     rows = pick_like_last(rows)
     used = rows[min(5, len(rows) // 2) :]
     times, waits = (tuple(tuple(list_ranks(row, name)) for row in used) for name in ("step_s", "data_wait_s"))
@@ -439,7 +439,7 @@ def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) 
 
 
 def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mapping[str, Any]) -> TracedStepRecord:
-    """The gradients of a bucket are taken to be ready evenly, by their bytes, since the bucket before was."""
+    """Assumes that gradients become ready at a constant rate in bytes between the ready times of two buckets."""
     backward_s, ready, messages, last_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0
     servers = SERVERS.get(one["backend"], 1)
     done = [0.0] * servers
@@ -463,37 +463,36 @@ def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mappi
 
 
 def load_config(folder: str | Path) -> dict[str, Any]:
-    """The document `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
+    """The `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
     file = Path(folder) / CONFIG_FILE
-    document = load_json(file, "give the folder of a training run")
-    known = document if isinstance(document, dict) else {}
-    if (known.get("format"), known.get("version")) != CONFIG_FORMAT or not isinstance(known.get("settings"), dict):
-        raise RecordError(f"{file} is not the configuration of a training run of this Paceline", code="damaged")
-    return known
+    document = check_format(load_json(file, "give the folder of a training run"), CONFIG_FORMAT, file)
+    if not isinstance(document.get("settings"), dict):
+        raise RecordError(f"{file} has no settings: it is not the configuration of a training run", code="damaged")
+    return document
 
 
 class MetricsLog:
-    """A file of rows, one JSON object per line: `step`, an integer, and anything that JSON can write.
+    """A JSON Lines file of rows: an integer `step`, and any other JSON values.
 
-    For nan and inf, which JSON lacks: `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`.
+    JSON lacks nan and inf, which are written as `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`.
     """
 
     def __init__(self, path: Path, after_step: float = math.inf) -> None:
-        """Continue a file, or create one. The incomplete last line of a killed run is removed, and so are rows of steps
-        after `after_step`, which the run will repeat. `last_step` is that of the last row, 0 where there is none."""
+        """Open a file to append, or create it. Removes the incomplete last line of a killed run and rows of steps after
+        `after_step`, which the run will repeat. `last_step` is the step of the last row; 0 if there is none."""
         self.path, self.last_step = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and path.stat().st_size:
                 self.last_step = _cut_off(path, after_step)
-            # Unbuffered: the rows of one `append` reach the system in one write, and a kill loses none before it.
+            # Unbuffered: the rows of one `append` reach the kernel in one write, so a kill loses no earlier row.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {error.strerror}") from None
         self.close = self._file.close
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows; they are in the file when this returns, even if the process is killed right after."""
+        """Write rows. They survive a kill of the process as soon as this returns."""
         data = memoryview(_render(rows))
         try:
             while data:
@@ -503,9 +502,9 @@ class MetricsLog:
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file in order. An incomplete last line, which a killed run leaves, is ignored."""
+    """The rows of a file, in order. Ignores an incomplete last line, which a killed run leaves."""
     try:
-        *lines, _ = path.read_bytes().split(b"\n")
+        *lines, _ = read_file(path).split(b"\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     rows = []
@@ -529,8 +528,8 @@ def _parse_row(line: bytes) -> dict[str, Any]:
 
 
 def _cut_off(path: Path, after_step: float) -> int:
-    """Shorten a file, whose steps are in order, to its complete rows up to this step; the step of the last one. It is
-    read from its end: a run recovers as fast after a million steps as after ten."""
+    """Truncate a file, whose steps are in order, to its complete rows up to this step; returns the last step kept.
+    Reads from the end, so that a run recovers as fast after a million steps as after ten."""
     step = 0
     with path.open("rb+") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         end = text.rfind(b"\n") + 1

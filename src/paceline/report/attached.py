@@ -294,15 +294,14 @@ def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
     names = [name for name in PARTS if name in rows[-1]]
     panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]
     figure, grid = build_panels(panels, "Each step, on each rank", f"{subtitle}; measured")
-    steps, is_known = [row["step"] for row in rows], "ranks" in rows[-1]
+    steps = [row["step"] for row in rows]
     taken = list(zip(*(list_ranks(row, "step_s") for row in rows), strict=True))
     for axes, name in zip(grid, names, strict=True):
         ranks = list(zip(*(list_ranks(row, name) for row in rows), strict=True))
         for rank in sorted(sorted(range(len(taken)), key=lambda rank: -sum(taken[rank]))[:_MOST_RANKS]):
             times = [math.nan if seconds is None else 1e3 * seconds for seconds in ranks[rank]]
-            label, color = f"rank {rank}" if is_known else "slowest rank", COLORS[rank % len(COLORS)]
-            place = f"ms:ranks.{name}.{rank}" if is_known else f"ms:{name}"
-            axes.plot(steps, times, lw=0.9, alpha=0.8, color=color, label=label, gid=place)
+            color, place = COLORS[rank % len(COLORS)], f"ms:ranks.{name}.{rank}"
+            axes.plot(steps, times, lw=0.9, alpha=0.8, color=color, label=f"rank {rank}", gid=place)
         axes.set_xlabel("step", fontsize=9)
     # The first step makes buckets, and loads what later ones have: it would make all others look like nothing.
     grid[0].set_ylim(0, 1.05e3 * (max(max(times[1:] or times) for times in taken) or 1e-3))

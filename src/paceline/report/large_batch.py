@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -22,10 +21,6 @@ from paceline.units import format_number_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-# Models whose synthetic data are numbers where no kind is named.
-_NUMBERS = (("linear", "synthetic"), ("mlp", "synthetic"))
 
 
 def spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
@@ -242,11 +237,7 @@ class LargeBatchResult(StudyResult):
 
     def _derive(self) -> None:
         self.runs, self.noise_records = self.only(LargeBatchRecord), self.only(NoiseRecord)
-        # By the job, for older versions saved an accuracy of 0.
-        self.has_losses = any(run.data == "synthetic:numbers" or (run.model, run.data) in _NUMBERS for run in self.runs)
-        if self.has_losses:
-            curves = [tuple(replace(point, test_accuracy=None) for point in run.curve) for run in self.runs]
-            self.runs = [replace(run, curve=curve) for run, curve in zip(self.runs, curves, strict=True)]
+        self.has_losses = any(run.num_classes == 0 for run in self.runs)  # numbers have no accuracy
         self.summaries = summarize_recipes(self.runs)
 
     def tables(self) -> list[Table]:

@@ -24,7 +24,7 @@ _COLORS = {
 @dataclass(frozen=True)
 class MemoryRow:
     """Bytes of one category at moments of the step, and the share of the peak; `largest_bytes` is at its own moment.
-    `by_phase` is the largest of each phase; a run of an older version has none."""
+    `by_phase` is the largest of each phase."""
 
     category: str
     begin_bytes: int
@@ -37,7 +37,7 @@ class MemoryRow:
 
 def list_memory(memory: MemoryUse) -> list[MemoryRow]:
     """The categories, and the total: the sum of each column except for the largest, which is that of the sum."""
-    peak, by_phase = memory.peak, group_by((p for p in memory.phases if p.largest_bytes), lambda phase: phase.name)
+    peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
     return [
         MemoryRow(
             one.category, one.num_bytes[0], one.num_bytes[peak], one.num_bytes[-1], one.largest_bytes,

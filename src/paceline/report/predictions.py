@@ -126,7 +126,7 @@ class PredictResult(Result):
         ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         self.scenario["evidence"] = find_evidence(self.records)
-        self.busy: Sequence[str] = config.get("busy", ())  # the inputs that a busy machine measured
+        self.busy: Sequence[str] = config["busy"]  # the inputs that a busy machine measured
         self.rows: list[WhatIfRow] = []
         self._simulate(draw_jobs(self.profile, self.job, DRAWS))
 
@@ -143,7 +143,7 @@ class PredictResult(Result):
     @staticmethod
     def build_sweep(sweep: Sequence[CollectiveRecord], config: dict[str, Any]) -> MeasuredFabric | None:
         """The measured fabric of a prediction with this configuration, if it has one."""
-        host = {"ranks_per_node": config["ranks_per_node"] or 0, "cores": config.get("cores", 0)}
+        host = {"ranks_per_node": config["ranks_per_node"] or 0, "cores": config["cores"]}
         return build_measured_fabric(sweep, config["backend"], config["algorithm"], **host) if sweep else None
 
     @property
@@ -201,7 +201,7 @@ class PredictResult(Result):
     def next_steps(self) -> Sequence[str]:
         named, most = self.config["network"], max(row.world_size for row in self.rows)
         network, ranks = "10gbe" if named is None else find_networks(named)[0].name, most if most > 1 else 8
-        if self.config.get("is_own", True):
+        if self.config["is_own"]:
             return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
         return (f"paceline tune --model {self.profile.model} --network {network} --network-ranks {ranks}",)
 
@@ -660,8 +660,7 @@ class TuneResult(Result):
 
     @cached_property
     def tuning(self) -> Tuning:
-        file = None if self.folder is None else self.folder / "plan.json"
-        return load_tuning(self.config, self.records, file.read_text() if file is not None and file.exists() else None)
+        return load_tuning(self.config, self.records)
 
     @property
     def plan(self) -> Plan:
@@ -739,7 +738,7 @@ class TuneResult(Result):
         path = None if self.folder is None else self.folder / PREDICTIONS
         if path is None or not path.exists():
             return []
-        written, now = load_json(path, "").get("sha256"), hash_predictions(self.config.get("predictions", ()))
+        written, now = load_json(path, "").get("sha256"), hash_predictions(self.config["predictions"])
         if written != now:
             return [f"{PREDICTIONS} does not hold the predictions of this run: one of them was changed"]
         return [f"predictions were written before the race began ({PREDICTIONS}, sha256 {now[:12]})"]

@@ -28,7 +28,7 @@ from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
-from paceline.records.store import Run, load_run
+from paceline.records.store import Run, load_run, read_file
 from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result, list_differences
@@ -49,7 +49,7 @@ class ProfileResult(PhasesResult):
     """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
 
     `profile` is the record of the layers, None where they were not measured, `evidence` what messages and the wrapper
-    cost, None of an older profile, and `steps` the records of the phases.
+    cost, None where only layers were profiled, and `steps` the records of the phases.
     """
 
     def _derive(self) -> None:
@@ -223,7 +223,7 @@ class TraceResult(Result):
         self.traces, self._plot = traces, plot and 1 <= len(traces) <= MAX_RANKS
         path = (folder or Path()) / OVERVIEW
         try:
-            self.document: dict[str, Any] = json.loads(path.read_text()) if document is None else document
+            self.document: dict[str, Any] = json.loads(read_file(path)) if document is None else document
             self.overviews = [tracing.overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
             self.advice: list[dict[str, Any]] = self.document["advice"]
@@ -427,14 +427,14 @@ class CommTableResult(Result):
 
     def _derive(self) -> None:
         self.rows: list[CommRow] = []
-        self._lost = [path for path in self.config.get("curves", ()) if not Path(path).exists()]
+        self._lost = [path for path in self.config["curves"] if not Path(path).exists()]
         ranks, profiles = self.config["ranks"], self.only(LayerProfileRecord)
         self._profiles = profiles
         parts: list[tuple[str, Any, Any]] = [("", find_networks(self.config["networks"]), ())]
-        curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
+        curves = [path for path in self.config["curves"] if path not in self._lost]
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
-        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
+        busy = {*self.config["busy"], *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
         # What a profile carries follows it: two may be of the same job, on two devices or before and after a change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
         carried = [self.records[start:end] for start, end in itertools.pairwise([*places, None])]
@@ -655,8 +655,7 @@ class ComparisonResult(Result):
         if found := self.config.get("accumulation"):
             one, two = found["accumulate"]
             once = "s + o" if found["optimizer"] else "s"
-            rank = found.get("rank")  # an older run has none, or two
-            here = f" on rank {rank}" if isinstance(rank, int) else ""
+            here = f" on rank {found['rank']}"
             means = "; the mean of all ranks: {:.1%} and {:.1%}".format(*found["means"]) if "means" in found else ""
             lines.append(
                 f"messages are s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"

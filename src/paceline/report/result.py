@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.errors import RecordError
 from paceline.records.doubts import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, LinkRecord, Record
-from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
+from paceline.records.store import RUN_FILE, Run, find_file, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
 from paceline.report.table import Column, Table, raw_columns, text_columns, wrap
 
@@ -59,7 +59,7 @@ _WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train
 class Result:
     """What a verb returns. A subclass says what the records of its verb mean.
 
-    Everything is derived from `run`, so a run folder, however old, gives the same result again (`load_result`).
+    Everything is derived from `run`, so a saved run gives the same result again (`load_result`).
     `folder` is where the run was saved, None where it was not.
     """
 
@@ -148,9 +148,8 @@ class Result:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result. Before version 3 findings were stored among them, some with another end."""
-        known = (self.answer, *self.findings) if self.run.version < 3 and self.run.warnings else ()
-        return tuple(text for text in self.run.warnings if not any(text[:20] in line for line in known))
+        """Reasons to doubt the result."""
+        return self.run.warnings
 
     @property
     def doubts(self) -> list[Doubt]:
@@ -208,7 +207,7 @@ class Result:
         return folder
 
     def _save_run(self, folder: Path) -> None:
-        if not (folder / RUN_FILE).exists():
+        if find_file(folder / RUN_FILE) is None:
             save_run(self.run, folder / RUN_FILE)
         elif ((there := load_run(folder)).created, there.verb) != (self.run.created, self.run.verb):
             raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
@@ -317,16 +316,10 @@ def describe_job(config: dict[str, Any]) -> str:
 
 
 def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, but these, with the value of each run. One that an older run does not know was
-    off there."""
+    """The settings in which runs differ, except for these, with the value of each run."""
     names = dict.fromkeys(name for config in configs for name in config if name not in but)
-    found = {}
-    for name in names:
-        known = [config[name] for config in configs if name in config]
-        was_off = len(known) < len(configs) and not any(known)
-        if not was_off and len({encoder.dumps(config.get(name)) for config in configs}) > 1:
-            found[name] = [config.get(name) for config in configs]
-    return found
+    values = {name: [config.get(name) for config in configs] for name in names}
+    return {name: each for name, each in values.items() if len(set(map(encoder.dumps, each))) > 1}
 
 
 def _pick(named: dict[str, T], name: str | None, what: str) -> T:
@@ -349,7 +342,7 @@ def build_result(run: Run, folder: Path | None = None) -> Result:
 def load_result(path: str | Path) -> Result:
     """The result of a run from its folder or its `run.json`, as the command or call that made it returned it."""
     path = Path(path)
-    if path.is_dir() and not (path / RUN_FILE).exists() and (path / CONFIG_FILE).exists():
+    if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
         from paceline.report.training import load_training
 
         return load_training(path)

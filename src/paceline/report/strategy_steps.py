@@ -218,7 +218,7 @@ class StrategyStepsResult(PredictResult):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        if self.config.get("is_own", True):
+        if self.config["is_own"]:
             return ("paceline.tune(model, step, strategy='all')",)
         return (f"paceline tune --model {self.profile.model} --strategy all",)
 

@@ -19,8 +19,9 @@ from paceline.predict.attached import find_late_by_waits
 from paceline.predict.traces import Lateness
 from paceline.records import TracedStepRecord
 from paceline.records import training as records
-from paceline.records.environment import Environment, capture_environment
-from paceline.records.store import Run, write_new
+from paceline.records.environment import Environment
+from paceline.records.kinds import decode
+from paceline.records.store import Run, find_file, name_format, write_new
 from paceline.report.attached import PARTS, AttachedResult, plot_ranks
 from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
 from paceline.report.result import Result, describe_job, list_differences, load_result
@@ -58,7 +59,7 @@ class ObservedTraining(AttachedResult):
     @property
     def _waits(self) -> list[list[float]]:
         rows = records.pick_like_last(self._rows)[1:]
-        waits = [row["ranks"]["exposed_comm_s"] for row in rows if "ranks" in row]
+        waits = [row["ranks"]["exposed_comm_s"] for row in rows]
         return [row for row in waits if None not in row]
 
     def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
@@ -83,11 +84,11 @@ class TrainRunResult(Result):
         super().__init__(run, folder)
         if rows is None:
             file = None if folder is None else folder / records.METRICS_FILE
-            rows = records.load_metrics(file) if file is not None and file.exists() else ()
+            rows = records.load_metrics(file) if file is not None and find_file(file) is not None else ()
         self.rows, self.epochs = rows, records.summarize_epochs(rows)
         self.total = records.summarize_rows(rows) if rows else None  # the whole run as one epoch
         self.tested = next((epoch for epoch in reversed(self.epochs) if epoch.test_loss is not None), None)
-        # How the run ended; empty for an unfinished one, and for one of an older Paceline.
+        # How the run ended; empty for an unfinished one.
         self.outcome: dict[str, Any] = dict(self.config.get("outcome") or {})
         self.faults: list[dict[str, Any]] = list(self.config.get("faults") or ())
         self.steps: int = rows[-1]["step"] if rows else 0
@@ -99,12 +100,11 @@ class TrainRunResult(Result):
         for the write of the one before (`wait_s`), how long it was then written (`write_s`), and after how many seconds
         the next one was due, by `--save-every auto` (`next_s`)."""
         file = None if self.folder is None else self.folder / records.SAVES_FILE
-        return records.load_metrics(file) if file is not None and file.exists() else []
+        return records.load_metrics(file) if file is not None and find_file(file) is not None else []
 
     @property
     def finished(self) -> bool:
-        has_weights = self.folder is not None and (self.folder / "weights.safetensors").exists()
-        return bool(self.rows) and self.outcome.get("steps", self.steps if has_weights else -1) == self.steps
+        return bool(self.rows) and self.outcome.get("steps") == self.steps
 
     @property
     def phases(self) -> dict[str, float]:
@@ -401,8 +401,10 @@ def render_config(
     faults: Sequence[dict[str, Any]] = (),
 ) -> str:  # fmt: skip
     """The text of `config.json`."""
-    document = dict(zip(("format", "version"), records.CONFIG_FORMAT, strict=True))
-    document |= {"settings": settings, "environment": dataclasses.asdict(environment)}
+    document = name_format(records.CONFIG_FORMAT) | {
+        "settings": settings,
+        "environment": dataclasses.asdict(environment),
+    }
     document |= {"outcome": outcome} if outcome else {}
     return json.dumps(document | ({"faults": list(faults)} if faults else {}), indent=1) + "\n"
 
@@ -411,12 +413,10 @@ def load_training(folder: str | Path) -> TrainRunResult:
     """The result of a training run, finished or not, from its folder."""
     folder = Path(folder)
     document = records.load_config(folder)
-    fields = {field.name for field in dataclasses.fields(Environment)}
-    found = {name: value for name, value in (document.get("environment") or {}).items() if name in fields}
     try:
-        environment = Environment(**found)
-    except TypeError:  # of an older Paceline, which noted less
-        environment = dataclasses.replace(capture_environment(), cpu="another machine", details={}, load_average=None)
+        environment: Environment = decode(Environment, document.get("environment"), "environment")
+    except (RecordError, TypeError) as error:
+        raise RecordError(f"{folder / records.CONFIG_FILE}: {error}", code="damaged") from None
     config = document["settings"] | {"outcome": document.get("outcome"), "faults": document.get("faults", [])}
     return TrainRunResult(Run("train", config, environment, ()), folder)
 

@@ -29,6 +29,7 @@ from paceline.records.store import (
     Study,
     check_folder,
     create_folder,
+    find_file,
     load_run,
     save_run,
     write_new,
@@ -315,8 +316,8 @@ class Session:
         """The environment of a run is that of its last machine; this names the others."""
         if self.study is None:
             return []
-        begun, here = self.study.config.get("machine", "unknown"), self.environment.machine_and_torch
-        counts = Counter(self.study.find_machine(cell) or begun for cell in self._cells)
+        here = self.environment.machine_and_torch
+        counts = Counter(self.study.find_machine(cell) for cell in self._cells)
         if counts.keys() <= {here}:
             return []
         if len(counts) == 1:
@@ -427,19 +428,19 @@ def open_session(
             machine = environment.machine_and_torch
             if resume is not None:
                 study = Study.load(folder, verb)
-                begun = study.config.get("machine")
-                if same_machine and begun != machine and not (folder / RUN_FILE).exists():
+                begun = study.config["machine"]
+                if same_machine and begun != machine and find_file(folder / RUN_FILE) is None:
                     text = f"it was started on {begun}, and this is {machine}: times cannot be mixed"
                     raise ConfigError(f"--resume {folder}: {text}", code="other-machine")
             else:
                 study = Study.begin(folder, verb, config | {"machine": machine}, environment.command_line)
             config = study.config
-            environment = dataclasses.replace(environment, command_line=study.command_line or environment.command_line)
+            environment = dataclasses.replace(environment, command_line=study.command_line)
         if folder is not None and is_leader:
             stack.callback(os.close, lock_folder(folder))
         session = Session(
             verb, config, ranks, environment, place, folder, study, progress if is_leader else False, here,
-            is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=cells or can_resume,
+            is_finished=folder is not None and find_file(folder / RUN_FILE) is not None, can_resume=cells or can_resume,
         )  # fmt: skip
         stack.callback(session.close)
         stack.enter_context(unwind_on_signals())

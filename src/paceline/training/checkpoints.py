@@ -60,7 +60,6 @@ class SaveTimes:
         self.close, self._ended_s, self._interval_s = self._log.close, 0.0, FIRST_SAVE_S
         self._stalls_s, self._write_s = list[float](), 0.0
         for row in load_metrics(path):
-            row = {"wait_s": 0.0} | row
             if all(isinstance(row.get(name), float) for name in ("stall_s", "wait_s", "write_s")):
                 self._stalls_s.append(row["stall_s"] - row["wait_s"])
                 self._write_s, self._interval_s = row["write_s"], row.get("next_s", self._interval_s)
@@ -145,13 +144,13 @@ class RunFiles:
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
         num_workers = 1 if learner.workers is None else len(learner.workers.learners)
-        grown, wanted = [tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks)
+        grown, wanted = [tuple(mark) for mark in meta["growth"]], list(job.batch_schedule.marks)
         refuse(
             ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
              f"{found} is of {meta['num_samples']} samples in batches of {meta['global_batch_size']}, and now it is "
              f"{len(job.train)} in batches of {size}: keep both"),
-            (meta.get("tail", job.settings.tail) != job.settings.tail,
-             f"{found} was trained with --tail {meta.get('tail')}, and now it is {job.settings.tail} (by the loader's "
+            (meta["tail"] != job.settings.tail,
+             f"{found} was trained with --tail {meta['tail']}, and now it is {job.settings.tail} (by the loader's "
              f"drop_last, or by {self._world.world_size} ranks): an epoch has another number of steps; keep it"),
             (_count_workers(state) != num_workers,
              f"{found} is of {format_number_of(_count_workers(state), 'worker')}, and now there are {num_workers}: "
@@ -159,7 +158,7 @@ class RunFiles:
             (grown != wanted,
              f"{found} grows its batch {_say_growth(grown)}, and now "
              f"{_say_growth(wanted)}: keep --batch-growth and --epochs"),
-            (meta.get("checksum", job.train.checksum) != job.train.checksum,
+            (meta["checksum"] != job.train.checksum,
              f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
              "(synthetic data also differs between cpu and cuda)"),
             code="mismatch",

@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 from paceline.measure.settings import ChunkSettings, CollectiveSettings, GroupSettings, WrapperSettings
 from paceline.records.exchange import load_table
 from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
-from paceline.records.store import Run, load_run
+from paceline.records.store import Run, is_run_path, load_run
 from paceline.runtime.environment import read_place
 from paceline.runtime.session import joins_world, open_session
 from paceline.units import parse_size
@@ -62,7 +62,7 @@ def allreduce(
         from paceline.report.collectives import CollectiveResult
 
         # What makes the two runs incomparable; a table that is no run does not say.
-        is_run = compare is not None and (Path(compare).is_dir() or Path(compare).suffix == ".json")
+        is_run = compare is not None and is_run_path(compare)
         differences = run.environment.differences(load_run(compare or "").environment) if is_run else []
         return CollectiveResult(run, folder, compared, differences)
 

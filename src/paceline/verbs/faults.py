@@ -12,7 +12,7 @@ from paceline.errors import MeasurementError, refuse
 from paceline.measure.faults import ATTACHED, FAULTS, SYSTEMS, build_failed, measure_fault, parse_faults
 from paceline.measure.settings import check_counts
 from paceline.records.kinds import FaultRecord
-from paceline.records.store import RUN_FILE, Study
+from paceline.records.store import RUN_FILE, Study, find_file
 from paceline.report.faults import FaultsResult
 from paceline.runtime.launch import check_rank_count
 from paceline.runtime.session import Task, open_session
@@ -49,7 +49,7 @@ def faults(
     else:
         check_resume(given, _get_defaults())
         config = Study.load(Path(resume), "faults").config
-        is_other = trials not in (None, config["trials"]) and (Path(resume) / RUN_FILE).exists()
+        is_other = trials not in (None, config["trials"]) and find_file(Path(resume) / RUN_FILE) is not None
         done = f"is finished, with --trials {config['trials']}; start a new one"
         refuse((is_other, f"--trials {trials}: the run in {resume} {done}"), code="resume")
     with open_session("faults", config, out=out, resume=resume, progress=progress, cells=True, here=True) as session:

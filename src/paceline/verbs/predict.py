@@ -25,7 +25,7 @@ from paceline.records.exchange import (
     load_table,
 )
 from paceline.records.kinds import COSTS, CostRecord, FaultRecord
-from paceline.records.store import RUN_FILE, Run, create_folder, load_run, naming_damage, pause_collection
+from paceline.records.store import Run, create_folder, is_run_path, load_run, naming_damage, pause_collection
 from paceline.records.training import count_usable_ranks, pick_like_last
 from paceline.units import parse_duration
 
@@ -328,7 +328,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         rows = pick_like_last(result.rows)
         times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
         saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
-        times["save"] = [row["stall_s"] - row.get("wait_s", 0.0) for row in saves]
+        times["save"] = [row["stall_s"] - row["wait_s"] for row in saves]
         times["write"] = [row["write_s"] for row in saves]
         step_s = statistics.median(times["step"] or [0.0])
         for fault in result.config.get("faults") or ():  # from which it has recovered, up to the end of a step
@@ -455,7 +455,7 @@ def _get_run(source: Result | str | Path) -> Run:
 
 def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
     """The collectives of a run or of a table, and the run."""
-    if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
+    if isinstance(source, str | Path) and not is_run_path(source):
         return load_table(source), None
     run = _get_run(source)
     return list_collectives(run, source if isinstance(source, str | Path) else "the result"), run

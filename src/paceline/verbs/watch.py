@@ -26,6 +26,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.errors import ConfigError, RecordError, refuse
+from paceline.records.store import open_file
 from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last
 from paceline.report.attached import WHERE, RankRow
 from paceline.report.page import render_page, render_table, save_page, split_verdict
@@ -71,7 +72,7 @@ class Follower:
         """The whole lines of its metrics from this byte on, and where they begin and end. They begin at 0 where rows
         were cut off, after a fault or a resume: the file is shorter, or no row begins at this byte."""
         try:
-            with (self.folder / METRICS_FILE).open("rb") as file:
+            with open_file(self.folder / METRICS_FILE) as file:
                 file.seek(max(0, place - 1))
                 content = file.read()
                 if place and content[:1] != b"\n":
