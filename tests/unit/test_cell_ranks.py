@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from paceline import ConfigError
+from paceline.integrations import notebook
 from paceline.runtime.cell_ranks import CellError, CellInterrupted, RankLines, describe_end, parse_ranks, runs_on_ranks
 from paceline.runtime.cells import Ended
 from paceline.runtime.worker import Failure
@@ -91,3 +94,10 @@ def test_python_runs_on_ranks_also_where_it_has_a_mistake(source):
 @pytest.mark.parametrize("source", ["", "# words", "%time x", "!ls", "x = !ls", "x?", "a = 1\n%time f()", "%%time\nx"])
 def test_what_ipython_alone_understands_stays_in_the_notebook(source):
     assert not runs_on_ranks(source)
+
+
+def test_an_ipython_that_is_too_old_is_refused_and_the_extra_named(monkeypatch):
+    monkeypatch.setattr(notebook.IPython, "version_info", (7, 34, 0, ""))
+    with pytest.raises(ConfigError, match=r"paceline\[notebook\]") as caught:
+        notebook.load(types.SimpleNamespace())
+    assert caught.value.code == "missing-extra"

@@ -6,28 +6,31 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import IPython
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.report.table import Column, Table
-from paceline.runtime.cell_ranks import CellRanks, RankLines, RankStatus, parse_ranks, runs_on_ranks
+from paceline.runtime.cell_ranks import CellRanks, RankLines, parse_ranks, runs_on_ranks
 from paceline.runtime.cells import CellSettings, Cleared, Output, Shown
 
+_OLDEST = (8, 18)  # of IPython
+_NO_RANKS = "no ranks are running: %dist_init -n 2 starts two"
 _COLUMNS = (
     Column("rank", "rank", "count", key="rank", is_key=True),
     Column("process", "pid", str, key="pid"),
     Column("device", "device", key="device"),
     Column("memory", "memory_bytes", "bytes", key="memory_bytes"),
     Column("GPU memory", "gpu_memory_bytes", "bytes", key="gpu_memory_bytes"),
-    Column("now", "state", "words", key="state", is_key=True),
+    Column("state", "state", "words", key="state", is_key=True),
 )
 
 
 @magics_class
 class RankMagics(Magics):
-    """The magics. Once ranks run, cells without a magic run on all of them; `%%local` runs one in the notebook."""
+    """Once ranks are running, cells without a magic run on all of them; `%%local` runs one in the notebook."""
 
     shell: Any
 
@@ -90,7 +93,7 @@ class RankMagics(Magics):
 
     @line_magic
     def sync(self, line: str) -> None:
-        """%sync: wait until every rank is here."""
+        """%sync: wait until every rank has reached this point."""
         ranks = self._need()
         self._run("world.barrier()", None)
         self._say(f"all {ranks.settings.num_ranks} ranks are here")
@@ -107,11 +110,11 @@ class RankMagics(Magics):
 
     @line_magic
     def dist_status(self, line: str) -> None:
-        """%dist_status: what every rank does now."""
+        """%dist_status: state, device and memory of every rank."""
         if self.ranks is None:
-            self._say("no ranks run: %dist_init -n 2 starts some")
+            self._say(_NO_RANKS)
             return
-        table = build_status(self.ranks.status())
+        table = Table("ranks", "", _COLUMNS, self.ranks.status())
         self.shell.display_pub.publish({"text/plain": table.terminal(), "text/html": table.html()})
 
     @line_magic
@@ -127,11 +130,11 @@ class RankMagics(Magics):
             ranks.close()
             self._say(f"{ranks.settings.num_ranks} ranks ended")
 
-    # -- what they share
+    # -- shared by the magics
 
     def _need(self) -> CellRanks:
         if self.ranks is None:
-            raise UsageError("no ranks run: %dist_init -n 2 starts some")
+            raise UsageError(_NO_RANKS)
         return self.ranks
 
     def _start(self, settings: CellSettings) -> None:
@@ -157,7 +160,7 @@ class RankMagics(Magics):
             self._lines.close()
 
     def transform(self, lines: list[str]) -> list[str]:
-        """The first of IPython's transformers: `%%rank[0]` as a magic with an argument, and cells without a magic."""
+        """Runs before IPython's own transformers: gives `%%rank[0]` the form of a magic, and cells without one a magic."""
         source = "".join(lines)
         if source.lstrip().startswith("%%rank["):
             return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)
@@ -196,12 +199,8 @@ class RankMagics(Magics):
         self._write(stream, f"paceline: {text}\n")
 
     def _notice(self, text: str) -> None:
-        """What a person should look at; notebooks show it in red."""
+        """A message that the user should not miss; notebooks show stderr in red."""
         self._say(text, "stderr")
-
-
-def build_status(ranks: Sequence[RankStatus]) -> Table:
-    return Table("ranks", "", _COLUMNS, list(ranks))
 
 
 def _parse_gpu(text: str) -> int:
@@ -220,6 +219,9 @@ def _as_one_line(error: PacelineError) -> PacelineError:
 def load(shell: Any) -> None:
     if getattr(shell, "paceline_magics", None) is not None:
         return
+    if IPython.version_info < _OLDEST:
+        text = f"IPython {IPython.__version__} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed"
+        raise _as_one_line(ConfigError(f"{text}: pip install 'paceline[notebook]'", code="missing-extra"))
     shell.paceline_magics = magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_cleanup.append(magics.transform)

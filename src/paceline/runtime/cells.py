@@ -379,7 +379,7 @@ class CellRank:
                 error = result.error_before_exec or result.error_in_exec
             finally:
                 self._can_interrupt = False
-        except KeyboardInterrupt as caught:  # in the shell's own code, after that of the cell
+        except BaseException as caught:  # an interrupt in the shell's own code, after that of the cell
             error = caught
         self._running = 0
         failure, place = None, ""
