@@ -160,7 +160,7 @@ class RankMagics(Magics):
             self._lines.close()
 
     def transform(self, lines: list[str]) -> list[str]:
-        """Runs before IPython's own transformers: gives `%%rank[0]` the form of a magic, and cells without one a magic."""
+        """Rewrites `%%rank[0]` as a magic with an argument, and adds a magic to cells that have none."""
         source = "".join(lines)
         if source.lstrip().startswith("%%rank["):
             return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)
