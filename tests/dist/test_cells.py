@@ -37,6 +37,7 @@ class Notebook:
             self._lines.add(rank, message.stream, message.text)
         elif isinstance(message, Shown):
             self.shown.append((rank, message.data))
+            self.text_before = self.text
 
     def run(self, source: str, ranks: list[int] | None = None) -> str:
         """What the cell wrote."""
@@ -153,9 +154,9 @@ def test_a_figure_without_pyplot_is_a_picture(notebook):
 
 
 def test_long_output_arrives_whole_and_before_what_is_shown_later(notebook):
-    text = notebook.run("print('é1' * 300_000, end='')\ndisplay(5)\nprint('after')", [0])
-    assert text == "[0] " + "é1" * 300_000 + "after\n"
-    assert notebook.shown == [(0, {"text/plain": "5"})]
+    text = notebook.run("print('é1' * 300_000)\ndisplay(5)\nprint('after')", [0])
+    assert text == "[0] " + "é1" * 300_000 + "\n[0] after\n"
+    assert notebook.shown == [(0, {"text/plain": "5"})] and notebook.text_before == text.removesuffix("[0] after\n")
 
 
 def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
@@ -163,7 +164,7 @@ def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
     with pytest.raises(CellError, match="rank 1 of 2 failed: ZeroDivisionError") as caught:
         notebook.run("def f(n):\n    return 1 / n\nf(1 - rank)")
     assert caught.value.rank == 1 and caught.value.others == ()
-    assert "    return 1 / n\n" in caught.value.rank_traceback and "cells.py" not in caught.value.rank_traceback
+    assert "    return 1 / n\n" in caught.value.rank_traceback and "interactiveshell" not in caught.value.rank_traceback
     assert notebook.show("kept") == ["7", "7"] and notebook.notices == []
     assert notebook.show(SUM) == ["[3.0, 3.0]"] * 2
 
