@@ -37,6 +37,7 @@ class Notebook:
             self._lines.add(rank, message.stream, message.text)
         elif isinstance(message, Shown):
             self.shown.append((rank, message.data))
+            self.text_before = self.text
 
     def run(self, source: str, ranks: list[int] | None = None) -> str:
         """What the cell wrote."""
@@ -99,8 +100,9 @@ def test_output_comes_while_the_cell_runs(notebook, tmp_path):
 def test_a_cell_for_some_ranks_runs_there_alone(notebook):
     assert notebook.run("print('only here')", [1]) == "[1] only here\n"
     for ranks in ([2], [], [-1]):
-        with pytest.raises(ConfigError, match="use 0 to 1"):
+        with pytest.raises(ConfigError) as caught:
             notebook.run("1", ranks)
+        assert caught.value.code == "rank"
 
 
 def test_functions_and_classes_of_cells_can_be_inspected_and_pickled(notebook):
@@ -120,12 +122,49 @@ def test_figures_come_back_at_show_and_at_the_end_of_the_cell(notebook):
     assert notebook.show("plt.get_fignums()", [0]) == ["[]"]
 
 
+RICH = """
+class Rich:
+    def _repr_html_(self): return "<b>1</b>"
+    def _repr_png_(self): return b"png"
+    def _repr_svg_(self): raise RuntimeError("cannot draw")
+    def __repr__(self): return "rich"
+
+class Bundle:
+    def _repr_mimebundle_(self, include=None, exclude=None): return {"text/html": "<i>2</i>"}, {}
+"""
+
+
+def test_an_object_shows_every_representation_that_it_has(notebook):
+    notebook.run(RICH, [0])
+    assert notebook.run("display(Rich(), Bundle(), Rich)", [0]) == ""
+    rich, bundle, kind = [data for _, data in notebook.shown]
+    assert rich.keys() == {"text/html", "image/png", "text/plain"} and rich["text/plain"] == "rich"
+    assert bundle["text/html"] == "<i>2</i>" and kind.keys() == {"text/plain"}
+
+
+def test_ipython_shows_clears_and_runs_magics_in_a_rank(notebook):
+    notebook.run("from IPython.display import HTML, clear_output\nclear_output()\ndisplay(HTML('<i>x</i>'))", [1])
+    assert [(rank, data["text/html"]) for rank, data in notebook.shown] == [(1, "<i>x</i>")]
+    assert "from the shell" in notebook.run("there = !echo from the shell\nprint(there)", [0])
+
+
+def test_a_figure_without_pyplot_is_a_picture(notebook):
+    notebook.run("from matplotlib.figure import Figure\nfigure = Figure()\nfigure.subplots()\nfigure", [1])
+    assert [set(data) for _, data in notebook.shown] == [{"image/png", "text/plain"}]
+
+
+def test_long_output_arrives_whole_and_before_what_is_shown_later(notebook):
+    text = notebook.run("print('é1' * 300_000)\ndisplay(5)\nprint('after')", [0])
+    assert text == "[0] " + "é1" * 300_000 + "\n[0] after\n"
+    assert notebook.shown == [(0, {"text/plain": "5"})] and notebook.text_before == text.removesuffix("[0] after\n")
+
+
 def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
     notebook.run("kept = 7")
     with pytest.raises(CellError, match="rank 1 of 2 failed: ZeroDivisionError") as caught:
         notebook.run("def f(n):\n    return 1 / n\nf(1 - rank)")
     assert caught.value.rank == 1 and caught.value.others == ()
-    assert "    return 1 / n\n" in caught.value.rank_traceback and "cells.py" not in caught.value.rank_traceback
+    assert "    return 1 / n\n" in caught.value.rank_traceback and "interactiveshell" not in caught.value.rank_traceback
     assert notebook.show("kept") == ["7", "7"] and notebook.notices == []
     assert notebook.show(SUM) == ["[3.0, 3.0]"] * 2
 
@@ -196,7 +235,7 @@ def test_a_deadlock_is_named(notebook, monkeypatch):
     notices = notebook.notices
 
     def act() -> None:
-        wait_until(lambda: any("nothing has moved" in line for line in notices))
+        wait_until(lambda: any("deadlock" in line for line in notices))
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=act)
@@ -204,7 +243,7 @@ def test_a_deadlock_is_named(notebook, monkeypatch):
     with pytest.raises(CellInterrupted):
         notebook.run("dist.all_reduce(torch.ones(1))", [0])
     thread.join()
-    (notice,) = [line for line in notices if "nothing has moved" in line]
+    (notice,) = [line for line in notices if "deadlock" in line]
     assert "rank 0 waits at In[" in notice and "dist.all_reduce" in notice and "rank 1 does not run this cell" in notice
 
 
@@ -221,25 +260,27 @@ def test_a_stopped_rank_is_reported_and_a_killed_one_ends_the_others():
         ranks.start()
         first, second = ranks.status()
         os.kill(first.pid, signal.SIGSTOP)
-        wait_until(lambda: [one.state == "idle" for one in ranks.status()] == [False, True])
+        wait_until(lambda: [one.state for one in ranks.status()] == ["suspended", "idle"])
         os.kill(first.pid, signal.SIGKILL)
-        with pytest.raises(LaunchError, match=r"rank 0 of 2 was killed by SIGKILL[^\n]*\n%dist_reset"):
-            ranks.run("1")
-        with pytest.raises(LaunchError, match="%dist_reset"):
-            ranks.run("1")
+        for _ in range(2):
+            with pytest.raises(LaunchError, match=r"SIGKILL[^\n]*\n%dist_reset") as caught:
+                ranks.run("1")
+            assert (caught.value.code, caught.value.rank) == ("ranks-gone", 0)
         assert "killed" in ranks.status()[0].state and not ranks.is_alive
     assert not os.path.exists(f"/proc/{second.pid}")
 
 
 def test_a_world_that_cannot_be_opened_is_one_error_and_leaves_nothing():
+    before = set(find_ranks(os.getpid()))  # of other tests
     for settings in (CellSettings(2, "no-such-backend", "cpu"), CellSettings(2, gpu_ids=(0,))):
-        with pytest.raises(ConfigError, match=r"no-such-backend|2 ranks on 1 GPU"):
+        with pytest.raises(ConfigError):
             CellRanks(settings, lambda *_: None, lambda _: None).start()
+    assert set(find_ranks(os.getpid())) <= before
 
 
 def test_a_second_interrupt_ends_ranks_that_do_not_react(monkeypatch):
     notebook = Notebook("gloo")
-    monkeypatch.setattr(cell_ranks, "_DEAF_S", 0.2)
+    monkeypatch.setattr(cell_ranks, "_UNRESPONSIVE_S", 0.2)
     with notebook.ranks as ranks:
         ranks.start()
 

@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+import IPython
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.report.table import Column, Table
-from paceline.runtime.cell_ranks import CellRanks, RankLines, RankStatus, parse_ranks, runs_on_ranks
-from paceline.runtime.cells import CellSettings, Cleared, Output, Shown, current
+from paceline.runtime.cell_ranks import CellRanks, RankLines, parse_ranks, runs_on_ranks
+from paceline.runtime.cells import CellSettings, Cleared, Output, Shown
 
-_HOOK = "paceline.integrations.notebook:route_display"
+_OLDEST = (8, 18)  # of IPython
+_NO_RANKS = "no ranks are running: %dist_init -n 2 starts two"
 _COLUMNS = (
     Column("rank", "rank", "count", key="rank", is_key=True),
     Column("process", "pid", str, key="pid"),
     Column("device", "device", key="device"),
     Column("memory", "memory_bytes", "bytes", key="memory_bytes"),
     Column("GPU memory", "gpu_memory_bytes", "bytes", key="gpu_memory_bytes"),
-    Column("now", "state", "words", key="state", is_key=True),
+    Column("state", "state", "words", key="state", is_key=True),
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%{self.prog}: {message}")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise UsageError(message or "")
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser("dist_init", add_help=False)
-    parser.add_argument("-n", "--num-processes", "--ranks", dest="num_ranks", type=int, default=0)
-    parser.add_argument("-b", "--backend", default="auto")
-    parser.add_argument("-d", "--device", default="auto")
-    parser.add_argument("-g", "--gpu-ids", default="")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("-t", "--timeout", type=float, default=CellSettings.timeout_s)
-    parser.add_argument("--explicit", action="store_true")
-    return parser
 
 
 @magics_class
 class RankMagics(Magics):
-    """The magics. Once ranks run, cells without a magic run on all of them; `%%local` runs one in the notebook."""
+    """Once ranks are running, cells without a magic run on all of them; `%%local` runs one in the notebook."""
 
     shell: Any
 
@@ -61,23 +42,22 @@ class RankMagics(Magics):
 
     # -- magics
 
+    @magic_arguments()
+    @argument("-n", "--num-processes", "--ranks", dest="num_ranks", type=int, default=0, help="number of ranks")
+    @argument("-b", "--backend", default="auto", help="auto, gloo, shm or nccl")
+    @argument("-d", "--device", default="auto", help="auto, cpu or cuda")
+    @argument("-g", "--gpu-ids", default="", help="the GPU of each rank: 0,1")
+    @argument("--threads", type=int, help="torch's threads per rank")
+    @argument("-t", "--timeout", type=float, default=CellSettings.timeout_s, help="seconds a collective may wait")
+    @argument("--explicit", action="store_true", help="run only cells with %%%%distributed or %%%%rank on ranks")
     @line_magic
     def dist_init(self, line: str) -> None:
-        """%dist_init -n 2: start ranks, and run the cells that follow on all of them.
-
-        -n, --num-processes N   how many; by default one for each GPU, or 2
-        -b, --backend NAME      auto, gloo, shm, nccl
-        -d, --device NAME       auto, cpu, cuda
-        -g, --gpu-ids 0,1       the GPU of each rank
-        --threads N             torch's threads per rank
-        -t, --timeout SECONDS   how long a collective may wait; a day by default
-        --explicit              only cells that begin with %%distributed or %%rank run on ranks
-        """
-        options = _build_parser().parse_args(shlex.split(line))
+        """Start ranks, and run the cells that follow on all of them."""
+        options = parse_argstring(self.dist_init, line)
         gpu_ids = tuple(_parse_gpu(part) for part in options.gpu_ids.split(",") if part.strip())
         device = "cuda" if gpu_ids and options.device == "auto" else options.device
         num_ranks = options.num_ranks or len(gpu_ids) or 2
-        settings = CellSettings(num_ranks, options.backend, device, gpu_ids, options.threads, options.timeout, _HOOK)
+        settings = CellSettings(num_ranks, options.backend, device, gpu_ids, options.threads, options.timeout)
         self._is_automatic = not options.explicit
         if self.ranks is not None and self.ranks.is_alive and self.ranks.settings == settings:
             self._say("these ranks are running already; %dist_reset starts new ones")
@@ -113,7 +93,7 @@ class RankMagics(Magics):
 
     @line_magic
     def sync(self, line: str) -> None:
-        """%sync: wait until every rank is here."""
+        """%sync: wait until every rank has reached this point."""
         ranks = self._need()
         self._run("world.barrier()", None)
         self._say(f"all {ranks.settings.num_ranks} ranks are here")
@@ -130,11 +110,11 @@ class RankMagics(Magics):
 
     @line_magic
     def dist_status(self, line: str) -> None:
-        """%dist_status: what every rank does now."""
+        """%dist_status: state, device and memory of every rank."""
         if self.ranks is None:
-            self._say("no ranks run: %dist_init -n 2 starts some")
+            self._say(_NO_RANKS)
             return
-        table = build_status(self.ranks.status())
+        table = Table("ranks", "", _COLUMNS, self.ranks.status())
         self.shell.display_pub.publish({"text/plain": table.terminal(), "text/html": table.html()})
 
     @line_magic
@@ -150,11 +130,11 @@ class RankMagics(Magics):
             ranks.close()
             self._say(f"{ranks.settings.num_ranks} ranks ended")
 
-    # -- what they share
+    # -- shared by the magics
 
     def _need(self) -> CellRanks:
         if self.ranks is None:
-            raise UsageError("no ranks run: %dist_init -n 2 starts some")
+            raise UsageError(_NO_RANKS)
         return self.ranks
 
     def _start(self, settings: CellSettings) -> None:
@@ -180,7 +160,7 @@ class RankMagics(Magics):
             self._lines.close()
 
     def transform(self, lines: list[str]) -> list[str]:
-        """The first of IPython's transformers: `%%rank[0]` as a magic with an argument, and cells without a magic."""
+        """Rewrites `%%rank[0]` as a magic with an argument, and adds a magic to cells that have none."""
         source = "".join(lines)
         if source.lstrip().startswith("%%rank["):
             return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)
@@ -219,17 +199,13 @@ class RankMagics(Magics):
         self._write(stream, f"paceline: {text}\n")
 
     def _notice(self, text: str) -> None:
-        """What a person should look at; notebooks show it in red."""
+        """A message that the user should not miss; notebooks show stderr in red."""
         self._say(text, "stderr")
-
-
-def build_status(ranks: Sequence[RankStatus]) -> Table:
-    return Table("ranks", "", _COLUMNS, list(ranks))
 
 
 def _parse_gpu(text: str) -> int:
     if not text.strip().isdigit():
-        raise UsageError(f"%dist_init --gpu-ids: {text!r} is no number of a GPU; write 0,1")
+        raise UsageError(f"%dist_init --gpu-ids: {text!r} is not the number of a GPU; write 0,1")
     return int(text)
 
 
@@ -243,6 +219,9 @@ def _as_one_line(error: PacelineError) -> PacelineError:
 def load(shell: Any) -> None:
     if getattr(shell, "paceline_magics", None) is not None:
         return
+    if IPython.version_info < _OLDEST:
+        text = f"IPython {IPython.__version__} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed"
+        raise _as_one_line(ConfigError(f"{text}: pip install 'paceline[notebook]'", code="missing-extra"))
     shell.paceline_magics = magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_cleanup.append(magics.transform)
@@ -253,18 +232,3 @@ def unload(shell: Any) -> None:
     if magics is not None:
         shell.input_transformers_cleanup.remove(magics.transform)
         magics.dist_shutdown("")
-
-
-def route_display() -> None:
-    """In a rank: IPython's own `display` and `clear_output` reach the notebook."""
-    import IPython.core.display_functions as functions
-    import IPython.display
-
-    if (rank := current()) is None or functions.display == rank.display:
-        return
-    functions.display = IPython.display.display = rank.display
-
-    def clear_output(wait: bool = False) -> None:
-        rank.outbox.put(Cleared(wait))
-
-    functions.clear_output = IPython.display.clear_output = clear_output
