@@ -310,7 +310,7 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--data", "job.py:load", "--augment"), "cannot be augmented"),
         (
             ("--model", "mlp", "--data", "job.py:load_texts"),
-            r"a batch is a list of Tensor and str: \(inputs, targets\)",
+            r"a batch is a list of Tensor and str: return \(inputs, targets\)",
         ),
         (("--model", "job.py:build_net", "--data", "job.py:load_texts"), "a batch is a list of Tensor and str"),
         (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not say"),

@@ -237,7 +237,7 @@ def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts,
     _, err = job.communicate(timeout=60)
     assert job.returncode not in (0, None), err
     if who != "launcher":
-        assert ("host b ended first, with code 137" if who == "torchrun" else "connection to host b") in err, err
+        assert ("host b failed first, with code 137" if who == "torchrun" else "connection to host b") in err, err
     hosts.expect_nothing_left(30)
 
 
@@ -304,13 +304,13 @@ BAD = {
     "other torch version": ("", OTHER_SSHD, "mount --bind {0}/other {0}/same;", "torch", "b: torch: 1.0.0: a has 2."),
     "no Python": (
         "--python {0}/only-a/python", OTHER_SSHD, "mount -t tmpfs tmpfs {0}/only-a;", "no-python",
-        "host b: there is no Python at {0}/only-a/python: install it there",
+        "host b: no Python at {0}/only-a/python: install it there",
     ),
     "unknown host key": (
         "", "Host b\n  UserKnownHostsFile /dev/null\n", "", "host-key",
         "host b: its host key is not known here: check it and run `ssh b` once",
     ),
-    "closed port": ("", "Host b\n  Port 23\n", "", "port", "host b: its ssh port is closed: start sshd there"),
+    "closed port": ("", "Host b\n  Port 23\n", "", "port", "host b: its ssh port is closed: start sshd"),
     "clock skew": (
         "", OTHER_SSHD, "mount --bind {0}/late {0}/same;", "",
         "paceline: warning: b: clock: 1 min 30 s behind this machine's",

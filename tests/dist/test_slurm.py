@@ -188,7 +188,7 @@ def test_a_signal_saves_and_the_requeued_job_resumes_to_the_bit(cluster, whole, 
     ask(cluster, "scancel", f"--signal={number}", job)
     wait_until(lambda: read_state(cluster, job).get("Restarts") == "1", 60)
     (saved,) = (folder / "checkpoints").glob("step-*")
-    assert "has saved, and is requeued" in read_log(cluster, name, job)
+    assert "saved and is requeued" in read_log(cluster, name, job)
     wait_for(cluster, job, "COMPLETED", name)
     log = read_log(cluster, name, job)
     assert "attempt 2, on n[1-2]" in log and f"resumes at step {int(saved.name.removeprefix('step-'))}" in log
@@ -285,7 +285,7 @@ def test_an_interrupt_ends_the_following_and_not_the_job(cluster):
     _, err = follower.communicate(timeout=60)
     assert follower.returncode == 130
     said = err.splitlines()[-1]
-    job = re.search(r"job (\d+) runs on", said)[1]
+    job = re.search(r"job (\d+) keeps running", said)[1]
     assert f"to end it: scancel {job}" in said and read_state(cluster, job)["JobState"] == "RUNNING"
     ask(cluster, "scancel", job)
     wait_for(cluster, job, "CANCELLED", "left")

@@ -152,7 +152,7 @@ def test_what_a_function_may_return(found, is_stream, batch_size, in_order):
     [
         (None, "own.py:load returned a NoneType"),
         ({"train": Numbers()}, "returned a dict"),
-        (iter([1]), "returned a list_iterator, which can be read once"),
+        (iter([1]), "returned a list_iterator, which can only be read once"),
         (7, "returned a int"),
     ],
 )
@@ -291,7 +291,7 @@ def test_batches_have_another_size_where_they_can():
     assert data.batch_size == 7 and data.items.batch_size == 7
     fixed = open_own(Loader())
     assert fixed.at(3) is fixed
-    with pytest.raises(ConfigError, match="has batches of 3 samples, and 8 are needed: return the data set") as caught:
+    with pytest.raises(ConfigError, match="has batches of 3 samples, but 8 are needed") as caught:
         fixed.at(8)
     assert caught.value.code == "batch-size"
 

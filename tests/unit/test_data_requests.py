@@ -1,11 +1,10 @@
-"""What data can be asked for, and what is refused before torch is imported."""
+"""Data requests, refused before torch is imported where they cannot be served; and the hub."""
 
 import io
 import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 import urllib.request
 
@@ -33,36 +32,40 @@ def test_names_and_paths(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "near"),
     [
-        ("cifar-10", "data 'cifar-10' is unknown: did you mean cifar10"),
+        ("cifar-10", "did you mean cifar10"),
         ("synthetic:image", "did you mean synthetic:images"),
-        ("zzz:x", "data 'zzz' is unknown: known are mnist, fashion-mnist"),
-        ("", "data '' is unknown"),
+        ("zzz:x", ""),
+        ("", ""),
     ],
 )
-def test_unknown_names_are_told_the_nearest(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_unknown_names_suggest_the_nearest(text, near):
+    with pytest.raises(ConfigError, match=near or None) as caught:
         parse_data(text)
+    assert caught.value.code == "unknown"
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "code", "option"),
     [
-        ({"name": "cifar10", "context": 8}, "cifar10 is not text"),
-        ({"name": "mnist", "tokenizer": "bytes"}, "mnist is not text"),
-        ({"name": "mrpc", "augment": True}, "mrpc cannot be augmented: that is for mnist"),
-        ({"name": "synthetic:images", "augment": True}, "cannot be augmented"),
-        ({"name": "synthetic", "path": "x"}, "synthetic data is generated"),
-        ({"name": "mnist", "path": "not/there"}, "mnist: not/there does not exist: give the folder with train-images"),
-        ({"name": "text"}, "text needs a path: give text:PATH"),
-        ({"name": "text", "path": "not/there"}, "text: not/there does not exist"),
-        ({"name": "mrpc", "tokenizer": "not/there"}, "tokenizer 'not/there' is not a folder: needed is auto, bytes"),
+        ({"name": "cifar10", "context": 8}, "unused", "--context"),
+        ({"name": "mnist", "tokenizer": "bytes"}, "unused", "--tokenizer"),
+        ({"name": "mrpc", "augment": True}, "unused", "--augment"),
+        ({"name": "synthetic:images", "augment": True}, "unused", "--augment"),
+        ({"name": "mnist", "cutout": 8}, "unused", "--cutout 8"),
+        ({"name": "cifar10", "augment": False, "cutout": 8}, "unused", "--cutout 8"),
+        ({"name": "synthetic", "path": "x"}, "unused", "generated"),
+        ({"name": "mnist", "path": "not/there"}, "no-files", "mnist: not/there does not exist: get train-images"),
+        ({"name": "text"}, "no-files", "text:PATH"),
+        ({"name": "text", "path": "not/there"}, "no-files", "not/there does not exist"),
+        ({"name": "mrpc", "tokenizer": "not/there"}, "tokenizer", "--tokenizer not/there"),
     ],
 )
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ConfigError, match=message):
+def test_contradictions_are_refused(fields, code, option):
+    with pytest.raises(ConfigError, match=option) as caught:
         check_request(DataRequest(**fields))
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("name", [name for name in DATA_NAMES if name.startswith("synthetic")])
@@ -71,16 +74,16 @@ def test_what_can_be_made_is_accepted(name):
     check_request(DataRequest(name=name, samples=5))
 
 
-def test_a_folder_with_other_files_is_told_what_it_holds(tmp_path):
+def test_a_folder_without_the_files_names_what_it_holds(tmp_path):
     (tmp_path / "notes.md").write_text("")
-    with pytest.raises(ConfigError, match=r"no train split in .*, which holds notes.md: needed is data_batch_1 and .*"):
+    with pytest.raises(ConfigError, match=r"no train split \(it holds notes.md\): get cifar-10-python"):
         check_request(DataRequest(name="cifar10", path=str(tmp_path)))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"lacks train-labels\[-.\]idx1-ubyte"):
+    with pytest.raises(ConfigError, match=r"has no train-labels\[-.\]idx1-ubyte"):
         check_request(DataRequest(name="mnist", path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"notes.md is a file: give the folder with"):
+    with pytest.raises(ConfigError, match=r"notes.md is a file: get msr_"):
         check_request(DataRequest(name="mrpc", path=str(tmp_path / "notes.md")))
-    with pytest.raises(ConfigError, match=r"no .txt file in"):
+    with pytest.raises(ConfigError, match=r"it holds notes.md, train-images.*\.txt files"):
         check_request(DataRequest(name="text", path=str(tmp_path)))
 
 
@@ -126,19 +129,17 @@ def test_without_a_hub_the_user_is_told_what_to_get(monkeypatch, name, source, f
     with pytest.raises(ConfigError) as caught:
         check_request(DataRequest(name=name))
     message = str(caught.value)
-    assert source in message and files in message and f"pass {name}:FOLDER" in message and "\n" not in message
+    assert source in message and files in message and f"pass {name}:PATH" in message and "\n" not in message
 
 
 def test_a_lookup_of_the_hub_that_takes_forever_is_not_waited_for(fake_hub, monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_: done.wait(30))
     fake_hub("http://unused", None)
-    begin_s = time.monotonic()
-    with pytest.raises(ConfigError, match=r"mnist cannot be fetched from the hub .*Timeout"):
+    with pytest.raises(ConfigError, match="Timeout") as caught:
         data.load_from_hub("mnist")
-    took_s = time.monotonic() - begin_s
+    assert caught.value.code == "hub" and not done.is_set()
     done.set()
-    assert took_s < 10
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(fake_hub):
@@ -147,9 +148,9 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(fake_hub):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         fake_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", asked.append)
-        with pytest.raises(ConfigError, match=r"mnist cannot be fetched from the hub \(.*\): get train-images"):
+        with pytest.raises(ConfigError) as caught:
             load_data(DataRequest(name="mnist"), "train")
-    assert not asked
+    assert caught.value.code == "hub" and not asked
 
 
 def test_files_of_the_hub_go_through_the_same_readers(fake_hub, tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ def test_tails_are_dropped_and_padded_explicitly(count, batch):
     missing = batch * len(kept) - count
     assert join(padded) == samples + [samples[place % count] for place in range(missing)]
     if count < batch:
-        with pytest.raises(ConfigError, match=f"{count} samples make no whole global batch of {batch}"):
+        with pytest.raises(ConfigError, match=f"{count} samples do not fill one global batch of {batch}"):
             EpochOrder(count, batch, 3, 0, tail="drop")
     else:
         assert windows(EpochOrder(count, batch, 3, 0, tail="drop")) == [w for w in kept if len(w) == batch]
@@ -70,7 +70,7 @@ def test_windows_of_different_sizes_cut_the_same_order(cut, epoch):
     assert [len(window) for window in padded] == list(sizes)
     assert join(padded) == samples + [samples[place % count] for place in range(missing)]
     if missing and len(sizes) == 1:
-        with pytest.raises(ConfigError, match=f"{count} samples make no whole global batch of {sizes[0]}"):
+        with pytest.raises(ConfigError, match=f"{count} samples do not fill one global batch of {sizes[0]}"):
             EpochOrder(count, sizes, 3, epoch, tail="drop")
     else:
         assert windows(EpochOrder(count, sizes, 3, epoch, tail="drop")) == kept[: len(sizes) - (missing > 0)]
@@ -148,20 +148,20 @@ def test_parts_of_a_range_are_every_number_once(count, world):
 
 @pytest.mark.parametrize("number", [-1, 3])
 def test_a_window_that_is_not_there(number):
-    with pytest.raises(IndexError, match=f"global batch {number} of an epoch that has 3"):
+    with pytest.raises(IndexError, match=f"global batch {number}: the epoch has 3"):
         EpochOrder(10, 4, 0, 0).window(number)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: EpochOrder(10, 4, 0, 0, tail="cut"), "tail 'cut' is unknown: known are keep, drop, pad"),
+        (lambda: EpochOrder(10, 4, 0, 0, tail="cut"), "tail 'cut' is unknown: use keep, drop, pad"),
         (lambda: EpochOrder(0, 4, 0, 0), "0 samples in global batches of 4"),
         (lambda: EpochOrder(4, 0, 0, 0), "4 samples in global batches of 0"),
         (lambda: EpochOrder(4, (4, 0), 0, 0), "4 samples in global batches of"),
         (lambda: EpochOrder(4, (), 0, 0), "4 samples in global batches of"),
-        (lambda: EpochOrder(10, (4, 4), 0, 0), "2 global batches of 8 samples in all, the last of 4, do not cut 10"),
-        (lambda: EpochOrder(10, (4, 6, 4), 0, 0), "3 global batches of 14 samples in all"),
+        (lambda: EpochOrder(10, (4, 4), 0, 0), "global batches of 8 samples in all, the last of 4, for 10"),
+        (lambda: EpochOrder(10, (4, 6, 4), 0, 0), "global batches of 14 samples in all"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):

@@ -134,12 +134,8 @@ def test_another_kind_than_the_models_is_made_as_asked():
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "message"),
-    [
-        ("", {}, "of which kind"),
-        ("pairs", {"context": 2}, "synthetic pairs of 2 tokens out of 64"),
-    ],
+    ("kind", "fields", "value"), [("", {}, "synthetic:KIND"), ("pairs", {"context": 2}, "2 tokens")]
 )
-def test_what_cannot_be_made(kind, fields, message):
-    with pytest.raises(ConfigError, match=message):
+def test_sets_that_cannot_be_generated(kind, fields, value):
+    with pytest.raises(ConfigError, match=value):
         load(kind, **fields)

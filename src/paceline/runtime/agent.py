@@ -1,9 +1,8 @@
-"""What runs on each host of `paceline run --hosts` and `doctor --hosts`: answers questions, then runs torchrun.
+"""The agent on each host of `paceline run --hosts` and `doctor --hosts`: answers requests, then runs torchrun.
 
-`runtime/hosts.py` sends this file over ssh. It uses the standard library alone: a host without Paceline, torch or a
-recent Python can still say what it lacks. Requests are lines of JSON on stdin, and each is answered by one line on
-stdout that begins with `MARK` and has the request's number. The last one starts the ranks; from then on both outputs
-are theirs.
+`runtime/hosts.py` sends this file over ssh. It uses only the standard library, so that a host without Paceline, torch
+or a recent Python can report what is missing. Requests are lines of JSON on stdin; each answer is one line on stdout
+with `MARK` and the request's number. The last request starts the ranks, which own stdout and stderr from then on.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ import time
 from typing import Any, NoReturn
 
 MARK = "paceline-agent "
-# Words of a command, which no argument can contain, for what only the host knows: a folder that is removed at its end,
-# and a program that runs the words behind it, and is killed when its parent ends.
+# Placeholders in a command (no argument can contain a null byte): a temporary folder, and a prefix that runs the
+# command behind it and has it killed when its parent dies.
 LOGS, GUARD = "\0logs", "\0guard"
 _GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {}, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
-_SILENCE_S = 30.0  # a launcher that is silent for so long is lost
+_SILENCE_S = 30.0  # a launcher silent for this long is considered lost
 _LOOK_S = 0.1
 _MESSAGE_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -43,12 +42,12 @@ _listeners: list[socket.socket] = []
 
 
 def build_guard(number: int) -> list[str]:
-    """The first words of a command that gets this signal when its parent ends."""
+    """The prefix of a command that is to get this signal when its parent dies."""
     return [sys.executable, "-IS", "-c", _GUARD.format(int(number))]
 
 
 def find_version(package: str) -> str:
-    """The version of a package, without its import, which takes seconds for torch; empty where there is none."""
+    """The version of a package, without importing it (torch takes seconds); empty if it is not installed."""
     if importlib.util.find_spec(package) is None:
         return ""
     try:
@@ -58,7 +57,7 @@ def find_version(package: str) -> str:
 
 
 def list_addresses() -> dict[str, list[str]]:
-    """The addresses of each interface that has one: its first IPv4 address, then those of IPv6 that need no scope."""
+    """The addresses of each interface: its first IPv4 address, then its IPv6 addresses without a scope."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -67,13 +66,13 @@ def list_addresses() -> dict[str, list[str]]:
                 found[name] = [socket.inet_ntoa(answer[20:24])]
     with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6", encoding="utf-8") as file:
         for digits, _, _, scope, _, name in map(str.split, file):
-            if scope != "20":  # not local to the link
+            if scope != "20":  # not link-local
                 found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
 
 def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
-    """What this host has. `program` and `script` are looked for from `folder`, in which the ranks are to run."""
+    """What this host has. `program` and `script` are looked up from `folder`, where the ranks will run."""
     missing = ""
     try:
         os.chdir(folder)
@@ -92,7 +91,7 @@ def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
 
 
 def tell_route(address: str) -> dict[str, Any]:
-    """The interface, and its address, by which packets leave for this address; nothing is sent."""
+    """The interface, and its address, that packets to `address` would use; sends nothing."""
     family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect(place)
@@ -105,7 +104,7 @@ def tell_time() -> dict[str, Any]:
 
 
 def listen(address: str, port: int) -> dict[str, Any]:
-    """Listen for the others, on one port at a time; 0 is one that the kernel chooses."""
+    """Listen for other hosts, on one port at a time; 0 lets the kernel choose."""
     close()
     listener = socket.create_server((address, port), family=socket.getaddrinfo(address, port)[0][0])
     _listeners.append(listener)
@@ -114,20 +113,20 @@ def listen(address: str, port: int) -> dict[str, Any]:
 
 
 def close() -> dict[str, Any]:
-    """Close the port again, so that torchrun can have it."""
+    """Close the port, so that torchrun can use it."""
     while _listeners:
-        _listeners[-1].shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, and that would keep it open
+        _listeners[-1].shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which would keep it open
         _listeners.pop().close()
     return {}
 
 
 def _answer_messages(listener: socket.socket) -> None:
-    """One connection after the other. A message is its length and as many bytes, and is answered by one byte."""
+    """Serve one connection at a time. A message is its length and that many bytes; the answer is one byte."""
     place = memoryview(bytearray(1 << 20))
     with contextlib.suppress(OSError):
         while True:
             link, _ = listener.accept()
-            with link, contextlib.suppress(OSError):  # which the other end reports
+            with link, contextlib.suppress(OSError):  # the sender reports it
                 while head := link.recv(8, socket.MSG_WAITALL):
                     left = int.from_bytes(head, "big")
                     while left > 0:
@@ -136,7 +135,7 @@ def _answer_messages(listener: socket.socket) -> None:
 
 
 def reach(places: list[tuple[str, int]], source: str, timeout_s: float) -> dict[str, Any]:
-    """Why each of these addresses and ports cannot be connected to from the address `source`; "" where it can."""
+    """The error of connecting from `source` to each of these (address, port); "" on success."""
 
     def find_error(place: tuple[str, int]) -> str:
         try:
@@ -150,8 +149,8 @@ def reach(places: list[tuple[str, int]], source: str, timeout_s: float) -> dict[
 
 
 def time_messages(address: str, port: int, source: str, limit_bytes: int, budget_s: float) -> dict[str, Any]:
-    """Seconds of messages to another host until their answers: those of one byte, and those of `num_bytes`, as many as
-    take a part of the budget, and much longer than one byte."""
+    """Round-trip seconds of one-byte messages and of `num_bytes` messages to another host. `num_bytes` grows until a
+    message takes a fair part of the budget, and much longer than one byte."""
 
     def send(num_bytes: int) -> float:
         message, begin_s = num_bytes.to_bytes(8, "big") + bytes(num_bytes), time.perf_counter()
@@ -175,9 +174,9 @@ def time_messages(address: str, port: int, source: str, limit_bytes: int, budget
 
 
 def _end_children() -> None:
-    """Kill the children, and what becomes a child by the death of its parent, until there is none."""
+    """Kill all children, and the orphans that this process then adopts, until none is left."""
     until_s = time.monotonic() + 5.0
-    with contextlib.suppress(ChildProcessError):  # there is none
+    with contextlib.suppress(ChildProcessError):  # no children left
         while time.monotonic() < until_s:
             if os.waitpid(-1, os.WNOHANG)[0]:
                 continue
@@ -189,10 +188,8 @@ def _end_children() -> None:
 
 
 def run(arguments: list[str], variables: dict[str, str], grace_s: float, requests: queue.SimpleQueue[Any]) -> int:
-    """Run a command until it ends, the launcher asks to `end` or `kill` it, or is lost; then nothing of it is left.
-
-    Returns the exit code.
-    """
+    """Run a command until it exits, the launcher asks to `end` or `kill` it, or the launcher is lost. Kills whatever is
+    left of it, and returns the exit code."""
     child = subprocess.Popen(arguments, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
     heard_s, until_s = time.monotonic(), float("inf")
     while child.poll() is None and time.monotonic() < until_s:
@@ -206,13 +203,13 @@ def run(arguments: list[str], variables: dict[str, str], grace_s: float, request
         if ask == "end" and until_s == float("inf"):
             child.terminate()
             until_s = time.monotonic() + grace_s
-    code = child.returncode  # now: below, all children are waited for
+    code = child.returncode  # before _end_children waits for all children
     _end_children()
     return 137 if code is None else 128 - code if code < 0 else code
 
 
 def serve(logs: str) -> NoReturn:
-    """Answer requests, then run what the last one says, with a folder for its logs."""
+    """Answer requests, then run the command of the last one."""
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def end(*_: object) -> None:
@@ -235,7 +232,7 @@ def serve(logs: str) -> NoReturn:
         except (OSError, ValueError) as error:
             answer = {"error": getattr(error, "strerror", None) or str(error)}
         text = json.dumps({"number": number, **answer})
-        os.write(1, f"\n{MARK}{text}\n".encode())  # after what a login script printed
+        os.write(1, f"\n{MARK}{text}\n".encode())  # a login script may have printed part of a line
     code = 0
     if request.pop("ask") == "run":
         words = {LOGS: [logs], GUARD: build_guard(signal.SIGKILL)}
@@ -246,17 +243,17 @@ def serve(logs: str) -> NoReturn:
             print(f"paceline: {request['arguments'][0]}: {error.strerror}", file=sys.stderr, flush=True)
             code = 1
     shutil.rmtree(logs, ignore_errors=True)
-    os._exit(code)  # the thread that reads would hold up an ordinary exit
+    os._exit(code)  # a normal exit would wait for the reading thread
 
 
 def main() -> NoReturn:
-    """Serve in a child. Whichever of the two is killed, the other one ends the ranks: the parent adopts what the child
-    leaves, and the child finds its input closed. Where both are killed, the guard of each program ends it."""
+    """Serve in a child process. If either process is killed, the other ends the ranks: the parent adopts and kills the
+    child's orphans, and the child sees its stdin close. If both are killed, the guards end the programs."""
     logs = ""
-    with contextlib.suppress(OSError):  # a disk that is full is reported with the facts
+    with contextlib.suppress(OSError):  # a full disk is reported with the facts
         logs = tempfile.mkdtemp(prefix="paceline-run-")
     child = os.fork()
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: adopt what loses its parent
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: adopt orphans
     if not child:
         serve(logs)
     for number in _SIGNALS:

@@ -1,112 +1,75 @@
-"""Manifests for Kubernetes: a plain indexed Job with its Service, or Kubeflow's TrainJob. Nothing is submitted."""
+"""Kubernetes manifests: an indexed Job with its Service, or a Kubeflow TrainJob. Nothing is submitted."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from paceline.errors import refuse
 
 KINDS = ("job", "trainjob")
-_PORT = 29400  # inside the pods, where nobody else is
-_RETRIES = 10
-GRACE_S, _LEAVE_S = 60.0, 5  # for the ranks to save, and for torchrun to end after them
-# By `exec`, torchrun gets the signal that ends a pod, and passes it on to the ranks. Pods find each other by the
-# Service; a pod of an indexed Job is called after its index.
-_START = (
-    "exec torchrun --nnodes {nodes} --node-rank $JOB_COMPLETION_INDEX --nproc-per-node {ranks} "
-    '--master-addr {name}-0.{name} --master-port {port} --no-python "$@"'
-)
+GRACE_S = 60.0  # for the ranks to save
+_LEAVE_S = 5  # for torchrun to exit after them
 
 
-def build_manifest(
+def _dump(value: Any) -> str:
+    """A value as JSON, which is also YAML."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def render_manifest(
     command: Sequence[str], *, name: str, image: str, nodes: int = 1, ranks_per_node: int = 1, gpus_per_node: int = 0,
     variables: Mapping[str, str] | None = None, volume: str = "", folder: str = "", grace_s: float = GRACE_S,
     kind: str = "job",
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The objects of the manifest, as `kubectl` takes them.
+) -> str:  # fmt: skip
+    """The manifest as YAML for `kubectl apply -f -`.
 
-    `volume` is CLAIM:PATH, a PersistentVolumeClaim and where it is mounted.
+    `volume` is CLAIM:PATH, a PersistentVolumeClaim and its mount point.
     """
+    is_name = re.fullmatch(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?", name)
+    is_volume = re.fullmatch(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*)?", volume)
+    unused = kind == "trainjob" and (volume or folder or grace_s != GRACE_S)
+    variables = variables or {}
     refuse(
         (kind not in KINDS, f"--kind {kind} is unknown: use {' or '.join(KINDS)}"),
-        (not image, "--kubernetes needs --image: the container image with torch, Paceline and your program"),
-        (not re.fullmatch(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?", name),
-         f"--name {name}: pods need a name of lower-case letters, digits and -, that begins with a letter"),
-        (any(key.startswith("PET_") for key in variables or {}), "--env PET_...: torchrun reads these; leave them out"),
-        (volume and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*", volume),
-         f"--volume {volume}: write CLAIM:/PATH, a PersistentVolumeClaim and where to mount it"),
-        (kind == "trainjob" and (volume or folder or grace_s != GRACE_S),
-         "--volume, --folder and --grace with --kind trainjob: they belong to its training runtime; leave them out"),
-    )  # fmt: skip
+        (not image, "--kubernetes needs --image: a container image with torch, Paceline and your program"),
+        (not is_name, f"--name {name}: use up to 53 lower-case letters, digits and -, starting with a letter"),
+        (any(key.startswith("PET_") for key in variables), "--env PET_...: torchrun reads these; leave them out"),
+        (not is_volume, f"--volume {volume}: write CLAIM:/PATH, a PersistentVolumeClaim and its mount point"),
+        (unused, "--volume, --folder and --grace with --kind trainjob: set them in its training runtime instead"),
+    )
     own = {"PACELINE_RUN": name, "PYTHONUNBUFFERED": "1"}
     if kind == "job":
         own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(grace_s))
-    command = [word.replace("$", "$$") for word in command]  # Kubernetes replaces $(NAME)
-    env: list[dict[str, Any]] = [
-        {"name": key, "value": value.replace("$", "$$")} for key, value in {**own, **(variables or {})}.items()
-    ]
-    if "PACELINE_SECRET" not in (variables or {}):
-        # What ranks prove to know when they meet, if the user has made a Secret of this name.
-        source = {"secretKeyRef": {"name": f"{name}-secret", "key": "secret", "optional": True}}
-        env.append({"name": "PACELINE_SECRET", "valueFrom": source})
-    gpus = {"nvidia.com/gpu": gpus_per_node}
-    resources = {"limits": gpus, "requests": gpus} if gpus_per_node else {}
-    if kind == "trainjob":
-        trainer = {
-            "image": image, "command": ["torchrun", "--no-python", *command], "env": env, "numNodes": nodes,
-            "numProcPerNode": ranks_per_node,
-        } | ({"resourcesPerNode": resources} if resources else {})  # fmt: skip
-        spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-        head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-        return [{**head, "metadata": {"name": name}, "spec": spec}]
-    start = _START.format(nodes=nodes, ranks=ranks_per_node, name=name, port=_PORT)
-    mounts, volumes = [{"name": "shm", "mountPath": "/dev/shm"}], [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    env: list[Any] = [{"name": key, "value": value} for key, value in (own | dict(variables)).items()]
+    if "PACELINE_SECRET" not in variables:
+        # If the user has created this Secret, ranks authenticate each other with it.
+        secret = {"name": f"{name}-secret", "key": "secret", "optional": True}
+        env.append({"name": "PACELINE_SECRET", "valueFrom": {"secretKeyRef": secret}})
+    mounts: list[Any] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[Any] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if volume:
         claim, _, path = volume.partition(":")
         mounts.append({"name": "data", "mountPath": path})
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
-    container: dict[str, Any] = {
-        "name": "ranks", "image": image, "command": ["sh", "-c", start, "paceline", *command], "env": env,
-        "volumeMounts": mounts,
-    }  # fmt: skip
-    container |= ({"workingDir": folder} if folder else {}) | ({"resources": resources} if resources else {})
-    pod = {
-        "subdomain": name, "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": round(grace_s) + _LEAVE_S,
-        "containers": [container], "volumes": volumes,
-    }  # fmt: skip
-    spec = {
-        "completions": nodes, "parallelism": nodes, "completionMode": "Indexed", "backoffLimit": _RETRIES,
-        "template": {"spec": pod},
-    }  # fmt: skip
-    service = {
-        "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": name},
-        "ports": [{"name": "rendezvous", "port": _PORT}],
-    }  # fmt: skip
-    return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec},
-    ]
-
-
-def _render(value: Any, indent: str) -> list[str]:
-    """YAML in blocks; scalars and empty values as JSON, which is YAML."""
-    lines: list[str] = []
-    for key, item in value.items() if isinstance(value, dict) else [("-", item) for item in value]:
-        head = f"{indent}-" if key == "-" else f"{indent}{key}:"
-        if isinstance(item, dict | list) and item:
-            inner = _render(item, indent + "  ")
-            if key == "-":  # the first line of a block stands behind the dash
-                lines += [f"{head} {inner[0].lstrip()}", *inner[1:]]
-            else:
-                lines += [head, *inner]
-        else:
-            lines.append(f"{head} {json.dumps(item, ensure_ascii=False)}")
-    return lines
-
-
-def render_manifest(command: Sequence[str], **arguments: Any) -> str:
-    """The manifest as YAML, for `kubectl apply -f -`; the arguments are those of `build_manifest`."""
-    return "---\n".join("\n".join(_render(item, "")) + "\n" for item in build_manifest(command, **arguments))
+    gpus = {"nvidia.com/gpu": gpus_per_node}
+    indent = "\n        " if kind == "job" else "\n    "
+    # Kubernetes expands $(NAME) in commands and variables, unless the $ is doubled.
+    text = Template(Path(__file__).with_name(f"kubernetes-{kind}.yaml").read_text()).substitute(
+        name=name,
+        nodes=nodes,
+        ranks=ranks_per_node,
+        leave_s=round(grace_s) + _LEAVE_S,
+        image=_dump(image),
+        words=_dump(list(command))[1:-1].replace("$", "$$"),
+        folder=_dump(folder),
+        resources=_dump({"limits": gpus, "requests": gpus} if gpus_per_node else {}),
+        env=indent.join(f"- {_dump(item)}" for item in env).replace("$", "$$"),
+        mounts=_dump(mounts),
+        volumes=_dump(volumes),
+    )
+    return re.sub(r'\n *\w+: ({}|"")(?=\n)', "", text)  # without empty fields

@@ -1,4 +1,4 @@
-"""`paceline run`: a command on several hosts, over ssh, by Slurm, or as a manifest for Kubernetes."""
+"""`paceline run`: a command on several hosts, over ssh, with Slurm, or as a Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.runtime.kubernetes import render_manifest
 from paceline.runtime.launch import defer_signals
 from paceline.runtime.monitor import TIMEOUT_VARIABLE
 
-# Which way of starting each option belongs to; the others are for all.
+# Options that apply to only some ways of starting.
 _OWN = {
     "hosts": ("interface", "port", "ssh", "python", "check_timeout"),
     "slurm": ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "sbatch", "wait", "dry_run"),
@@ -27,12 +27,12 @@ _OWN = {
 
 
 def parse_variables(given: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` for the value that it has here."""
+    """Parse `NAME=VALUE`, or `NAME` for its value on this host."""
     variables = {}
     for text in given:
         name, is_set, value = text.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or (not is_set and name not in os.environ):
-            raise ConfigError(f"--env {text}: write NAME=VALUE, or NAME of a variable that is set here")
+            raise ConfigError(f"--env {text}: write NAME=VALUE, or the NAME of a variable that is set here")
         variables[name] = value if is_set else os.environ[name]
     return variables
 
@@ -44,40 +44,43 @@ def run(
     check_timeout: float = remote.CHECK_S, time: str = "", partition: str = "", sbatch: str = "", wait: bool = False,
     dry_run: bool = False, image: str = "", kind: str = "job", volume: str = "", show: remote.Show | None = None,
 ) -> int:  # fmt: skip
-    """Run a command on several hosts and return its exit code; `show` gets what there is to see.
+    """Run a command on several hosts and return its exit code; `show` receives the output.
 
-    `hosts` ("a:8,b:8"): over ssh, with torchrun on each, once they have passed their checks, within `check_timeout`
-    seconds. `slurm`: write an sbatch script, show it and submit it, the last not with `dry_run`; `wait` for its end.
+    `hosts` ("a:8,b:8"): over ssh with torchrun, once all hosts pass their checks within `check_timeout` seconds.
+    `slurm`: show an sbatch script and, without `dry_run`, submit it; with `wait`, follow the job to its end.
     `kubernetes`: show a manifest.
     """
-    given, defaults = dict(locals()), run.__kwdefaults__ or {}
+    given = dict(locals())
+    defaults = run.__kwdefaults__ or {}
     chosen = [key for key in _OWN if given[key]]
     refuse(
-        (not command, "no command: write it behind --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
-        (len(chosen) != 1, "give one of --hosts, --slurm and --kubernetes: where is the command to run?"),
+        (not command, "no command: write it after --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
+        (len(chosen) != 1, "say where to run the command: give one of --hosts, --slurm and --kubernetes"),
         (grace < 1, f"--grace {grace:g}: at least 1 s"),
         (check_timeout < 1, f"--check-timeout {check_timeout:g}: at least 1 s"),
         (gpus_per_node < 0, f"--gpus-per-node {gpus_per_node}: at least 0"),
-        (not 0 <= port < 65536, f"--port {port}: 1 to 65535, or 0 for one that is free"),
+        (not 0 <= port < 65536, f"--port {port}: 1 to 65535, or 0 for a free port"),
         (nodes < 1 or ranks_per_node < 1, f"--nodes {nodes}, --ranks-per-node {ranks_per_node}: at least 1 of each"),
     )
     (way,) = chosen
     strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))
-    refuse((flags, f"{flags} with --{way}, which has no use for it: leave it out"))
-    # Variables that observe the program or replace its wrapper are for the ranks, as with torchrun alone. Pods do not
-    # see the folder here.
-    passed = () if kubernetes else ("PACELINE_ATTACH", "PACELINE_WRAPPER", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-    passed = (*passed, TIMEOUT_VARIABLE)
+    refuse((flags, f"{flags} with --{way} has no effect: leave it out"))
+    # As under plain torchrun, ranks inherit variables that attach to the program or replace its wrapper. Pods do not:
+    # they cannot see the folder named there.
+    passed = [TIMEOUT_VARIABLE]
+    if not kubernetes:
+        passed += ["PACELINE_ATTACH", "PACELINE_WRAPPER", "TORCH_DEVICE_BACKEND_AUTOLOAD"]
     variables = {"PACELINE_MONITOR": os.environ.get("PACELINE_MONITOR", "1")}
     variables |= {key: os.environ[key] for key in passed if key in os.environ} | parse_variables(env)
-    refuse((slurm and "PACELINE_ATTACH" in variables and not (wait or dry_run),
-            "a job that is observed must be waited for: give --wait to paceline run"), code="wait")  # fmt: skip
+    must_wait = slurm and "PACELINE_ATTACH" in variables and not (wait or dry_run)
+    refuse((must_wait, "attaching to a Slurm job needs --wait after `paceline run`: add it"), code="wait")
     show = show or (lambda stream, text: None)
     if way == "hosts":
         variables = ({"PACELINE_RUN": name} if name else {}) | variables
         wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
-        places, python = remote.parse_hosts(hosts), python or sys.executable
+        places = remote.parse_hosts(hosts)
+        python = python or sys.executable
         program = remote.build_program(command, python)
         with remote.open_agents(places, ssh, python, variables, check_timeout) as agents:
             return _run_hosts(program, places, agents, wanted, python, variables, grace, show)
@@ -96,14 +99,15 @@ def run(
     if dry_run:
         return 0
     try:
-        with defer_signals():  # an interrupt leaves no job whose number nobody knows
+        with defer_signals():  # an interrupt must not leave a job with an unknown id
             job = scheduler.submit(script)
-            path, log = Path(f"{name}-{job}.sbatch"), Path(folder or ".") / f"{name}-{job}.log"
-            show("err", f"paceline: submitted job {job} ({path}); its output: {log}; to end it: scancel {job}\n")
+            path = Path(f"{name}-{job}.sbatch")
+            log = Path(folder or ".") / f"{name}-{job}.log"
+            show("err", f"paceline: submitted job {job} ({path}), which logs to {log}; to end it: scancel {job}\n")
     except KeyboardInterrupt:
         return 130
     try:
-        path.write_text(script)  # under a number that no file of the user has
+        path.write_text(script)  # the job id keeps it from replacing a file of the user
     except OSError as error:
         show("err", f"paceline: warning: cannot write {path}: {error.strerror}\n")
     return scheduler.follow(job, log, show) if wait else 0
@@ -134,7 +138,7 @@ def _run_hosts(
     ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
     interfaces = {name: found["interface"] for name, found in facts.items()}
     address, port = facts[agents[0].name]["address"], find_port(agents, facts, wanted)
-    # Sent over ssh, and never on a command line: what ranks prove to know before they are let into the world.
+    # Ranks authenticate each other with it. It travels over ssh, never on a command line.
     variables = {"PACELINE_SECRET": secrets.token_hex(32)} | variables
     requests = remote.build_requests(program, python, ranks, interfaces, address, port, variables, grace_s)
     return remote.run_agents(agents, requests, show, grace_s)

@@ -1,6 +1,7 @@
-"""Data: as a model sees it, which can be requested, and where its files lie: a folder, or the Hugging Face hub.
+"""What data a model takes, which data sets exist by name, and where their files are: a folder or the Hugging Face hub.
 
-Loads without torch. `formats` reads the files, `sets` holds the samples, `sharding` shares them out.
+Does not import torch. `formats` reads files, `sets` holds samples in memory, `own` wraps a user's data, `sharding`
+divides samples among ranks.
 """
 
 from __future__ import annotations
@@ -17,36 +18,39 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
-from paceline.errors import ConfigError, suggest
+from paceline.errors import ConfigError, refuse, suggest
 from paceline.runtime.environment import read_place
 
 if TYPE_CHECKING:
     import torch
 
 KINDS = ("images", "numbers", "pairs", "tokens")
-# What becomes of the last global batch of an epoch when it is not full.
-TAILS = ("keep", "drop", "pad")
+TAILS = ("keep", "drop", "pad")  # what to do with an incomplete last global batch
 
 
 def shorten_error(error: Exception) -> str:
-    """The text of another library's error on one line of limited length."""
+    """Another library's error message, on one line and at most 160 characters long."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def import_hf(name: str) -> Any:
-    """A library of Hugging Face. Only the first rank of a host shows its progress bars."""
+    """Import a Hugging Face library. Only the first rank on a host shows progress bars."""
     if read_place().local_rank:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers honours it too
     return importlib.import_module(name)
 
 
 @dataclass(frozen=True)
 class DataForm:
-    """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`:
-    inputs (batch, features), a number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
-    `pairs`: the same inputs with a mask, padded at the end to the longest of the batch, and a class for each pair.
-    `own`: any inputs of a user's data; its shape is the number of targets of a sample. -1 classes: their number is not
-    known."""
+    """The shapes a model must accept and produce.
+
+    `images`: inputs (batch, channels, height, width), one class each.
+    `numbers`: inputs (batch, features), one number each; 0 classes.
+    `tokens`: inputs (batch, context) of ids; the target of each id is the next one.
+    `pairs`: token ids with a mask, padded at the end to the longest in the batch, and one class per pair.
+    `own`: a user's data; `shape` holds the number of targets per sample.
+    `num_classes` is -1 where it is unknown.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -56,15 +60,15 @@ class DataForm:
 
     @property
     def targets_per_sample(self) -> int:
-        """How many targets one sample has: what a loss is averaged over."""
+        """The number of targets that the loss of one sample averages over."""
         return self.shape[0] if self.kind in ("tokens", "own") else 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens."""
+    """One rank's samples: inputs, targets and, for padded sequences, a mask that is 1 on tokens."""
 
-    inputs: Any  # a tensor; of a user's data also tensors in a dict or a tuple
+    inputs: Any  # a tensor; for a user's data also tensors in a dict or tuple
     targets: torch.Tensor
     mask: torch.Tensor | None = None
 
@@ -73,31 +77,31 @@ class Batch:
 
     @property
     def content(self) -> Any:
-        """What a step of a user's own gets."""
+        """The argument of a user's step."""
         return (self.inputs, self.targets) if self.mask is None else (self.inputs, self.targets, self.mask)
 
     def split(self) -> tuple[Any, torch.Tensor]:
-        """Inputs and targets, for a step of ours."""
+        """Inputs and targets for the built-in step."""
         return self.inputs, self.targets
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The batch with each of its tensors changed."""
-        return replace(self, **{name: map_tensors(part, change) for name, part in vars(self).items()})
+        """The batch with `change` applied to every tensor."""
+        parts = {name: map_parts(part, "is_floating_point", change) for name, part in vars(self).items()}
+        return replace(self, **parts)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same batch on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 @dataclass(frozen=True)
 class OwnBatch(Batch):
-    """A batch of a user's own data, as it is, in `inputs`. `count` is its number of samples where that is known."""
+    """A batch of a user's data, unchanged, in `inputs`. `count` is its number of samples where known."""
 
     targets: Any = None
     count: int | None = None
 
     def __len__(self) -> int:
-        """The samples in it: what it says itself, or the length of its first tensor or, without one, first list."""
+        """`count`, the batch's own `batch_size`, or else the length of its first tensor or, without one, first list."""
         found: Any = getattr(self.inputs, "batch_size", None) if self.count is None else self.count
         if isinstance(found, int):
             return found
@@ -113,7 +117,9 @@ class OwnBatch(Batch):
         return self.inputs
 
     def split(self) -> tuple[Any, torch.Tensor]:
-        found, inputs, targets = self.inputs, cast(Any, None), cast(Any, None)
+        found = self.inputs
+        inputs = cast(Any, None)
+        targets = cast(Any, None)
         if isinstance(found, Mapping):
             inputs = {name: value for name, value in found.items() if name != "labels"}
             targets = found.get("labels")
@@ -122,14 +128,14 @@ class OwnBatch(Batch):
             inputs = first[0] if len(first) == 1 else tuple(first)
         if not is_tensor(targets) or not any(map(is_tensor, list_leaves(inputs))):
             keys = f" with {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
-            kinds = sorted({type(leaf).__name__ for leaf in list_leaves(found)})
-            needed = "(inputs, targets), or a dict with labels, of tensors is needed, or a step of your own"
-            what = f"{type(found).__name__}{keys}{' of ' * bool(kinds)}{' and '.join(kinds)}"
-            raise ConfigError(f"a batch is a {what}: {needed}", code="batch")
+            kinds = " and ".join(sorted({type(leaf).__name__ for leaf in list_leaves(found)}))
+            what = f"a batch is a {type(found).__name__}{keys} of {kinds or 'nothing'}"
+            needed = "return (inputs, targets) or a dict with labels, as tensors, or write your own step"
+            raise ConfigError(f"{what}: {needed}", code="batch")
         return inputs, targets.float() if targets.is_floating_point() else targets.long()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same batch on a device, with all in it that has a method `to`."""
+        """Moves everything in the batch that has a method `to`."""
         return replace(self, inputs=map_parts(self.inputs, "to", lambda part: part.to(device)))
 
 
@@ -137,13 +143,9 @@ def is_tensor(value: Any) -> bool:
     return hasattr(type(value), "is_floating_point")
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Nested dicts, lists, tuples and dataclasses with each tensor in them changed."""
-    return map_parts(value, "is_floating_point", change)
-
-
 def map_parts(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """The same with each part changed whose class has this method. Containers keep their class."""
+    """Apply `change` to every object whose class has this method, inside nested dicts, lists, tuples and dataclasses.
+    Containers keep their class."""
     if hasattr(type(value), method):
         return change(value)
     if isinstance(value, Mapping):
@@ -165,7 +167,7 @@ def map_parts(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 
 def list_parts(value: Any) -> list[Any]:
-    """What a dict, a list, a tuple, a dataclass, or an object that has a method `to` holds."""
+    """The members of a dict, list, tuple, dataclass, or object with a method `to`."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -176,7 +178,7 @@ def list_parts(value: Any) -> list[Any]:
 
 
 def list_leaves(value: Any) -> Iterator[Any]:
-    """What is in the parts of a value, and in theirs, in order; or the value where it has none."""
+    """The tensors and other values inside nested containers, in order; an empty container is a leaf."""
     parts = [] if is_tensor(value) else list_parts(value)
     for part in parts:
         yield from list_leaves(part)
@@ -185,121 +187,110 @@ def list_leaves(value: Any) -> Iterator[Any]:
 
 
 SPLITS = ("train", "test")
-# A reader, and the parts that must all be there; a part is a list of patterns of which the first that matches serves.
-_Layout = tuple[str, tuple[tuple[str, ...], ...]]
+BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
+# The reader, and a glob pattern for each file that it takes. One pattern alone may match several files, all of which
+# are read.
+_Layout = tuple[str, tuple[str, ...]]
 
 
 class _Source(NamedTuple):
-    """A set: the hub's repository and folder, the files as their authors give them out, its layouts by split in the
-    order of preference, and folders inside the given one, as archives, hubs and other libraries leave them."""
+    """Where to get a data set, and the layouts of its splits in order of preference. `folders` are the subfolders that
+    archives, the hub and torchvision create."""
 
-    repo: str
-    folder: str
     files: str
+    folders: tuple[str, ...]
     layouts: Mapping[str, tuple[_Layout, ...]]
-    inside: tuple[str, ...]
+    repo: str = ""  # on the hub, with the parquet files in the first of `folders`
 
 
-def _parquet(name: str) -> _Layout:
-    return "parquet", ((f"{name}.parquet", f"{name}-*-of-*.parquet"),)
+def _idx(split: str, prefix: str) -> tuple[_Layout, ...]:
+    names = (f"{prefix}-images[-.]idx3-ubyte*", f"{prefix}-labels[-.]idx1-ubyte*")
+    return ("idx", names), ("parquet", (f"{split}*.parquet",))
 
 
-def _idx(prefix: str) -> _Layout:
-    names = (f"{prefix}-images[-.]idx3-ubyte", f"{prefix}-labels[-.]idx1-ubyte")
-    return "idx", tuple((name, f"{name}.gz") for name in names)
-
-
-BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
-_TAR: _Layout = ("tar", (("cifar-10-python.tar.gz", "cifar-10-python.tar"),))
-_IDX = {"train": (_idx("train"), _parquet("train")), "test": (_idx("t10k"), _parquet("test"))}
+_IDX = {"train": _idx("train", "train"), "test": _idx("test", "t10k")}
 _IDX_FILES = "train-images-idx3-ubyte.gz and its three companions"
-_FASHION = "zalando-datasets/fashion_mnist"
-_CIFAR = {split: (("batches", tuple((n,) for n in names)), _TAR, _parquet(split)) for split, names in BATCHES.items()}
-_MRPC = {
-    "train": (("tsv", (("msr_paraphrase_train.txt", "train.tsv"),)), _parquet("train")),
-    # GLUE's own test.tsv has no labels; its dev.tsv has.
-    "test": (("tsv", (("msr_paraphrase_test.txt", "dev.tsv"),)), _parquet("test"), _parquet("validation")),
+_TAR = "cifar-10-python.tar.gz"
+_CIFAR = {
+    split: (("batches", BATCHES[split]), ("tar", (_TAR,)), ("parquet", (f"{split}*.parquet",))) for split in SPLITS
 }
-_MRPC_FILES = "msr_paraphrase_train.txt and msr_paraphrase_test.txt"
+_MRPC: dict[str, tuple[_Layout, ...]] = {
+    "train": (("tsv", ("msr_paraphrase_train.txt",)), ("tsv", ("train.tsv",)), ("parquet", ("train*.parquet",))),
+    # GLUE's test.tsv has no labels, but its dev.tsv does.
+    "test": (
+        ("tsv", ("msr_paraphrase_test.txt",)),
+        ("tsv", ("dev.tsv",)),
+        ("parquet", ("test*.parquet",)),
+        ("parquet", ("validation*.parquet",)),
+    ),
+}
 _SOURCES = {
-    "mnist": _Source("ylecun/mnist", "mnist", _IDX_FILES, _IDX, ("mnist", "MNIST/raw")),
-    "fashion-mnist": _Source(_FASHION, "fashion_mnist", _IDX_FILES, _IDX, ("fashion_mnist", "FashionMNIST/raw")),
-    "cifar10": _Source("uoft-cs/cifar10", "plain_text", _TAR[1][0][0], _CIFAR, ("cifar-10-batches-py", "plain_text")),
-    "mrpc": _Source("nyu-mll/glue", "mrpc", _MRPC_FILES, _MRPC, ("mrpc", "MRPC")),
+    "mnist": _Source(_IDX_FILES, ("mnist", "MNIST/raw"), _IDX, "ylecun/mnist"),
+    "fashion-mnist": _Source(_IDX_FILES, ("fashion_mnist", "FashionMNIST/raw"), _IDX, "zalando-datasets/fashion_mnist"),
+    "cifar10": _Source(_TAR, ("plain_text", "cifar-10-batches-py"), _CIFAR, "uoft-cs/cifar10"),
+    "mrpc": _Source("msr_paraphrase_train.txt and msr_paraphrase_test.txt", ("mrpc", "MRPC"), _MRPC, "nyu-mll/glue"),
+    "text": _Source("a text file or a folder of .txt files", (), dict.fromkeys(SPLITS, (("text", ("**/*.txt",)),))),
 }
+
+
+def _advise(name: str) -> str:
+    source = _SOURCES[name]
+    files = source.files
+    if source.repo:
+        files += f", or the parquet files of {source.repo} ({source.folders[0]}) on the hub"
+    return f"get {files}, and pass {name}:PATH"
 
 
 def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]]:
-    """The files of a split in a folder, or the file that is the whole set (`text`, an archive of CIFAR-10), after the
-    layout that says which reader takes them."""
-    layouts = _SOURCES[name].layouts[split] if name != "text" else ()
-    # In words, one example for each layout.
-    wanted = ", or ".join(" and ".join(patterns[0] for patterns in parts) for _, parts in layouts)
-    if not path.exists():
-        wanted = wanted or "the .txt files, or one file of text"
-        raise ConfigError(f"{name}: {path} does not exist: give the folder with {wanted}")
-    if name == "text":
-        files = tuple(sorted(path.rglob("*.txt"))) if path.is_dir() else (path,)
-        if not files:
-            raise ConfigError(f"text: no .txt file in {path}: give a file, or a folder of .txt files")
-        return "text", files
-    if name == "cifar10" and path.is_file() and path.name.endswith((".tar", ".tar.gz", ".tgz")):
+    """The reader for a split, and its files. `path` is a folder, a text file, or CIFAR-10's archive."""
+    if path.is_file() and name == "text":
+        return "text", (path,)
+    if path.is_file() and name == "cifar10" and path.name.endswith((".tar", ".tar.gz", ".tgz")):
         return "tar", (path,)
-    if not path.is_dir():
-        raise ConfigError(f"{name}: {path} is a file: give the folder with {wanted}")
-    lacking = ""
-    for folder in (path, *(path / inside for inside in _SOURCES[name].inside)):
-        for layout, parts in layouts:
-            matches = [_match(folder, patterns) for patterns in parts]
+    source = _SOURCES[name]
+    missing: list[str] = []
+    for folder in (path, *(path / inside for inside in source.folders)):
+        for layout, patterns in source.layouts[split]:
+            matches = [sorted(folder.glob(pattern)) for pattern in patterns]
             if all(matches):
                 if layout == "parquet" and find_spec("pyarrow") is None:
-                    raise ConfigError(f"{matches[0][0]} needs pyarrow, which is not installed: install paceline[hf]")
-                return layout, tuple(file for match in matches for file in match)
+                    raise ConfigError(f"{matches[0][0]}: pyarrow is not installed: install paceline[hf]", code="no-hf")
+                return layout, tuple(matches[0] if len(patterns) == 1 else [match[0] for match in matches])
             if any(matches):
-                missing = next(patterns[0] for patterns, match in zip(parts, matches, strict=True) if not match)
-                lacking = f"{folder} lacks {missing}: "
-    seen = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
-    raise ConfigError(f"{name}: {lacking}no {split} split in {path}, which holds {seen}: needed is {wanted}")
-
-
-def _match(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    for pattern in patterns:
-        if found := sorted(file for file in folder.glob(pattern) if file.is_file()):
-            # A set may come in several numbered parquet files; of anything else there is one.
-            return found if "-of-" in pattern else found[:1]
-    return []
+                missing = [pattern for pattern, match in zip(patterns, matches, strict=True) if not match]
+    found = "is a file" if path.is_file() else "does not exist"
+    if path.is_dir():
+        entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:6])
+        found = f"has no {', '.join(missing) or f'{split} split'} (it holds {entries or 'nothing'})"
+    raise ConfigError(f"{name}: {path} {found}: {_advise(name)}", code="no-files")
 
 
 _TIMEOUT_S = 5.0
 
 
-def _advise(name: str) -> str:
-    repo, folder, files, *_ = _SOURCES[name]
-    return f"get {files}, or the parquet files of {repo} ({folder}), on this machine and pass {name}:FOLDER"
-
-
 def load_from_hub(name: str) -> Path:
-    """The folder with a set's files: the local copy where there is one, else downloaded."""
+    """The folder with a data set's files: the local copy if it is complete, else a download."""
     from multiprocessing.pool import ThreadPool
 
     snapshot_download = import_hf("huggingface_hub").snapshot_download
     endpoint = import_hf("huggingface_hub.constants").ENDPOINT
-    repo, folder, *_ = _SOURCES[name]
-    wanted = {"repo_id": repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
-    with contextlib.suppress(OSError, ValueError):  # no copy, or an incomplete one: fetch it
-        copy = Path(snapshot_download(**wanted, local_files_only=True)) / folder
+    folder = _SOURCES[name].folders[0]
+    wanted = {"repo_id": _SOURCES[name].repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
+    with contextlib.suppress(OSError, ValueError):  # no local copy, or an incomplete one
+        local = Path(snapshot_download(**wanted, local_files_only=True)) / folder
         for split in SPLITS:
-            find_files(name, copy, split)
-        return copy
+            find_files(name, local, split)
+        return local
     request = urllib.request.Request(endpoint, method="HEAD")
     try:
-        # The hub's library waits minutes for a server that does not answer; any answer shows that it is there. In a
-        # daemon thread, because a DNS lookup has no timeout.
+        # The hub's library waits minutes for a server that does not answer, so probe it first; any answer will do.
+        # The probe runs in a daemon thread because a DNS lookup has no timeout.
         with contextlib.suppress(urllib.error.HTTPError), ThreadPool(1) as pool:
             pool.apply_async(urllib.request.urlopen, (request, None, _TIMEOUT_S)).get(2 * _TIMEOUT_S).close()
         return Path(snapshot_download(**wanted)) / folder
     except Exception as error:
-        raise ConfigError(f"{name} cannot be fetched from the hub ({shorten_error(error)}): {_advise(name)}") from error
+        text = f"{name} cannot be downloaded from the hub ({shorten_error(error)}): {_advise(name)}"
+        raise ConfigError(text, code="hub") from error
 
 
 _IMAGES = ("mnist", "fashion-mnist", "cifar10")
@@ -309,12 +300,12 @@ DATA_NAMES = (*_IMAGES, "mrpc", "text", "synthetic", *(f"synthetic:{kind}" for k
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """Which data set, from where, and in what shape.
+    """Which data set to load, from where, and in what shape.
 
-    `path` of None means the hub's copy. `context` is tokens per sequence, None: what fits. `tokenizer` is `auto` (the
-    model's own, else bytes), `bytes`, or a folder. `samples` takes the first ones of the training split, or is the
-    number of synthetic ones. `augment` of None means the default of the set; `cutout` is the side of the square that
-    augmentation hides, in pixels.
+    `path` None means the hub. `context` is tokens per sequence; None picks what fits. `tokenizer` is `auto` (the
+    model's own if it has one, else bytes), `bytes`, or a folder. `samples` limits the training split, or is the number
+    of synthetic samples. `augment` None means the data set's default; `cutout` is the side, in pixels, of the square
+    that augmentation masks.
     """
 
     name: str
@@ -332,18 +323,17 @@ class DataRequest:
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of a user's file, with or without a function in it."""
+    """Whether a name is `FILE.py` or `FILE.py:FUNCTION`."""
     return name.rpartition(":")[0].endswith(".py") or name.endswith(".py")
 
 
 def is_own_data(text: str) -> bool:
-    """The same of data, whose name may also be before the path of a file."""
+    """The same for `--data`, where `text:FILE.py` is a text file."""
     return is_own(text) and text.partition(":")[0] not in DATA_NAMES
 
 
 def parse_data(text: str) -> tuple[str, str | None]:
-    """The name and the path of `NAME`, `NAME:PATH` or `synthetic:KIND`; the latter is a name as a whole, and so is
-    `FILE.py:FUNCTION`."""
+    """The name and path in `NAME` or `NAME:PATH`; `synthetic:KIND` and `FILE.py:FUNCTION` are names as a whole."""
     if is_own_data(text):
         return text, None
     name, _, rest = text.partition(":")
@@ -351,36 +341,42 @@ def parse_data(text: str) -> tuple[str, str | None]:
         name, rest = text.rstrip(":"), ""
     if name not in DATA_NAMES:
         known = f"known are {', '.join(DATA_NAMES)} and FILE.py:FUNCTION; files are NAME:PATH"
-        raise ConfigError(f"data {name!r} is unknown: {suggest(name, DATA_NAMES)}{known}")
+        raise ConfigError(f"data {name!r} is unknown: {suggest(name, DATA_NAMES)}{known}", code="unknown")
     return name, rest or None
 
 
 def check_request(request: DataRequest) -> None:
-    """Refuse contradictions and missing files."""
+    """Refuse contradictory options and missing files."""
     name, tokenizer = request.name, request.tokenizer
-    if name not in _SEQUENCES and (request.context is not None or tokenizer != "auto"):
-        raise ConfigError(f"{name} is not text: leave out context and tokenizer")
-    if request.augment and name not in _IMAGES:
-        raise ConfigError(f"{name} cannot be augmented: that is for {', '.join(_IMAGES)}")
-    if request.cutout and not (name in _IMAGES and request.is_augmented):
-        text = f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented"
-        raise ConfigError(f"{text}: leave it out")
-    if is_own_data(name):
-        return
-    if name.startswith("synthetic"):
-        if request.path is not None or tokenizer != "auto":
-            raise ConfigError(f"{name} data is generated: leave out path and tokenizer")
+    is_synthetic = name.startswith("synthetic")
+    has_cutout = request.cutout and not (name in _IMAGES and request.is_augmented)
+    has_text_options = name not in _SEQUENCES and (request.context is not None or tokenizer != "auto")
+    has_files = is_synthetic and (request.path is not None or tokenizer != "auto")
+    refuse(
+        (has_text_options, f"{name} is not text: leave out --context and --tokenizer"),
+        (request.augment and name not in _IMAGES, f"--augment: {name} cannot be augmented, only {', '.join(_IMAGES)}"),
+        (has_cutout, f"--cutout {request.cutout}: {name} is not augmented: leave it out"),
+        (has_files, f"{name} is generated: leave out the path and --tokenizer"),
+        code="unused",
+    )
+    if is_synthetic or is_own_data(name):
         return
     if tokenizer not in ("auto", "bytes"):
-        if not Path(tokenizer).is_dir():
-            needed = "needed is auto, bytes, or a tokenizer's folder"
-            raise ConfigError(f"tokenizer {tokenizer!r} is not a folder: {needed}")
-        if find_spec("transformers") is None:
-            raise ConfigError(f"tokenizer {tokenizer!r} needs transformers: install paceline[hf]")
+        refuse(
+            (not Path(tokenizer).is_dir(), f"--tokenizer {tokenizer} is not a folder: use auto, bytes or a folder"),
+            (find_spec("transformers") is None, f"--tokenizer {tokenizer} needs transformers: install paceline[hf]"),
+            code="tokenizer",
+        )
     if request.path is not None:
         for split in SPLITS:
             find_files(name, Path(request.path), split)
-    elif name == "text":
-        raise ConfigError("text needs a path: give text:PATH, a file or a folder of .txt files")
-    elif lacking := " and ".join(module for module in ("huggingface_hub", "pyarrow") if find_spec(module) is None):
-        raise ConfigError(f"{name} without a path comes from the hub, which needs {lacking}: {_advise(name)}")
+        return
+    libraries = [module for module in ("huggingface_hub", "pyarrow") if find_spec(module) is None]
+    refuse(
+        (name == "text", f"text needs a path: {_advise(name)}"),
+        (
+            libraries,
+            f"{name} without a path comes from the hub, which needs {' and '.join(libraries)}: {_advise(name)}",
+        ),
+        code="no-files",
+    )

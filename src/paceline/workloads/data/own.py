@@ -1,7 +1,7 @@
-"""Data of a user's own: a map-style data set, an iterable one, or a loader.
+"""A user's own data: a map-style data set, an iterable data set, or a loader.
 
-Which rank takes what is decided in `training.loader`. Random numbers of the data follow from the seed alone: they are
-the same on all ranks, and do not depend on what the model draws.
+`training.loader` decides which rank takes what. Random numbers drawn by the data depend only on the seed: they are the
+same on all ranks and independent of what the model draws.
 """
 
 import contextlib
@@ -22,25 +22,29 @@ from paceline.workloads.data import Batch, DataForm, OwnBatch, is_tensor, list_l
 from paceline.workloads.data.sharding import cut_range, derive_seed
 from paceline.workloads.external import own_errors
 
-# What a batch may hold next to tensors and counts in a checksum.
+# Values other than tensors that enter a checksum.
 _VALUES = (numpy.ndarray, numpy.generic, str, bytes, int, float)
-# What is kept of a loader whose batches are made here.
+# Options taken over from a user's loader when Paceline builds its own.
 _OPTIONS = (
-    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
     "prefetch_factor",
-)  # fmt: skip
+)
 UNKNOWN = -1
 OWN_FORM = DataForm("own", (1,))
 
 
 @dataclass(eq=False, kw_only=True)
 class OwnData:
-    """A split of the data that a user's function returned.
+    """One split of the data that a user's function returned.
 
-    Either samples by index, of a data set, or of a loader that only shuffles one: batches are made here, so every
-    sample is used once in an epoch, on any number of ranks. Or a stream of batches, of an iterable data set or of any
-    other loader: all ranks read the same stream and take batches in turns, unless it `is_sharded`: then each rank's
-    stream is its own part.
+    A map-style data set, or a plain loader over one, is read by index: Paceline forms the batches, so an epoch uses
+    every sample once on any number of ranks. Anything else is a stream of batches: all ranks read the same stream and
+    take batches in turn, unless it `is_sharded` and each rank reads its own shard.
     """
 
     name: str
@@ -54,12 +58,12 @@ class OwnData:
     drops_last: bool = False
     is_sharded: bool = False
     form: DataForm = OWN_FORM
-    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or the first batch of a stream
-    num_batches: int | None = None  # of a stream's epoch, where all ranks agreed on it
-    checksum: int = 0  # of the first sample, in a set also of the middle and the last one: another set has another
+    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or a stream's first batch
+    num_batches: int | None = None  # per epoch of a stream, once all ranks have agreed on it
+    checksum: int = 0  # of the first sample and, by index, also the middle and last ones
 
     def __len__(self) -> int:
-        """Samples of an epoch; 0 where they are not known."""
+        """Samples per epoch; 0 if unknown."""
         return self._num_batches * (self.batch_size or 0) if self.is_stream else len(self.items)
 
     @property
@@ -71,12 +75,12 @@ class OwnData:
         return 0
 
     def count_windows(self, parts: int, world_size: int) -> int:
-        """Steps of an epoch of a stream, of `parts` batches of each rank; 0 where they are not known."""
+        """Steps per epoch of a stream with `parts` batches per rank and step; 0 if unknown."""
         return self._num_batches // (parts * (1 if self.is_sharded else world_size))
 
     def first(self, num_samples: int) -> Self:
-        """The first `num_samples` samples, or all where there are fewer."""
-        what = f"the first {num_samples} samples of {self.describe()}: a stream is used as it is; leave the number out"
+        """The first `num_samples` samples, or all if there are fewer."""
+        what = f"the first {num_samples} samples of {self.describe()}: a stream cannot be cut; leave out --samples"
         refuse((self.is_stream, what), code="stream")
         return replace(self, items=Subset(self.items, range(min(num_samples, len(self)))))
 
@@ -86,14 +90,14 @@ class OwnData:
             return self
         dataset: Any = getattr(self.items, "dataset", None)
         can_change = type(self.items) is DataLoader and isinstance(dataset, IterableDataset) and self.batch_size
-        what = f"data {self.name} has batches of {self.batch_size} samples, and {batch_size} are needed"
-        advice = "return the data set itself, or let the function take batch_size and use it"
+        what = f"data {self.name} has batches of {self.batch_size} samples, but {batch_size} are needed"
+        advice = "return the data set itself, or let the function take batch_size as an argument"
         refuse((not can_change, f"{what}: {advice}"), code="batch-size")
         loader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drops_last, **self.options)
         return replace(self, items=loader, batch_size=batch_size)
 
     def take(self, indices: torch.Tensor | int) -> OwnBatch:
-        """The samples of these indices, in this process."""
+        """The samples at these indices, loaded in this process."""
         here = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
         return OwnBatch(next(self.load([torch.as_tensor(indices).reshape(-1).tolist()], 0, **here)))
 
@@ -101,7 +105,7 @@ class OwnData:
         return batch
 
     def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
-        """This rank's share of all samples on a device, in batches of about `size`, to evaluate a model."""
+        """This rank's share of all samples, on `device`, in batches of about `size`, for evaluation."""
         counts: Iterator[int | None] = itertools.repeat(None)
         if self.is_stream:
             turn, others = (0, 1) if self.is_sharded else (rank, world_size)
@@ -115,11 +119,12 @@ class OwnData:
     def describe(self) -> str:
         """One line for people."""
         count = f"{len(self):,} samples" if len(self) else "samples"
-        how = f"in a stream{' of each rank' if self.is_sharded else ''}" if self.is_stream else "by index"
+        stream = "a stream per rank" if self.is_sharded else "a stream"
+        how = f"in {stream}" if self.is_stream else "by index"
         return f"{self.name}, {self.split}: {count} {how}"
 
     def load(self, batches: Iterable[Sequence[int]], epoch: int, **changes: Any) -> Generator[Any, None, None]:
-        """What these lists of indices become, collated, in order; in the loader's worker processes if it has them."""
+        """The collated batches for these lists of indices, in order, from worker processes if the loader has any."""
         options, apart = self.options | changes, _OwnRandom(0)
         dataset = _Seeded(self.items, self.seed, epoch)
         with own_errors(self.name, "data", always=True), apart:
@@ -128,13 +133,13 @@ class OwnData:
             yield content
 
     def read(self, epoch: int, size: int) -> Generator[list[Any], None, None]:
-        """The batches of a stream's epoch in order, `size` at a time; the last may be fewer."""
+        """The batches of one epoch of a stream in order, `size` at a time; the last group may be smaller."""
         apart = _OwnRandom(derive_seed("stream", self.seed, epoch))
         with own_errors(self.name, "data", always=True), apart:
             for part in (self.items, *(getattr(self.items, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
                 getattr(part, "set_epoch", lambda epoch: None)(epoch)
             if isinstance(self.items, DataLoader):
-                self.items._iterator = None  # of persistent workers, which ended with the last epoch
+                self.items._iterator = None  # its persistent workers ended with the previous epoch
             batches = iter(self.items)
         yield from self._take(batches, size, apart)
 
@@ -146,13 +151,13 @@ class OwnData:
                 if not found:
                     return
                 yield found
-        finally:  # now: the traceback of an error would keep worker processes
+        finally:  # at once: the traceback of an error would keep worker processes alive
             getattr(items, "_shutdown_workers", lambda: None)()
 
 
 class _OwnRandom:
-    """Random numbers of the data alone. Inside, torch on the CPU, numpy and random begin at a seed and continue where
-    the last context ended; outside, they are as if nothing had been drawn inside."""
+    """A context with its own random state of torch (CPU), numpy and random. It starts from a seed, continues where the
+    previous context ended, and leaves the state outside untouched."""
 
     def __init__(self, seed: int) -> None:
         self._other: Any = seed
@@ -165,8 +170,8 @@ class _OwnRandom:
 
 
 def _swap_random(state: Any) -> Any:
-    """Begin at a state, or at a seed; returns the state before."""
-    # Of numpy the generator itself: to copy its state takes longer than many a sample.
+    """Install a state, or one made from a seed, and return the previous state."""
+    # Swap numpy's generator itself: copying its state takes longer than loading many a sample.
     before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
     if isinstance(state, int):
         mtrand.set_bit_generator(numpy.random.MT19937())
@@ -185,14 +190,14 @@ def _seed_all(seed: int) -> None:
 
 
 class _Seeded(torch.utils.data.Dataset[Any]):
-    """A map-style data set in which what a sample draws follows from the seed, the epoch and its index alone: not from
-    the number of ranks and workers, and not from where a run was resumed."""
+    """A map-style data set whose samples draw random numbers that depend only on the seed, the epoch and the index, not
+    on the number of ranks or workers, nor on where a run was resumed."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        if hasattr(dataset, "__getitems__"):  # it reads a batch at once; what it draws follows from the first of them
+        if hasattr(dataset, "__getitems__"):  # it reads a batch at once, so the first index seeds the batch
             self.__getitems__ = self._get_items
 
     def __getitem__(self, index: int) -> Any:
@@ -205,8 +210,7 @@ class _Seeded(torch.utils.data.Dataset[Any]):
 
 
 def digest(value: Any) -> int:
-    """A checksum of nested values: equal samples have equal ones. What is neither a tensor, an array, a number nor a
-    text does not count."""
+    """A checksum of nested tensors, arrays, numbers and strings; other values are ignored."""
     found = 0
     for leaf in list_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -219,10 +223,11 @@ def digest(value: Any) -> int:
 
 
 def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, is_sharded: bool) -> OwnData:
-    """What a user's function returned as a split. `is_sharded`: its function takes the rank. `batch_size` is that of an
-    iterable data set."""
+    """Wrap what a user's function returned. `is_sharded`: the function takes the rank. `batch_size` applies to iterable
+    data sets."""
     shared: dict[str, Any] = {"name": name, "split": split, "seed": seed}
-    kind, needed = type(found).__name__, "a data set with __getitem__ and __len__, an IterableDataset, or a loader"
+    kind = type(found).__name__
+    needed = "return a data set with __getitem__ and __len__, an IterableDataset, or a loader"
     if isinstance(found, IterableDataset):
         found = DataLoader(found, batch_size=batch_size)
     if isinstance(found, DataLoader):
@@ -238,28 +243,25 @@ def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, 
         return _look(OwnData(items=found, shuffles=split == "train", **shared))
     is_iterable = hasattr(found, "__iter__") and not isinstance(found, Mapping | str | bytes)
     refuse(
-        (not is_iterable, f"data {name} returned a {kind}: {needed} is needed"),
-        (hasattr(found, "__next__"), f"data {name} returned a {kind}, which can be read once: {needed} is needed"),
+        (not is_iterable, f"data {name} returned a {kind}: {needed}"),
+        (hasattr(found, "__next__"), f"data {name} returned a {kind}, which can only be read once: {needed}"),
         code="own-type",
     )
     return _look(OwnData(items=found, is_stream=True, is_sharded=is_sharded, **shared))
 
 
 def _look(data: OwnData) -> OwnData:
-    """The data with the first of it, and its checksum."""
+    """Read the first sample or batch, check it, and compute the checksum."""
     found: Any = data.items
     if data.is_stream:
         with contextlib.closing(data.read(0, 1)) as batches:
             found = next(batches, [])
-    refuse(
-        (len(found) == 0, f"data {data.name}, {data.split}: it is empty, and at least one sample is needed"),
-        code="empty",
-    )
+    refuse((len(found) == 0, f"data {data.name}, {data.split}: it is empty; return at least one sample"), code="empty")
     data.head = OwnBatch(found[0]) if data.is_stream else data.take(0)
     _check_batch(data)
     data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
     places = () if data.is_stream else (len(data) // 2, len(data) - 1)
-    # Batches may have another size when a run is resumed; parts of a stream may begin with equal samples.
+    # Only one sample of a batch, whose size may change on resume; but shards may start with equal samples.
     first = list(list_leaves(data.head.content))
     if not data.is_sharded:
         first = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in first]
@@ -268,19 +270,19 @@ def _look(data: OwnData) -> OwnData:
 
 
 def _check_batch(data: OwnData) -> None:
-    """Refuse batches whose tensors would neither be found nor moved."""
+    """Refuse batches whose tensors cannot be found and moved to a device."""
     leaves = list(list_leaves(data.head.content))
     others = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, _VALUES)]
     hidden = [leaf for leaf in others if any(map(is_tensor, getattr(leaf, "__dict__", {}).values()))]
     hidden = [data.head.content] if len(others) == len(leaves) else hidden
     kind = " ".join(type(leaf).__name__ for leaf in hidden[:1])
-    what = f"data {data.name}, {data.split}: a batch holds a {kind}, in which no tensors are found"
-    advice = "put tensors into dicts, lists, tuples or dataclasses, or give the class a method to(device)"
+    what = f"data {data.name}, {data.split}: a batch holds a {kind}, whose tensors cannot be found"
+    advice = "use dicts, lists, tuples or dataclasses of tensors, or give the class a method to(device)"
     refuse((hidden, f"{what}: {advice}"), code="batch")
 
 
 def find_form(data: OwnData) -> DataForm:
-    """What a model must take and give for such batches; `own` where they are of no known kind."""
+    """The form a model needs for such batches; kind `own` if it is not one of the built-in kinds."""
     try:
         inputs, targets = data.head.split()
     except ConfigError:
@@ -298,7 +300,7 @@ def find_form(data: OwnData) -> DataForm:
     return DataForm("own", (num_targets,), count)
 
 
-# How a data set says a number, by the name of the attribute.
+# Attributes that state the number of classes or ids of a data set, and how to read them.
 _SAID: dict[str, Callable[[Any], int]] = {
     "vocabulary": int,
     "num_classes": int,
@@ -309,12 +311,12 @@ _CLASSES = ("num_classes", "classes", "targets")
 
 
 def _ask(dataset: Any, *names: str) -> int:
-    """The first of these that a data set says; else the largest of what all sets say that it is made of."""
+    """The first of these attributes that the data set has, else the maximum over the data sets it is made of."""
     for name in names:
-        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # none, or of another meaning
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # absent, or of another type
             return _SAID[name](getattr(dataset, name))
-    parts = (
-        dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [getattr(dataset, "dataset", None)]
-    )
+    parts: list[Any] = [getattr(dataset, "dataset", None)]
+    if isinstance(dataset, torch.utils.data.ConcatDataset):
+        parts = dataset.datasets
     found = [UNKNOWN if part is None else _ask(part, *names) for part in parts]
     return UNKNOWN if UNKNOWN in found else max(found)

@@ -1,4 +1,4 @@
-"""Data sets in memory: rows by index, what is done to a batch on its device, loaded from files or synthetic."""
+"""Data sets in memory, loaded from files or synthetic, and how their batches are prepared on the device."""
 
 import functools
 import zlib
@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from paceline.errors import ConfigError
+from paceline.errors import refuse
 from paceline.workloads.data import Batch, DataForm, DataRequest, check_request, find_files, formats, load_from_hub
 from paceline.workloads.data.sharding import cut_range, derive_seed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DataSet:
-    """Samples in memory. `source` says in words where they are from."""
+    """Samples in memory. `source` says where they come from, for people."""
 
     is_stream: ClassVar[bool] = False
     shuffles: ClassVar[bool] = True
@@ -34,34 +34,34 @@ class DataSet:
         return len(self.inputs)
 
     def take(self, indices: torch.Tensor) -> Batch:
-        """The samples of these indices, where the set is: on the host, or on the device for a synthetic one."""
+        """The samples at these indices, on the device that holds the set: the host, unless it is synthetic."""
         return Batch(_select(self.inputs, indices), _select(self.targets, indices))
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Of all samples: another set, or an edited one, has another."""
+        """A CRC of all samples, which tells apart different or edited sets."""
         parts = (value.cpu().contiguous().numpy().data for value in self._rows.values())
         return functools.reduce(lambda found, part: zlib.crc32(part, found), parts, 0)
 
     @property
     def _rows(self) -> dict[str, Any]:
-        """What has a row for each sample, in the order of names."""
+        """The fields with one row per sample, sorted by name."""
         return {name: vars(self)[name] for name in ("inputs", "lengths", "targets") if name in vars(self)}
 
     def first(self, num_samples: int) -> Self:
-        """The first `num_samples` samples, or all where there are fewer."""
+        """The first `num_samples` samples, or all if there are fewer."""
         return replace(self, **{name: value[:num_samples] for name, value in self._rows.items()})
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
-        """What a model takes, made on the batch's device from what `take(indices)` gave."""
+        """Turn the result of `take(indices)` into model inputs, on the batch's device."""
         return batch
 
     def at(self, batch_size: int) -> Self:
-        """The same data for batches of this size."""
+        """The same data with batches of this size."""
         return self
 
     def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
-        """This rank's share of all samples on a device, in whole batches of `size`."""
+        """This rank's share of all samples, on `device`, in batches of `size`."""
         for start in cut_range(range(0, len(self), size), rank, world_size):
             indices = torch.arange(start, min(start + size, len(self)))
             yield self.prepare(self.take(indices).to(device), indices, 0)
@@ -71,34 +71,34 @@ class DataSet:
         size = " x ".join(map(str, self.form.shape))
         what = {
             "images": f"images of {size} in {self.form.num_classes} classes",
-            "numbers": f"rows of {size} numbers, one to be predicted",
+            "numbers": f"rows of {size} numbers, one target each",
             "pairs": f"pairs of up to {size} tokens in {self.form.num_classes} classes",
-            "tokens": f"blocks of {size} tokens, of {self.form.vocabulary:,}",
+            "tokens": f"blocks of {size} tokens, vocabulary {self.form.vocabulary:,}",
         }[self.form.kind]
         return f"{self.name}, {self.split}: {len(self):,} {what}, {self.source}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenData(DataSet):
-    """Blocks of context + 1 consecutive ids; each id is the target of the one before. `targets` is not used."""
+    """Blocks of context + 1 consecutive ids; each id is the target of the previous one. `targets` is unused."""
 
     def take(self, indices: torch.Tensor) -> Batch:
         blocks = _select(self.inputs, indices)
         return Batch(blocks[:, :-1], blocks[:, 1:])
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
-        # Ids are short in memory and on the way to the device.
+        # Ids stay int32 in memory and on the way to the device.
         return Batch(batch.inputs.long(), batch.targets.long())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PairData(DataSet):
-    """Sequences padded at the end; `lengths`, on the host, says how many ids of each count."""
+    """Sequences padded at the end; `lengths` holds the unpadded lengths, on the host."""
 
     lengths: torch.Tensor
 
     def take(self, indices: torch.Tensor) -> Batch:
-        # The padding is cut here, where the lengths are known without asking a device.
+        # Trim padding here: the lengths are on the host, so no device has to be synchronised.
         lengths = _select(self.lengths, indices)
         longest = int(lengths.max())
         batch = super().take(indices)
@@ -106,24 +106,24 @@ class PairData(DataSet):
         return Batch(batch.inputs[:, :longest], batch.targets, _send(mask.long(), batch.inputs.device))
 
 
-# The middle of a cutout is drawn in these parts of an image, whose size is not known then.
+# The centre of a cutout is drawn in units of 1 / _PARTS of the image, whose size is not known yet.
 _PARTS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A random crop of the image padded by `pad` pixels that mirror its edge, a horizontal flip where it may, and a
-    hidden square of `cutout` pixels a side, perhaps partly outside. It follows from seed, epoch and index alone."""
+    """A random crop after reflection padding by `pad` pixels, a random horizontal flip if `flip`, and a masked square
+    of `cutout` pixels a side, possibly partly outside. Depends only on the seed, the epoch and the sample's index."""
 
     pad: int
     flip: bool
     seed: int
     cutout: int = 0
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019 - what it keeps alive is small
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - the instances it keeps alive are small
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
-        """Of every sample of an epoch, on the host: the shifts down and right, the flip, and with a cutout the row and
-        column of its middle, in parts of `_PARTS` of the image."""
+        """One row per sample, on the host: shift down, shift right, flip and, with a cutout, the row and column of its
+        centre in units of 1 / `_PARTS`."""
         generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
         shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
         flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
@@ -133,7 +133,7 @@ class Augmentation:
         return torch.cat(columns, dim=1)
 
     def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """The images, each moved by its row of `draws`."""
+        """The images, each cropped and flipped by its row of `draws`."""
         count, channels, height, width = images.shape
         down, right, flips = _send(draws[:, :3].long(), images.device)[:, :, None].unbind(dim=1)
         rows = _mirror(torch.arange(height, device=images.device) + down, height)
@@ -143,11 +143,11 @@ class Augmentation:
         return images.reshape(count, channels, -1).gather(2, places).reshape(images.shape)
 
     def hide(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """The normalised images with the mean, 0, in the square of each one's row of `draws`."""
-        middles = _send(draws[:, 3:].long(), images.device)
+        """The normalised images with each one's square set to 0, the mean."""
+        centres = _send(draws[:, 3:].long(), images.device)
         inside = []
         for axis, size in enumerate(images.shape[2:]):
-            first = (middles[:, axis] * size).div(_PARTS, rounding_mode="floor") - self.cutout // 2
+            first = (centres[:, axis] * size).div(_PARTS, rounding_mode="floor") - self.cutout // 2
             places = torch.arange(size, device=images.device) - first[:, None]
             inside.append((places >= 0) & (places < self.cutout))
         return images.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0.0)
@@ -155,7 +155,7 @@ class Augmentation:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageData(DataSet):
-    """Images as bytes; `mean` and `std` of each channel, on a scale from 0 to 1, are what `prepare` normalises by."""
+    """Images as bytes. `prepare` normalises them by the `mean` and `std` of each channel (pixels from 0 to 1)."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -175,7 +175,7 @@ class ImageData(DataSet):
 
 @functools.lru_cache
 def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """What pixels are multiplied by, and what is added, by channel."""
+    """Scale and shift of each channel."""
     means, stds = torch.tensor([mean, std])[:, :, None, None]
     return torch.stack([1 / (255 * stds), -means / stds]).to(device)
 
@@ -185,19 +185,19 @@ def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device. From pageable memory `to` would wait for all queued work of the GPU."""
+    """Move a small host tensor. From pageable memory, `to` would wait for all work queued on the GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Places beyond an edge, mirrored at it."""
+    """Reflect positions beyond an edge."""
     places = places.abs()
     return torch.where(places < size, places, 2 * (size - 1) - places)
 
 
-_Labels = dict[str, Any]  # of a data set: its name, its split, where it is from
+_Labels = dict[str, Any]  # name, split, source and other fields of a data set
 _SIZES = {"train": 2048, "test": 512}
 _FORMS = {
     "images": DataForm("images", (3, 32, 32), 10),
@@ -205,24 +205,23 @@ _FORMS = {
     "pairs": DataForm("pairs", (32,), 2, vocabulary=64),
     "tokens": DataForm("tokens", (64,), 64, vocabulary=64),
 }
-# Rules over more ids than these would take long to learn, whatever the vocabulary.
+# Only this many ids occur, whatever the vocabulary: more would take too long to learn.
 _USED_IDS = 64
 _SLAB = 256
-# Of the patterns of noisy images, compared with the noise: a small cnn gets most of them right, and not all.
+# Contrast of noisy images: low enough that a small CNN gets most of them right, but not all.
 _WEAK = 0.2
 
 
 def build_synthetic(
     request: DataRequest, split: str, form: DataForm | None = None, device: torch.device | str = "cpu"
 ) -> DataSet:
-    """`synthetic:KIND`, or `synthetic` for the kind of `form`, which also gives shape, classes and vocabulary;
-    `synthetic:noisy` are images that are hard to tell apart.
-    `request.samples` is the size of the training split; the test split has a fixed one."""
+    """Generate `synthetic:KIND`, or for plain `synthetic` the kind of `form`, which also sets shape, classes and
+    vocabulary. `synthetic:noisy` is images with low contrast. `request.samples` sizes the training split; the size of
+    the test split is fixed."""
     kind = request.name.partition(":")[2] or (form.kind if form else "")
     strength = _WEAK if kind == "noisy" else 1.0
     kind = "images" if kind == "noisy" else kind
-    if not kind:
-        raise ConfigError(f"synthetic data of which kind? give synthetic:KIND, one of {', '.join(_FORMS)}")
+    refuse((not kind, f"--data synthetic names no kind: use synthetic:KIND, one of {', '.join(_FORMS)}"), code="kind")
     if form is None or form.kind != kind:
         form = _FORMS[kind]
     if request.context and kind in ("pairs", "tokens"):
@@ -230,15 +229,14 @@ def build_synthetic(
     count = request.samples if request.samples and split == "train" else _SIZES[split]
     builders: dict[str, Callable[..., DataSet]] = {"numbers": _numbers, "pairs": _pairs, "tokens": _tokens}
     build = builders.get(kind, functools.partial(_images, strength))
-    labels: _Labels = {"name": request.name, "split": split, "source": "made"}
+    labels: _Labels = {"name": request.name, "split": split, "source": "generated"}
     purposes = ("rule", f"samples of {split}")
     rule, draw = (torch.Generator(device).manual_seed(derive_seed(purpose, request.seed)) for purpose in purposes)
     if kind == "pairs":
         context = form.shape[0]
-        if form.vocabulary < 4 or context < 3:
-            what = f"synthetic pairs of {context} tokens out of {form.vocabulary}"
-            raise ConfigError(f"{what}: needed are at least 3 tokens out of 4")
-        # Lengths are drawn on the host, where `take` asks for them.
+        what = f"synthetic pairs of {context} tokens with a vocabulary of {form.vocabulary}"
+        refuse((form.vocabulary < 4 or context < 3, f"{what}: at least 3 tokens and a vocabulary of 4 are needed"))
+        # Lengths are drawn on the host, where `take` reads them.
         host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", request.seed))
         labels["lengths"] = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)
     return build(form, count, rule, draw, labels)
@@ -247,12 +245,12 @@ def build_synthetic(
 def _images(
     strength: float, form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels
 ) -> DataSet:
-    """A smooth pattern for each class, under noise."""
+    """A smooth pattern for each class, plus noise."""
     device, channels = rule.device, form.shape[0]
     patterns = torch.randn((form.num_classes, channels, 4, 4), generator=rule, device=device) * strength
     targets = torch.randint(form.num_classes, (count,), generator=draw, device=device)
     images = torch.empty((count, *form.shape), dtype=torch.uint8, device=device)
-    # In slabs: as floats, large images would take four times the memory of the set.
+    # In slabs, because as floats the whole set would take four times its memory.
     for start in range(0, count, _SLAB):
         part = F.interpolate(patterns[targets[start : start + _SLAB]], size=form.shape[1:], mode="bilinear")
         part += torch.randn(part.shape, generator=draw, device=device)
@@ -262,29 +260,29 @@ def _images(
 
 
 def _numbers(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
-    """A linear rule and a tenth of noise."""
+    """A linear function plus 10 % noise."""
     weights = torch.randn((form.shape[0], 1), generator=rule, device=rule.device) / form.shape[0] ** 0.5
     inputs = torch.randn((count, *form.shape), generator=draw, device=rule.device)
     noise = torch.randn((count, 1), generator=draw, device=rule.device)
-    # In double precision: a float product may be rounded as the user's flags for the device say.
+    # In double precision, because the user's flags may let the device round float products (TF32).
     targets = (inputs.double() @ weights.double()).to(inputs.dtype) + 0.1 * noise
     return DataSet(form=form, inputs=inputs, targets=targets, **labels)
 
 
 def _tokens(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
-    """A ring of ids: nine times in ten the next id follows, else any."""
+    """A ring of ids: with probability 0.9 the next id follows, else a random one."""
     device, size = rule.device, (count, form.shape[0] + 1)
     ring = torch.randperm(form.vocabulary, generator=rule, device=device)[:_USED_IDS]
     leaps = torch.randint(len(ring), size, generator=draw, device=device)
     leaps[torch.rand(size, generator=draw, device=device) < 0.9] = 0
     starts = torch.randint(len(ring), (count, 1), generator=draw, device=device)
-    # Places on the ring are a running sum, so no loop over the context is needed.
+    # Positions on the ring are a running sum, which avoids a loop over the context.
     blocks = ring[(starts + (leaps + 1).cumsum(1)) % len(ring)].to(torch.int32)
     return TokenData(form=replace(form, num_classes=form.vocabulary), inputs=blocks, targets=blocks, **labels)
 
 
 def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
-    """Two halves, each of ids of one of two topics: class 1 if the topics match, else class 0."""
+    """Two halves, each with ids from one of two topics: class 1 if the topics match, else class 0."""
     device, context = rule.device, form.shape[0]
     ids = torch.randperm(form.vocabulary, generator=rule, device=device)
     ids = ids[ids != form.pad]
@@ -299,7 +297,7 @@ def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Genera
     return PairData(form=replace(form, num_classes=2), inputs=inputs, targets=targets, **labels)
 
 
-# Mean and standard deviation of each channel, the padding of a crop, and whether to flip: a mirrored digit is another.
+# Mean and standard deviation of each channel, crop padding, and whether flips keep the class (those of digits do not).
 _LOOKS = {
     "mnist": ((0.1307,), (0.3081,), 2, False),
     "fashion-mnist": ((0.2860,), (0.3530,), 2, True),
@@ -311,15 +309,15 @@ def load_data(
     request: DataRequest, split: str, form: DataForm | None = None,
     device: torch.device | str = "cpu", model_folder: str | None = None,
 ) -> DataSet:  # fmt: skip
-    """A split of a data set, `train` or `test`. `form` is what suits the model: the kind and shape of a synthetic set,
-    which is made on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
+    """Load the split `train` or `test`. `form` is the model's default: the kind and shape of a synthetic set, which is
+    generated on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
     check_request(request)
     if request.name.startswith("synthetic"):
         return build_synthetic(request, split, form, device)
-    limit = request.samples if split == "train" else None  # `samples` of training, all of the test
+    limit = request.samples if split == "train" else None  # the test split is never cut
     path = load_from_hub(request.name) if request.path is None else Path(request.path)
     layout, files = find_files(request.name, path, split)
-    labels: _Labels = {"name": request.name, "split": split, "source": f"from {layout} in {path}"}
+    labels: _Labels = {"name": request.name, "split": split, "source": f"from {layout} files in {path}"}
     data: DataSet
     if request.name in _LOOKS:
         mean, std, pad, flip = _LOOKS[request.name]
@@ -332,7 +330,7 @@ def load_data(
     else:
         tokenizer = formats.load_tokenizer(request.tokenizer, model_folder)
         count, pad = tokenizer.vocabulary, tokenizer.pad
-        labels["source"] += f", tokens by {tokenizer.name}"
+        labels["source"] += f", tokenized by {tokenizer.name}"
         if request.name == "mrpc":
             context = request.context or tokenizer.pair_context
             first, second, classes = formats.load_pairs(layout, files, limit)
@@ -343,10 +341,9 @@ def load_data(
         else:
             context = request.context or (form.shape[0] if form and form.kind in ("pairs", "tokens") else 256)
             stream = torch.from_numpy(formats.load_text(files, split, tokenizer, context))
-            # A view: the last id of a block, a target there, is the first of the next, an input.
+            # A view: the last id of a block (only a target) is also the first id of the next (an input).
             blocks = stream.unfold(0, context + 1, context)
             form = DataForm("tokens", (context,), count, count, pad)
             data = TokenData(form=form, inputs=blocks, targets=blocks, **labels)
-    if limit is not None and limit > len(data):
-        raise ConfigError(f"{limit} samples of {request.name}: it has {len(data)}")
+    refuse((limit and limit > len(data), f"--samples {limit}: {request.name} has only {len(data)}"), code="samples")
     return data if limit is None else data.first(limit)

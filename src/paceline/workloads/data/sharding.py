@@ -1,6 +1,6 @@
-"""Who takes which sample: the order of an epoch, its global batches, and the share of each rank.
+"""Which rank takes which sample: the order of an epoch, its global batches, and each rank's share.
 
-Everything follows from its arguments alone, so ranks agree without communication. Samples are in `sets`.
+Everything depends only on its arguments, so ranks agree without communication.
 """
 
 import hashlib
@@ -11,16 +11,17 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.workloads.data import TAILS
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The samples of one epoch in the order of training, cut into windows: one window is one global batch. `tail` says
-    what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples of the
-    same order. `global_batch_size` is that of all windows, or a tuple of that of each. Unless it
-    `shuffles`, samples stay in the order of the data."""
+    """The samples of one epoch in training order, cut into windows of one global batch each.
+
+    `global_batch_size` is an int, or a tuple with the size of every window. `tail` says what happens to an incomplete
+    last window: it is kept, dropped, or padded with the first samples of the same order.
+    """
 
     num_samples: int
     global_batch_size: int | tuple[int, ...]
@@ -31,28 +32,28 @@ class EpochOrder:
 
     def __post_init__(self) -> None:
         size = self.global_batch_size
-        if self.tail not in TAILS:
-            raise ConfigError(f"tail {self.tail!r} is unknown: known are {', '.join(TAILS)}")
+        refuse((self.tail not in TAILS, f"tail {self.tail!r} is unknown: use {', '.join(TAILS)}"))
         if self.num_samples < 1 or min(size if isinstance(size, tuple) else (size,), default=0) < 1 or self.epoch < 0:
             what = f"{self.num_samples} samples in global batches of {size}, epoch {self.epoch}"
-            raise ConfigError(f"{what}: needed are at least 1, 1 and 0")
+            raise ConfigError(f"{what}: at least 1, 1 and 0 are needed")
         if isinstance(size, tuple) and not sum(size[:-1]) < self.num_samples <= sum(size):
-            what = f"{len(size)} global batches of {sum(size)} samples in all, the last of {size[-1]}"
-            raise ConfigError(f"{what}, do not cut {self.num_samples}: the last has to take what the others leave")
-        if self.num_windows == 0:
-            what = f"{self.num_samples} samples make no whole global batch of {self._ends[1]}"
-            raise ConfigError(f"{what}: use a smaller batch, or --tail keep")
+            what = (
+                f"global batches of {sum(size)} samples in all, the last of {size[-1]}, for {self.num_samples} samples"
+            )
+            raise ConfigError(f"{what}: the last one must take exactly what the others leave")
+        what = f"{self.num_samples} samples do not fill one global batch of {self._ends[1]}"
+        refuse((self.num_windows == 0, f"{what}: use a smaller batch or --tail keep"))
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Where each window ends if there are as many samples; before them, where the first begins."""
+        """The start of the first window, then the end of every window, ignoring that the last may be incomplete."""
         size = self.global_batch_size
         sizes = size if isinstance(size, tuple) else [size] * -(-self.num_samples // size)
         return list(itertools.accumulate(sizes, initial=0))
 
     @property
     def num_windows(self) -> int:
-        """How many global batches, and so optimizer steps, the epoch has."""
+        """The number of global batches, and so of optimizer steps, in the epoch."""
         is_short = self._ends[-1] > self.num_samples
         return len(self._ends) - 1 - (is_short and self.tail == "drop")
 
@@ -66,7 +67,7 @@ class EpochOrder:
     def window(self, number: int) -> torch.Tensor:
         """The indices of global batch `number`, on the host."""
         if not 0 <= number < self.num_windows:
-            raise IndexError(f"global batch {number} of an epoch that has {self.num_windows}")
+            raise IndexError(f"global batch {number}: the epoch has {self.num_windows}")
         start, end = self._ends[number : number + 2]
         found = self._order[start:end]
         missing = end - start - len(found)
@@ -77,16 +78,16 @@ class EpochOrder:
 
 
 class MicroBatch(NamedTuple):
-    """What one rank computes at once. Its samples count in the loss, or `num_counted` is 0: then one sample is there
-    only so that forward and backward match those of other ranks."""
+    """The samples of one forward and backward pass on one rank. `num_counted` is 0 for a filler: one sample that does
+    not count in the loss, so that all ranks run equally many passes."""
 
     indices: torch.Tensor
     num_counted: int
 
 
 def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
-    """A rank's share of a global batch as micro-batches, of which every rank has equally many. Shares are contiguous
-    and differ by one sample at most, and so do the micro-batches of a rank."""
+    """A rank's share of a global batch, in as many micro-batches as every other rank has. Shares are contiguous and
+    differ by at most one sample, and so do the micro-batches of a rank."""
     largest = -(-len(indices) // world_size)
     count = -(-largest // micro_batch_size)
     share = cut_range(range(len(indices)), rank, world_size)
@@ -95,12 +96,12 @@ def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_
 
 
 def cut_range(whole: range, number: int, count: int) -> range:
-    """Part `number` of `count` contiguous parts, which differ by one at most, so a part may be empty."""
+    """Part `number` of `count` contiguous parts whose sizes differ by at most one; a part may be empty."""
     return whole[number * len(whole) // count : (number + 1) * len(whole) // count]
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """A seed for one purpose, unrelated to that of neighbouring numbers: torch's generator on the CPU uses the low 32
-    bits only, so sums such as seed + epoch would collide."""
+    """A seed for one purpose. Hashed because sums such as seed + epoch collide, and because torch's CPU generator uses
+    only the low 32 bits."""
     text = ":".join([purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
