@@ -89,7 +89,7 @@ def measure_codecs(
             row.append(_time(strategy, world_size, buckets, others, bench))
         if count == 1:
             spent_s = time.perf_counter() - begin_s
-            spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.meeting)
+            spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.control)
             count = max(_LEAST, min(_MOST, int(_BUDGET_S / max(spent_s, 1e-9))))
     by_rank = [rows] if bench is None else bench.world.share(rows)
     return [
@@ -133,7 +133,7 @@ def _time(
         wait = partial(synchronize, others.device)
         wait()
         if bench is not None:
-            dist.barrier(group=bench.meeting)
+            dist.barrier(group=bench.control)
         for number, bucket in enumerate(buckets):
             names, grads = [name for name, _ in bucket], [grad.clone() for _, grad in bucket]
             if strategy.is_sharded:

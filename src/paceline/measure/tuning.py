@@ -172,7 +172,7 @@ class _Variants:
         most_s = effort.confirm_s if self._settings.race_s is None else self._settings.race_s
 
         def is_over(number: int) -> bool:
-            spent = agree_on_max((time.perf_counter() - begin_s) / most_s, bench.meeting)
+            spent = agree_on_max((time.perf_counter() - begin_s) / most_s, bench.control)
             report(min(1.0, max(spent, number / (self._settings.iters or _MOST_ROUNDS))))
             if not stops or not is_look(number):
                 return spent >= 1
@@ -232,7 +232,7 @@ class _Variants:
         # changes from round to round.
         def send_some(place: int, num_places: int, repetition: int) -> None:
             for messages in (one for i, one in enumerate(sweep) if (i + repetition) % num_places == place):
-                time_once(messages, self._bench.meeting, repetition)
+                time_once(messages, self._bench.control, repetition)
 
         self._bench.run(pace, self._settings.iters, report=report, after=send_some)
 
