@@ -20,8 +20,8 @@ from paceline.training.step import (
     PhaseClock,
     PhaseTimes,
     find_bad_parameter,
-    mark_phases,
     fixed_kernels,
+    mark_phases,
     take_step,
 )
 from paceline.workloads.data import Batch, DataForm

@@ -170,8 +170,8 @@ class RunFiles:
              f"{found} grows its batch {_format_growth(grown)}, but this job "
              f"{_format_growth(wanted)}: keep --batch-growth and --epochs"),
             (meta.get("checksum", job.train.checksum) != job.train.checksum,
-             f"{found} was not trained on {job.train.describe()}: name the data that it was trained on (synthetic "
-             "data also differs between cpu and cuda)"),
+             f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
+             "(synthetic data also differs between cpu and cuda)"),
             code="mismatch",
         )  # fmt: skip
         expected = disk.fingerprint(learner.module.state_dict())

@@ -96,9 +96,9 @@ class Recipe:
             is_odd = value <= 0 or math.isinf(value) or (colon and math.isnan(value))
             typed = f"recipe {text!r}: {number} after {name}"
             refuse(
-                (is_odd, f"{typed}: must be above 0"),
-                (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: must be below 1"),
-                (name == "ghost" and colon and not is_size, f"{typed}: must be an integer of at least 2"),
+                (is_odd, f"{typed}: a number above 0 is needed"),
+                (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: below 1 is needed"),
+                (name == "ghost" and colon and not is_size, f"{typed}: an integer of at least 2 is needed"),
                 (name == "sync" and colon, f"{typed}, which does not take a number"),
             )
             found.append((name, value))
@@ -146,7 +146,9 @@ def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None
     if size % ranks:
-        raise ConfigError(f"a global batch of {size} cannot be divided by {ranks} ranks: use a multiple of {ranks}")
+        raise ConfigError(
+            f"a global batch of {size} cannot be divided evenly among {ranks} ranks: use a multiple of {ranks}"
+        )
     share = size // ranks
     accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
     largest = share * max((factor for _, factor in settings.batch_growth), default=1)

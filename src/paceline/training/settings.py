@@ -161,15 +161,15 @@ class TrainSettings:
         if batch_size is None:
             parts = ranks * (accumulate or 1)
             words += f" x {accumulate} micro-batches" if (accumulate or 1) > 1 else ""
-            refuse((size % parts, f"{asked} cannot be divided by {words}: use a multiple of {parts}"))
+            refuse((size % parts, f"{asked} cannot be divided evenly among {words}: use a multiple of {parts}"))
             return Batches(ranks, size // parts, accumulate or 1)
         parts = ranks * batch_size
         words = f"{words} x --batch-size {batch_size}"
         needed = size // parts
         refuse(
-            (size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or omit --batch-size"),
+            (size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or leave out --batch-size"),
             (accumulate not in (None, needed),
-             f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: omit one of them"),
+             f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
         )  # fmt: skip
         return Batches(ranks, batch_size, needed)
 
@@ -180,7 +180,7 @@ class TrainSettings:
             return self
         if size % count:
             fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
-            found = f"{count} ranks cannot divide the run's global batch of {size} samples equally"
+            found = f"{count} ranks cannot divide the run's global batch of {size} samples evenly"
             raise ConfigError(f"{found}: use {fits} ranks, or start a new run", code="other-run")
         # Keep the batch size if possible: it fits into memory, and BatchNorm's statistics depend on it.
         batch_size = same if size % (count * same) == 0 else None
@@ -229,9 +229,9 @@ class TrainSettings:
             if name in _KNOWN and value not in _KNOWN[name]:
                 raise ConfigError(f"{option} {value!r} is unknown: use one of {', '.join(_KNOWN[name])}")
             if name in _LEAST and value is not None and value < least:
-                raise ConfigError(f"{flag}: must be at least {least}")
+                raise ConfigError(f"{flag}: at least {least} is needed")
             if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
-                raise ConfigError(f"{flag}: must be a finite number {start} 0")
+                raise ConfigError(f"{flag}: a finite number {start} 0 is needed")
         parse_save_every(self.save_every)
         find_hang_timeout(self.hang_timeout)
         faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
@@ -245,17 +245,17 @@ class TrainSettings:
         smoothing = self.label_smoothing
         trust = f"--trust-coefficient {self.trust_coefficient}"
         refuse(
-            (faults_s == 0, f"--mtbf {self.mtbf}: must be above 0"),
+            (faults_s == 0, f"--mtbf {self.mtbf}: above 0 is needed"),
             (faults_s is not None and self.save_every != AUTO,
-             f"--mtbf {self.mtbf} with --save-every {self.save_every}: it only affects auto; omit it, or use auto"),
-            (self.momentum >= 1, f"--momentum {self.momentum}: must be below 1, or updates grow without bound"),
-            (smoothing >= 1, f"--label-smoothing {smoothing}: must be below 1, or labels carry no information"),
+             f"--mtbf {self.mtbf} with --save-every {self.save_every}: it is for auto only; leave it out, or use that"),
+            (self.momentum >= 1, f"--momentum {self.momentum}: below 1 is needed, or updates grow without bound"),
+            (smoothing >= 1, f"--label-smoothing {smoothing}: below 1 is needed, or labels carry no information"),
             (self.steps is not None and self.epochs != 1,
-             f"{steps} with --epochs {self.epochs}: a run has only one length; omit one"),
+             f"{steps} with --epochs {self.epochs}: a run has only one length; leave one out"),
             (self.steps is not None and self.batch_growth,
              f"--batch-growth {growth} with {steps}: it counts in fractions of all samples of the run; use --epochs"),
             (self.grow != GROWS[0] and not self.batch_growth,
-             f"--grow {self.grow} has no effect without --batch-growth: omit it, or give both"),
+             f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both"),
             (self.wrapper in ("none", "dp") and self.ranks > 1,
              f"--wrapper {self.wrapper} {what}, but --ranks is {self.ranks}: use --ranks 1"),
             (self.plan is not None and self.wrapper not in ("paceline", "torch"),
@@ -271,22 +271,22 @@ class TrainSettings:
             (not strategy.is_hook and self.wrapper == "torch",
              f"{sends} cannot be a communication hook of torch's wrapper: use --wrapper paceline"),
             (strategy.dgc and self.optimizer != "sgd",
-             f"{sends} includes SGD momentum: omit dgc, or use --optimizer sgd"),
+             f"{sends} includes SGD momentum: leave out dgc, or use --optimizer sgd"),
             (strategy.dgc and self.momentum not in (TrainSettings.momentum, strategy.dgc),
              f"--momentum {self.momentum} with {sends}, whose momentum is {strategy.dgc:g}: write dgc={self.momentum}"),
             (self.sync_batchnorm and self.wrapper == "dp",
              "--sync-batchnorm does not work with --wrapper dp: use paceline or torch"),
             # Options for another optimizer, schedule or norm would silently do nothing.
             (self.trust_coefficient is not None and self.optimizer != "lars",
-             f"{trust} with --optimizer {self.optimizer}: omit it, or use lars"),
+             f"{trust} with --optimizer {self.optimizer}: leave it out, or use lars"),
             (self.ghost_batchnorm is not None and self.sync_batchnorm,
              f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one shrinks the batch that BatchNorm "
-             "sees, the other enlarges it; omit one"),
+             "sees, the other enlarges it; leave one out"),
             (self.spares > 1 and self.on_fault != "spare",
-             f"--spares {self.spares} with --on-fault {self.on_fault}: omit it, or use --on-fault spare"),
+             f"--spares {self.spares} with --on-fault {self.on_fault}: leave it out, or use --on-fault spare"),
             (self.max_faults != TrainSettings.max_faults and self.on_fault == "stop",
-             f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault: omit it, "
-             "or use --on-fault restart"),
+             f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault: leave it "
+             "out, or use --on-fault restart"),
         )  # fmt: skip
         check_drops(self.lr_drops, self.schedule)
 
@@ -400,13 +400,13 @@ def check_job(settings: TrainSettings) -> None:
     if is_own_data(settings.data):
         check_own(settings.data, "data")
     smoothing = f"--label-smoothing {settings.label_smoothing}"
-    refuse((settings.label_smoothing and settings.predicts_numbers, f"{smoothing}: targets are numbers; omit it"))
+    refuse((settings.label_smoothing and settings.predicts_numbers, f"{smoothing}: targets are numbers; leave it out"))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":
         kind = default_form(settings.model).kind
         if kind not in ("pairs", "tokens"):
-            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; omit it")
+            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
 
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
