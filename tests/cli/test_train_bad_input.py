@@ -116,7 +116,7 @@ def assert_refused(answer, words: str) -> None:
         ((*TABLE, "--curve", "nowhere"), "nowhere does not exist"),
         ((*TABLE, "--accumulate", "2"), "--accumulate 2: layers are timed over one micro-batch"),
         (("profile", "--json", "phases"), "write profile phases --json"),
-        (("profile", "--compare", "a", "b", "phases"), "--compare stands alone: leave out phases"),
+        (("profile", "--compare", "a", "b", "phases"), "--compare cannot be combined with phases"),
         (("profile", "--compare", "a", "b"), "a does not exist"),
     ],
 )
