@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.measure.collectives import Pattern
-from paceline.measure.engine import Timed, time_in_turns
+from paceline.measure.engine import Timed, time_interleaved
 from paceline.records.samples import quantile
 from paceline.units import format_bytes, format_ms, parse_sizes
 
@@ -56,7 +56,7 @@ class AllReduce(Timed):
 def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list[float]:
     """The same number of repetitions by the engine, with its barrier, fresh data and check."""
     timed = AllReduce(vector, world)
-    time_in_turns([timed], world.control, iters, 0)
+    time_interleaved([timed], world.control, iters, 0)
     return timed.timing.seconds
 
 

@@ -36,7 +36,7 @@ def _no_gpu_no_launcher(monkeypatch):
         ((*ALLREDUCE, "--sizes", "6B"), "not a whole number of float32 elements"),
         ((*ALLREDUCE, "--sizes", "900TB"), "use smaller sizes"),
         ((*ALLREDUCE, "--sizes", ","), "no size in"),
-        ((*ALLREDUCE, "--sizes", "1MiB", "-b", "1MiB", "-e", "2MiB"), "--sizes contradicts --min-size"),
+        ((*ALLREDUCE, "--sizes", "1MiB", "-b", "1MiB", "-e", "2MiB"), "--sizes with --min-size"),
         ((*ALLREDUCE, "-b", "1MiB"), "needs --min-size (-b) and --max-size (-e)"),
         ((*ALLREDUCE, "-b", "2MiB", "-e", "1MiB"), "is empty"),
         ((*ALLREDUCE, "-b", "1MiB", "-e", "2MiB", "-f", "1"), "it must be above 1"),

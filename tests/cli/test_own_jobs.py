@@ -263,7 +263,7 @@ def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
     run = find_run(type_alone("train", *job, "--steps", "3"))
     file.write_text(file.read_text().replace("return Set(), Set()", "return DataLoader(Set(), 4, drop_last=True)"))
     answer = type_alone("train", "--resume", str(run), "--steps", "8")
-    assert answer.code == 2 and "was trained with --tail keep, and now it is drop" in answer.err
+    assert answer.code == 2 and "was trained with --tail keep, but now it is drop" in answer.err
 
 
 def test_a_test_set_is_evaluated_and_where_there_is_none_nothing_is(here):
@@ -279,10 +279,10 @@ def test_a_test_set_is_evaluated_and_where_there_is_none_nothing_is(here):
 
 def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resumed(here):
     answer = type_alone("train", "--model", "job.py:build_stateless", "--epochs", "2", "--out", str(here))
-    assert "returned no state, without which it cannot be resumed" in answer.err
+    assert "returned no state, so the run cannot be resumed" in answer.err
     run = find_run(answer)
     answer = type_alone("train", "--resume", str(run), "--epochs", "3")
-    assert answer.code == 2 and "returned no state of its optimizers" in answer.err
+    assert answer.code == 2 and "did not return the state of its optimizers" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--model", "job.py:build_judged"), r"returned a float as evaluate: a function \(model, batch\)"),
         (("--model", "job.py:build_net", "--data", "job.py:load_dropping", "--tail", "pad"), "drop_last=True"),
         (("--model", "job.py:build_twice"), "two models of job.py:build_twice share a parameter"),
-        (("--model", "job.py:build", "--data", "job.py:load"), "returned data of its own; leave it out"),
+        (("--model", "job.py:build", "--data", "job.py:load"), "returned its own data; leave it out"),
         (("--model", "job.py:build", "--lr", "0.2"), "--lr 0.2: the step of job.py:build decides it"),
         (("--model", "job.py:build", "--accumulate", "2"), "--accumulate 2: the step of job.py:build decides it"),
         (("--data", "job.py:load_strangely"), "load_strangely needs width: it is called with batch_size, rank"),

@@ -312,7 +312,7 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
         ((*BATCH, "--epochs", "1"), "--epochs 1: the first is a warm-up"),
         ((*BATCH, "--batch-size", "4,x"), "--batch-size 'x' is not a whole number"),
         ((*BATCH, "--batch-size", "25"), "--batch-size 25 of --samples 24"),
-        ((*LARGE, "--recipes", "nonsense"), "recipe 'nonsense': 'nonsense' is unknown; known are none, linear"),
+        ((*LARGE, "--recipes", "nonsense"), "recipe 'nonsense': 'nonsense' is unknown; use none, linear"),
         ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
         ((*LARGE, "--recipes", "sync"), "sync needs several ranks"),
         ((*NUMBERS, "--recipes", "linear,smoothing"), "recipe 'smoothing': smoothing needs classes, and here numbers"),

@@ -273,7 +273,7 @@ def test_a_run_of_steps_ends_inside_an_epoch_and_goes_on_for_more(mnist, tmp_pat
     assert again.code == 0 and json.loads(again.out)["steps"] == 18, again.err
     assert json.loads((run / "config.json").read_text())["settings"]["steps"] == 18
     back = type_alone("train", "--resume", str(run), "--steps", "12")
-    assert back.code == 2 and "--steps 12 ends after step 12, and the run is already at step 18" in back.err
+    assert back.code == 2 and "--steps 12 ends after step 12, but the run is already at step 18" in back.err
 
 
 def test_a_batch_grows_as_it_was_typed(mnist, tmp_path):

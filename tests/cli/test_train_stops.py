@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole
     assert answer.code == 0, answer.err
     words = f"checkpoint {file.parent.name} is damaged: model.safetensors does not match manifest.json"
     said = " ".join(answer.err.split())
-    assert words in said and "; the one before it is used" in said
+    assert words in said and "; using the previous one" in said
     assert_same_run(whole, broken)
 
 
@@ -326,7 +326,7 @@ def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
             ("--data", "synthetic:numbers"),
             "--data synthetic:numbers with --resume: the run was started with synthetic",
         ),
-        (("--ranks", "3"), "3 ranks cannot share the run's global batch of 16 samples equally"),
+        (("--ranks", "3"), "3 ranks cannot divide the run's global batch of 16 samples evenly"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(command, broken, flags, words):

@@ -236,9 +236,9 @@ def test_parts_that_say_unequal_lengths_end_together(on_ranks, file, tmp_path):
     ("data", "words"),
     [
         ("load_same", "ranks 0 and 1 get the same samples"),
-        ("load_unlike", "rank 1 has other samples than rank 0.*by rank and world_size"),
-        ("load_unlike_sets", "train: rank 1 has other samples than rank 0.*return the same whole set"),
-        ("load_unlike_tests", "test: rank 1 has other samples than rank 0.*return the same whole set"),
+        ("load_unlike", "rank 1 has different samples from rank 0.*by rank and world_size"),
+        ("load_unlike_sets", "train: rank 1 has different samples from rank 0.*return the same whole set"),
+        ("load_unlike_tests", "test: rank 1 has different samples from rank 0.*return the same whole set"),
         ("load_same_tests", "test: ranks 0 and 1 get the same samples"),
         ("load_some_tests", "has a test set on some ranks and none on others"),
     ],

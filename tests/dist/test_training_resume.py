@@ -292,11 +292,11 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference
     ("changes", "words"),
     [
         ({"hidden": 9}, "another model"),
-        ({"batch_size": 5}, "and now it is 100 in batches of 10"),
-        ({"samples": 99}, "and now it is 99 in batches of 12"),
+        ({"batch_size": 5}, "has 100 in batches of 10"),
+        ({"samples": 99}, "has 99 in batches of 12"),
         ({"strategy": "int8"}, "the state is of strategy 'dense', and this is 'int8'"),
-        ({"ranks": 1, "workers": 2, "batch_size": 12}, "of 1 worker, and now there are 2"),
-        ({"epochs": 1}, "--epochs 1 ends after step 9, and the run is already at step 15"),
+        ({"ranks": 1, "workers": 2, "batch_size": 12}, "has 1 worker, but this job has 2"),
+        ({"epochs": 1}, "--epochs 1 ends after step 9, but the run is already at step 15"),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, reference, tmp_path, changes, words):
@@ -386,7 +386,7 @@ def fill_the_disk(step: int) -> None:
 
 def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, train, reference, tmp_path):
     # Only rank 0 knows, so the ranks are ended, and what was changed in them goes with them.
-    with pytest.raises(RecordError, match=r"No space left on device; it needs .* make room") as caught:
+    with pytest.raises(RecordError, match=r"No space left on device; it needs .* free some space") as caught:
         outcomes(tmp_path / "run", before_step=fill_the_disk)
     assert "\n" not in str(caught.value)
     kept = checkpoints(tmp_path / "run")

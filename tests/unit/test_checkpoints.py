@@ -138,7 +138,7 @@ def test_any_flipped_bit_is_found_and_the_one_before_is_used(store, name):
         assert loaded.step == 10
         (reason,) = loaded.refused
         assert reason.startswith(f"checkpoint step-00000020 is damaged: {name} ")
-        assert reason.endswith("; the one before it is used")
+        assert reason.endswith("; using the previous one")
     assert_holds(CheckpointStore(store.folder).load_latest(), 20)
 
 
@@ -179,7 +179,7 @@ def test_files_of_another_step_are_found(store, harm):
 def test_when_all_are_damaged_a_run_does_not_start_anew(store):
     for step in store.find():
         flip(store.path(step) / "state.json", 100)
-    with pytest.raises(RecordError, match=r"of 2 .*step-00000020") as caught:
+    with pytest.raises(RecordError, match=r"none of the 2 .*step-00000020") as caught:
         CheckpointStore(store.folder).load_latest()
     assert caught.value.code == "damaged"
 
@@ -197,14 +197,14 @@ def test_a_run_that_fell_back_replaces_what_was_damaged(store):
 
 @pytest.mark.parametrize("step", [15, 20])
 def test_a_run_that_did_not_resume_here_is_refused(store, step):
-    with pytest.raises(ConfigError, match=f"holds step 20, and step {step} is not a later one"):
+    with pytest.raises(ConfigError, match=f"already has step 20, and step {step} is not later"):
         save(CheckpointStore(store.folder), step)
     assert_holds(store.load_latest(), 20)
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(store):
     expected = fingerprint({**model_of(0, size=5), "new": torch.ones(1)})
-    with pytest.raises(ConfigError, match=r"step-00000020 is of another model: 4 tensors differ \(embed is"):
+    with pytest.raises(ConfigError, match=r"step-00000020 belongs to another model: 4 tensors differ \(embed is"):
         check_fingerprint(fingerprint(store.load_latest().model), expected, f"checkpoint {store.path(20)}")
 
 
@@ -247,7 +247,7 @@ def no_room():
             for at in range(6)
         ),
         (file_limit, "File too large; it needs 10.50 MiB"),
-        (no_room, "the disk is too full; it needs 10.50 MiB and 10 B is free: make room"),
+        (no_room, "the disk is too full; it needs 10.50 MiB and 10 B is free"),
     ],
 )
 def test_a_full_disk_is_explained_and_costs_nothing_that_was_there(store, trouble, complaint):
@@ -400,11 +400,11 @@ def change_state(**changes):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda files: files.pop("state.safetensors"), "manifest.json lists model.safetensors, state.json and should"),
-        (lambda files: files.update({"../x": b""}), "manifest.json lists .*, ../x and should"),
+        (lambda files: files.pop("state.safetensors"), "manifest.json lists model.safetensors, state.json but should"),
+        (lambda files: files.update({"../x": b""}), "manifest.json lists .*, ../x but should"),
         (
             change_state(model={"embed": "float32 [4, 4]"}),
-            "state.json describes other tensors than model.safetensors holds",
+            "state.json does not describe the tensors in model.safetensors",
         ),
         (change_state(model={"lost": "float32 [1]"}), "state.json is not valid: KeyError 'lost'"),
         (change_state(aliases=None), "state.json is not valid"),
@@ -422,7 +422,7 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(store, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "_VERSION", 2)
     save(store, 30)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="step-00000030 has version 2 and this Paceline reads version 1"):
+    with pytest.raises(ConfigError, match="step-00000030 has version 2, but this Paceline reads version 1"):
         CheckpointStore(store.folder).load_latest()
 
 

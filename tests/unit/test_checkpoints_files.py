@@ -157,7 +157,7 @@ def test_another_model_is_described_by_its_first_differences():
     with pytest.raises(ConfigError) as caught:
         check_fingerprint(there, here, "checkpoint c")
     assert str(caught.value).startswith(
-        "checkpoint c is of another model: 6 tensors differ (l0 is float32 [2, 4] and should be float32 [2, 3], "
+        "checkpoint c belongs to another model: 6 tensors differ (l0 is float32 [2, 4] and should be float32 [2, 3], "
         "l1 is missing and should be float32 [2, 3], l2 is missing and should be float32 [2, 3], ...): "
     )
 

@@ -349,7 +349,7 @@ def test_an_activation_between_blocks_is_a_block():
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (nn.ReLU(), "no device, for nothing is trained"),
+        (nn.ReLU(), "no device, because nothing is trained"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), "are on cpu, meta"),
     ],
 )

@@ -125,7 +125,7 @@ def test_the_order_of_switches_does_not_matter(names):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("linaer", "recipe 'linaer': 'linaer' is unknown; known are none, linear, sqrt"),
+        ("linaer", "recipe 'linaer': 'linaer' is unknown; use none, linear, sqrt"),
         ("", "recipe '': '' is unknown"),
         ("linear+", "'' is unknown"),
         ("none+linear", "'none' is unknown"),
@@ -137,10 +137,10 @@ def test_the_order_of_switches_does_not_matter(names):
         ("lamb:inf", "inf after lamb: a number above 0"),
         ("ghost:2.5", "2.5 after ghost: an integer of at least 2 is needed"),
         ("ghost:1", "1 after ghost: an integer of at least 2"),
-        ("sync:4", "4 after sync, which takes no number"),
-        ("warmup:1", "1 after warmup is a share: below 1 is needed"),
-        ("grow:1.5", "1.5 after grow is a share"),
-        ("smoothing:1", "1 after smoothing is a share"),
+        ("sync:4", "4 after sync"),
+        ("warmup:1", "1 after warmup is a fraction"),
+        ("grow:1.5", "1.5 after grow is a fraction"),
+        ("smoothing:1", "1 after smoothing is a fraction"),
         ("linear+sqrt", "linear and sqrt exclude each other; leave one out"),
         ("lars+lamb", "lars and lamb exclude each other"),
         ("lars+linear", "linear exclude each other|linear and lars exclude"),
@@ -174,7 +174,7 @@ def test_a_shared_batch_is_whole_in_equal_parts_and_as_few_as_can_be(share, rank
 @given(share=COUNTS, ranks=st.integers(2, 16))
 def test_a_batch_that_ranks_cannot_share_is_refused(share, ranks):
     assume(share % ranks)
-    with pytest.raises(ConfigError, match=f"{share} cannot be shared by {ranks} ranks: use a multiple of {ranks}"):
+    with pytest.raises(ConfigError, match=f"{share} cannot be divided evenly among {ranks} ranks"):
         share_batch(dataclasses.replace(BASE, ranks=ranks, global_batch_size=share), 512)
 
 

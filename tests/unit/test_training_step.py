@@ -20,8 +20,8 @@ from paceline.training.step import (
     PhaseClock,
     PhaseTimes,
     find_bad_parameter,
+    fixed_kernels,
     mark_phases,
-    settled_kernels,
     take_step,
 )
 from paceline.workloads.data import Batch, DataForm
@@ -366,7 +366,7 @@ def test_the_time_of_a_users_backward_is_in_its_phase():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_torch_would_turn_off_is_off_from_the_start_and_on_again_at_the_end(precision):
     before = torch._C._get_mkldnn_enabled()
-    with settled_kernels(torch.device("cpu"), precision):
+    with fixed_kernels(torch.device("cpu"), precision):
         inside = torch._C._get_mkldnn_enabled()
         with torch.autocast("cpu", torch.float16 if precision == "fp16" else torch.bfloat16, precision != "fp32"):
             for _ in range(2):

@@ -1,4 +1,4 @@
-"""The `paceline` command: its verbs, and how errors become exit codes. What a verb does lives in `paceline.verbs`."""
+"""The `paceline` command: its verbs, and how errors become exit codes. `paceline.verbs` implements the verbs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from paceline.units import parse_size, size_range
 
 app = typer.Typer(
     name="paceline",
-    help="Data-parallel training for PyTorch that measures itself, predicts itself and tunes itself.",
+    help="Data-parallel training for PyTorch that shows where each step's time goes, predicts how it scales, "
+    "and picks the bucket size.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
-profile = typer.Typer(help="See where the time of training steps goes.", no_args_is_help=False)
+profile = typer.Typer(help="Show where the time of training steps goes.", no_args_is_help=False)
 scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
 predict = typer.Typer(no_args_is_help=False)
 for group, name in ((bench, "bench"), (profile, "profile"), (predict, "predict"), (scale, "scale")):
@@ -38,7 +39,7 @@ def _allreduce(
 
     if (min_size, max_size, factor) != (None, None, None):
         if "sizes" in given:
-            raise ConfigError("--sizes contradicts --min-size, --max-size and --factor: give a list or a range")
+            raise ConfigError("--sizes with --min-size, --max-size or --factor: give either a list or a range")
         if min_size is None or max_size is None:
             raise ConfigError("a range of sizes needs --min-size (-b) and --max-size (-e)")
         multiple = ITEM_BYTES.get(given.get("dtype", "float32"), 1)
@@ -51,21 +52,21 @@ add_command(
     bench, "allreduce", _allreduce,
     "ranks:bench backend:bench sizes min_size max_size factor collective op dtype device memory iters warmup limit "
     "compare strict",
-    "How fast is all-reduce here? Backends x ranks x sizes in one run, every element checked.",
+    "How fast is all-reduce here? Measures backends x ranks x sizes, and checks every element.",
 )  # fmt: skip
 add_command(
     bench, "chunks", "bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
-    "What does cutting one message into chunks cost? Total time by elements per all-reduce.",
+    "What does splitting one message into chunks cost? Measures the total time for each chunk size.",
 )  # fmt: skip
 add_command(
     bench, "wrappers", "bench:wrappers",
     "models wrappers backend:bench ranks:bench batch_size:wrappers dtype device threads:wrappers iters warmup strict",
-    "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
+    "Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.",
 )  # fmt: skip
 add_command(
     app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
-    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
-    "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and their bandwidth.",
+    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two ranks.\n\n"
+    "With --hosts, checks other hosts over ssh: versions, clocks, interfaces, free space and bandwidth.",
 )  # fmt: skip
 
 
@@ -83,9 +84,9 @@ add_command(
     "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node "
     "sbatch image kind volume folder:run env grace interface port python ssh check_timeout wait dry_run "
     "-out -json -wide",
-    "Run a command on several hosts: over ssh (--hosts), by Slurm (--slurm), or as a manifest (--kubernetes).\n\n"
-    "Any command that runs under torchrun, the commands of Paceline included: paceline run --hosts a:8,b:8 -- paceline "
-    "train. On SIGTERM or SIGUSR1 `paceline train` saves a checkpoint, and a job started again resumes from it.",
+    "Run a command on several hosts: over ssh (--hosts), with Slurm (--slurm), or with Kubernetes (--kubernetes).\n\n"
+    "Works with any command that runs under torchrun, including Paceline's own: paceline run --hosts a:8,b:8 -- "
+    "paceline train. On SIGTERM or SIGUSR1, `paceline train` saves a checkpoint; a restarted job resumes from it.",
 )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def _train(*, compare: tuple[Path, Path] | None = None, **given: Any) -> Any:
     if compare is None:
         return train(**given)
     others = ", ".join(find_flag(name) for name in given if name not in ("out", "progress"))
-    refuse((others, f"{others} with --compare, which trains nothing: leave it out"))
+    refuse((others, f"{others} with --compare, which does not train: leave it out"))
     return compare_runs(compare, given["out"])
 
 
@@ -106,7 +107,7 @@ add_command(
     "test_samples strategy workers profile:train compare:train resume save_every mtbf:train keep on_fault max_faults "
     "spares hang_timeout tensorboard watch",
     "Train a model on one rank or many, and see where the time goes.\n\n"
-    "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
+    "With several numbers of ranks, trains one run after the other and compares results and speed.",
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def _profile(
 ) -> None:
     if (verb := context.invoked_subcommand) is not None:
         if compare is not None:
-            raise ConfigError(f"--compare stands alone: leave out {verb}")
+            raise ConfigError(f"--compare cannot be combined with {verb}: leave out {verb}")
         for flag in [name for name, given in (("--json", json), ("--wide", wide)) if given]:
             raise ConfigError(f"{flag} before {verb} has no effect: write profile {verb} {flag}")
         return
@@ -135,27 +136,28 @@ def _profile(
 
 add_command(
     profile, "phases", "profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
-    "Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy.",
+    "Time data loading, forward, backward, optimizer and communication (exposed and total).",
     model="cnn", kind="phases",
 )  # fmt: skip
 add_command(
     profile, "layers", "profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
-    "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn", kind="layers",
+    "Time the forward and backward of each block, and when each gradient is ready, on one rank.",
+    model="cnn", kind="layers",
 )  # fmt: skip
 add_command(
     profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
-    "Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.",
+    "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.",
     model="cnn", plot=False,
 )  # fmt: skip
 add_command(
     profile, "comm-table", "profile:comm_table",
     f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
-    "What gradients cost on given networks, compared with the measured computation of a step.",
+    "Compare the cost of sending gradients on other networks with the measured computation of a step.",
 )  # fmt: skip
 add_command(
     profile, "attach", "attach:attach", "command:run steps:attach stop",
-    "Your own program, without an edit of it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
-    "Where the time of a step goes, what bounds it, and the bucket size to paste, with its predicted gain.",
+    "Profile your own program without editing it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
+    "Shows where the time of a step goes, what limits it, and the best bucket size with its predicted gain.",
     command=(),
 )  # fmt: skip
 
@@ -175,10 +177,10 @@ def _predict(
     refuse(
         (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
         (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
-        (not csv and "measured" in given, "--measured is compared with --csv, which is not given"),
+        (not csv and "measured" in given, "--measured needs --csv, which is not given"),
         (not profile and "strategy" in given,
-         f"--strategy with {''.join(sources)}: neither tables nor traces have the shapes of gradients and what codecs "
-         "cost; give --model-profile, a run of `paceline profile layers`"),
+         f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; give "
+         "--model-profile, a run of `paceline profile layers`"),
         (not profile and others, f"{', '.join(map(find_flag, others))} with {''.join(sources)}: give --model-profile"),
     )  # fmt: skip
     if traces:
@@ -186,7 +188,7 @@ def _predict(
     if profile is not None:
         return predict(profile, out=out, **given)
     ranks = given.pop("ranks", (None,))
-    what = f"--ranks {','.join(map(str, ranks))} with --csv: one number is needed, that of the table of all-reduce"
+    what = f"--ranks {','.join(map(str, ranks))} with --csv: one number is needed, as in the all-reduce table"
     refuse((len(ranks) != 1, what))
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
@@ -201,15 +203,15 @@ add_command(
     predict, "", _predict,
     "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
     "accumulate gradients straggler strategy:several",
-    "What will a step cost, with other bucket sizes, on other networks and ranks?\n\n"
-    "From torch.profiler's traces of your own job (--trace), from a profile (--model-profile), or from tables (--csv).",
+    "What will a step cost with other bucket sizes, networks and numbers of ranks?\n\n"
+    "Predicts from torch.profiler traces of your own job (--trace), a profile (--model-profile), or tables (--csv).",
 )  # fmt: skip
 add_command(
     predict, "goodput", _predict_goodput,
     "runs:goodput mtbf mtbf_per_rank ranks:goodput step_seconds save_seconds detect_seconds restart_seconds "
     "spare_seconds shrink_seconds save_every:goodput all_lost repair horizon",
-    "How much of a job's time counts under faults, how often should it save, and which policy is best?\n\n"
-    "From what was measured: steps and saves of a training run, and restarts of `paceline faults --restart`.",
+    "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"
+    "Uses measured costs: steps and saves of a training run, and restarts from `paceline faults --restart`.",
 )  # fmt: skip
 _FOR_COMMAND = "steps caps budget out progress"
 
@@ -219,10 +221,10 @@ def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
     from paceline.verbs.tune import tune
 
     if not command:
-        refuse(("steps" in given, "--steps is of a command behind --, and there is none: leave it out"))
+        refuse(("steps" in given, "--steps is for a command after --, and there is none: leave it out"))
         return tune(**{"model": "cnn", **given})
     others = ", ".join(find_flag(name) for name in given if name not in _FOR_COMMAND.split())
-    refuse((others, f"{others} with a command behind --: your program decides that itself; leave it out"))
+    refuse((others, f"{others} with a command after --: your program decides that itself; leave it out"))
     return attach(command, race=True, **given)
 
 
@@ -230,9 +232,9 @@ add_command(
     app, "tune", _tune,
     f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command:run steps:tune quick confirm caps network:tune "
     "network_ranks iters budget strategy:several strict",
-    "Find the best buckets: measure this machine and model, predict every plan, let the best race, save the plan.\n\n"
-    "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.\n\n"
-    "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (it runs twice, for some 100 steps each).",
+    "Find the best buckets: measure this machine and model, predict all plans, compare the best, save the winner.\n\n"
+    "With --network, nothing is sent: one rank computes, and its messages take as long as on that network.\n\n"
+    "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (runs it twice, about 100 steps each).",
 )  # fmt: skip
 
 
@@ -251,19 +253,19 @@ def _watch(*, command: list[str] | None = None, out: Path, **given: Any) -> Any:
 
 add_command(
     app, "watch", _watch, "command:watch every port:watch browser",
-    "Watch a training run on a live page, on this machine alone, and in the terminal: paceline watch FOLDER\n\n"
-    "Or your own program, on such a page and by a line every few steps, and at its end where the time of a step went: "
+    "Watch a training run on a live page, served only on this machine, and in the terminal: paceline watch FOLDER\n\n"
+    "Or watch your own program, with a line every few steps and a summary of where its time went: "
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
     app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart "
     "on_fault:faults state device:faults resume",
-    "Which faults are named, and how soon? A small job is killed, stopped or made to hang, again and again.\n\n"
-    "Compared with torchrun and torch's own wrapper, in turns; each job has processes of its own.",
+    "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
+    "Compares with torchrun and torch's own wrapper, interleaved; each job has its own processes.",
 )  # fmt: skip
 add_command(
     app, "report", "report:save_report", "runs:report page -out",
-    "Show any run on one HTML page that needs nothing else; several runs are compared.",
+    "Show any run on one self-contained HTML page, or compare several runs.",
 )  # fmt: skip
 
 
@@ -271,21 +273,21 @@ add_command(
     scale, "batch", "scale:batch",
     f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume "
     "strict",
-    "Which batch size keeps one rank busy? Whole epochs at each size: time, samples/s and memory.\n\n"
+    "Which batch size keeps one rank busy? Trains whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )  # fmt: skip
 add_command(
     scale, "ranks", "scale:ranks",
     f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
     "network:scale predict_ranks iters resume strict",
-    "Do more ranks help? Weak and strong scaling of all wrappers: speed-up, communication, bandwidth, prediction.",
+    "Do more ranks help? Weak and strong scaling of wrappers: speed-up, communication, bandwidth and predictions.",
 )  # fmt: skip
 add_command(
     scale, "large-batch", "scale:large_batch",
     f"{JOB_OPTIONS} -accumulate model:small ranks:one batch_size:large base_batch_size global_batch_size recipes "
     "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
     "test_samples evaluations at_once resume",
-    "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
+    "What does a large global batch cost in test accuracy, and which recipe restores it? Several seeds each.",
 )  # fmt: skip
 add_command(
     scale, "strategies", "scale:strategies",
@@ -296,7 +298,7 @@ add_command(
 )  # fmt: skip
 add_command(
     scale, "report", "scale:report", "runs resume",
-    "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
+    "Put the whole study on one page: tables, figures and findings, from finished runs or measured here.",
 )  # fmt: skip
 
 
@@ -317,11 +319,12 @@ def _root(
 
 
 def _join_lists(arguments: list[str]) -> list[str]:
-    """`--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`: click's options
-    take one word each. `profile -- COMMAND` is `profile attach -- COMMAND`. What follows -- stays as it is."""
+    """Rewrite `--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`, because
+    click's options take one word each; and `profile -- COMMAND` as `profile attach -- COMMAND`. Everything after -- is
+    unchanged."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, behind = arguments[:end], arguments[end:]
-    if behind and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
+    arguments, command = arguments[:end], arguments[end:]
+    if command and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
         arguments.insert(1, "attach")
     joined: list[str] = []
     for argument in arguments:
@@ -331,11 +334,11 @@ def _join_lists(arguments: list[str]) -> list[str]:
             joined += ["--trace", argument]
         else:
             joined.append(argument)
-    return joined + behind
+    return joined + command
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 the result is a failure, 2 user error, 130 interrupted."""
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end]
@@ -350,17 +353,17 @@ def main() -> None:
             print(f"paceline: error: {first}{more}", file=sys.stderr)
         sys.exit(1 if isinstance(error, TrainingError) else 2)
     except (OSError, MemoryError, RecursionError, OverflowError, UnicodeError) as error:
-        # Of a file or a machine, and no check has foreseen it; a broken pipe is `paceline ... | head`.
+        # Problems of a file or the machine that no check anticipated; a broken pipe is `paceline ... | head`.
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         if debug:
             traceback.print_exc()
         else:
-            text = next(iter(str(error).splitlines()), "") or "there is not enough memory"
+            text = next(iter(str(error).splitlines()), "") or "not enough memory"
             print(f"paceline: error: {type(error).__name__}: {text[:300]} (--debug shows where)", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as error:
-        if not getattr(error, "was_reported", False):  # a session says itself what is saved
+        if not getattr(error, "was_reported", False):  # a session reports what it saved
             print("paceline: interrupted: nothing was saved", file=sys.stderr)
         sys.exit(130)

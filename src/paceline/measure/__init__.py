@@ -1,1 +1,1 @@
-"""Measurements: each module times one thing and returns records. What is drawn from them belongs to `report`."""
+"""Measurements: each module times one thing and returns records. `report` renders them."""

@@ -1,9 +1,9 @@
-"""Inside the ranks of a user's own program: the times of their steps and a trace of a few, without an edit of it.
+"""Observes the ranks of a user's own, unmodified program: times all steps, and traces a few.
 
-`paceline.autoload` calls `attach` where PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU,
-when the GPU is done with it. What it is made of is seen by torch's profiler, which records some steps: nothing is put
-between torch's wrapper and its messages, so that every result stays as it is. Each rank writes files of its own, sends
-nothing, and never makes the program wait for its GPU. Needs torch alone.
+`paceline.autoload` calls `attach` if PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU, when
+the GPU has finished it. torch's profiler records a few steps in detail. Nothing comes between torch's wrapper and its
+messages, so the program's results do not change. Each rank writes its own files, sends nothing, and never makes the
+program wait for its GPU. Needs only torch.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.runtime.moments import between_s, is_past, mark
 from paceline.torch_internals import DataLoaderIterator, is_profiling, register_comm_hook
 
-# On more ranks the files of traces would be many, and say the same.
-_MOST_RECORDED = 16
-# The step after which wrappers have their final buckets.
-_SETTLED = 4
+_MOST_RECORDED = 16  # maximum number of traced ranks; more traces would show the same
+_FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
 _WRITE_EVERY_S = 0.25
-# How long the GPU may take for its last steps once the program is to be stopped, and once it ends by itself.
-_STOP_S, _CLOSE_S, _POLL_S = 60.0, 5.0, 1e-3
-# How often a program may catch the exit that `--stop` asks for.
-_MOST_EXITS = 3
-# Where a wrapper keeps the caps that it was made with: ours, and torch's of several versions.
-_OF_BUCKETS = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
+_STOP_S = 60.0  # how long to wait for the GPU's last steps when stopping the program
+_CLOSE_S = 5.0  # the same when the program ends by itself
+_POLL_S = 1e-3
+_MOST_EXITS = 3  # how many times a program may catch the exit that `--stop` requests
+# Attributes in which wrappers keep their bucket sizes: ours, and torch's in several versions.
+_BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
 
 
 class Settings(NamedTuple):
-    """Of `steps` (0: all), `record` are recorded, after `warmup` others. With `every` their times are written after so
-    many steps, and four times a second, not only at the end. `race`: from step `first` on, `turns` of `length` steps,
-    each the number of one of `plans`, which are caps in MiB; None stands for the program's own."""
+    """What to observe: `steps` steps (0: all), of which `record` are traced after `warmup` others.
+
+    With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
+    plans: from step `first` on, the program runs `turns` of `length` steps each. A turn is an index into `plans`, which
+    are caps in MiB; None stands for the program's own buckets.
+    """
 
     folder: str
     steps: int
@@ -63,12 +64,12 @@ class Settings(NamedTuple):
 
 
 def attach() -> None:
-    """Observe this process as the variable says."""
+    """Observe this process with the settings in PACELINE_ATTACH."""
     Observer(Settings(**json.loads(os.environ["PACELINE_ATTACH"]))).install()
 
 
-class _Taken(NamedTuple):
-    """A step that the host has taken, in moments of its device; `waits` are those spent in data loaders."""
+class _TakenStep(NamedTuple):
+    """A step that the host has finished, with timestamps of its device; `waits` are spans spent in data loaders."""
 
     number: int
     begin: Any
@@ -78,11 +79,11 @@ class _Taken(NamedTuple):
 
 
 class Observer:
-    """The steps of this process: of each its number, its seconds, those of them in data loaders, and the host's own.
+    """Observes the steps of this process: their number, duration, data loading time and host time.
 
-    On a GPU the first two are times of the GPU: it waits for data while it has nothing to do and the host is in a data
-    loader; the rest of the host's wait is hidden. The optimizers that step before one of them steps again belong to one
-    step, and the last of them ends it.
+    On a GPU, duration and data loading are measured on the GPU: it waits for data while it is idle and the host is in a
+    data loader; any other wait of the host is hidden. All optimizers that step before one of them steps again belong to
+    one step, and the last of them ends it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -90,24 +91,28 @@ class Observer:
         self._undo: list[Callable[[], Any]] = []
         self._wrapped: list[weakref.ref[Any]] = []
         self._seen: list[int] = []
-        self._last = 0  # the optimizer that ends a step
-        self._taken: deque[_Taken] = deque()  # those that the device may still be working on
+        self._last = 0  # id of the optimizer that ends a step
+        self._taken: deque[_TakenStep] = deque()  # steps that the device may not have finished
         self._steps: list[tuple[int, float, float, float]] = []
-        self._num_steps = self._num_exits = self._pid = self._thread = 0
+        self._num_steps = 0
+        self._num_exits = 0
+        self._pid = 0
+        self._thread = 0
         self._device = torch.device("cpu")
         self._begin: Any = 0.0
         self._waits: list[tuple[Any, Any]] = []
-        self._end_s = self._written_s = 0.0
+        self._end_s = 0.0
+        self._written_s = 0.0
         self._profiler: Any = None
-        self._range: Any = None  # of the step that is recorded
-        self._first = 0  # the step after which recording began
+        self._range: Any = None  # profiler range of the current step
+        self._first = 0  # step after which recording began
         self._head: dict[str, Any] = {}
         self._tail: dict[str, Any] = {}
         self._path = Path(settings.folder)
 
     def install(self) -> None:
         (self._path / "seen").touch()
-        ours = sys.modules.get("paceline.parallel.ddp")  # there where it takes the place of torch's
+        ours = sys.modules.get("paceline.parallel.ddp")  # loaded if the program uses our wrapper instead of torch's
         for kind in (torch.nn.parallel.DistributedDataParallel, getattr(ours, "DDP", None)):
             if kind is not None:
                 self._patch(kind, "__init__", self._note_wrapper)
@@ -116,7 +121,7 @@ class Observer:
         register_optimizer_step_post_hook(self._after_optimizer)
 
     def _patch(self, kind: Any, name: str, build: Callable[[Any], Callable[..., Any]]) -> None:
-        """Call `build(original)` instead of this method, until all is observed."""
+        """Replace a method by `build(original)` until observation ends."""
         original = getattr(kind, name)
         setattr(kind, name, functools.wraps(original)(build(original)))
         self._undo.append(lambda: setattr(kind, name, original))
@@ -141,12 +146,12 @@ class Observer:
         return call
 
     def _before_optimizer(self, *_: Any) -> None:
-        # Here, not at the end of a step: there the range of the optimizer is still open.
+        # Stop here, not at the end of a step, where the optimizer's range is still open.
         if self._profiler is not None and self._range is None and not self._tail and not _is_captured():
             try:
                 self._stop_recording()
             except Exception as error:
-                self._give_up(error)
+                self._abort(error)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         try:
@@ -155,15 +160,16 @@ class Observer:
             elif "error" in self._tail and id(optimizer) == self._last:
                 self._num_steps += 1
         except Exception as error:
-            self._give_up(error)
-        # What failed here must not keep a program running that is to be stopped.
+            self._abort(error)
+        # A failure of the observer must not keep the program running if it is to be stopped.
         if self._settings.stop and self._tail and self._num_steps >= self._settings.steps:
             self._exit()
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
         if _is_captured():
             return
-        end, now_s = mark(self._device), time.perf_counter()
+        end = mark(self._device)
+        now_s = time.perf_counter()
         if not self._num_steps and id(optimizer) not in self._seen:
             self._open(optimizer)
             self._seen.append(id(optimizer))
@@ -175,13 +181,15 @@ class Observer:
                 self._finish()
                 return
             self._num_steps = max(1, self._num_steps) + 1
-            self._taken.append(_Taken(self._num_steps, self._begin, end, self._waits, now_s - self._end_s))
+            self._taken.append(_TakenStep(self._num_steps, self._begin, end, self._waits, now_s - self._end_s))
             self._advance()
-        # What was done in between, such as starting a profile, belongs to no step.
-        self._begin, self._end_s, self._waits = mark(self._device), time.perf_counter(), []
+        # Our own work since the end of the step, such as starting a profile, is not part of any step.
+        self._begin = mark(self._device)
+        self._end_s = time.perf_counter()
+        self._waits = []
 
     def _open(self, optimizer: Optimizer) -> None:
-        """This process trains: which rank it is, and where its files are."""
+        """Called at the first optimizer step, which shows that this process trains: find its rank and its files."""
         if self._head:
             return
         is_open = dist.is_available() and dist.is_initialized()
@@ -190,21 +198,23 @@ class Observer:
             rank, world_size = dist.get_rank(), dist.get_world_size()
         devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
         self._device = next((one for one in devices if one.type == "cuda"), (devices or [self._device])[0])
-        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
         self._head = {
             "rank": rank, "world_size": world_size, "backend": dist.get_backend() if is_open else "none",
             "host": socket.gethostname(), "device": self._device.type, "threads": torch.get_num_threads(),
         }  # fmt: skip
         self._path /= f"rank-{rank}-{self._pid}.jsonl"
-        # A forked process ends without what atexit knows, and one of torch.multiprocessing without the other.
+        # Forked processes do not run atexit handlers, and torch.multiprocessing's only run multiprocessing finalizers.
         atexit.register(self._close)
         multiprocessing.util.Finalize(None, self._close, exitpriority=1)
 
     def _advance(self) -> None:
-        """After a step: what is due now."""
-        settings, number = self._settings, self._num_steps
-        self._settle()
-        if number == _SETTLED:  # at the end of the program its wrappers may be gone
+        """Do what is due after a step."""
+        settings = self._settings
+        number = self._num_steps
+        self._read_finished()
+        if number == _FINAL_BUCKETS_STEP:  # at the end of the program its wrappers may be gone
             self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
             self._mark()
@@ -220,12 +230,12 @@ class Observer:
     def _are_all_taken(self) -> bool:
         return 0 < self._settings.steps <= self._num_steps
 
-    def _settle(self, wait_s: float = 0.0) -> None:
-        """Read the times of the steps that the device is done with, after waiting this long at most for the others."""
+    def _read_finished(self, wait_s: float = 0.0) -> None:
+        """Read the times of the steps that the device has finished, waiting at most `wait_s` for the others."""
         until_s = time.monotonic() + wait_s
         while self._taken:
             step = self._taken[0]
-            # All of them: a program may change its stream within a step.
+            # Check all timestamps: a program may change streams within a step.
             moments = [step.begin, step.end, *itertools.chain(*step.waits)]
             while not all(map(is_past, moments)):
                 if time.monotonic() >= until_s:
@@ -236,7 +246,7 @@ class Observer:
             self._taken.popleft()
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
-        """Between two turns: note the buckets of the one, and give the wrappers those of the other."""
+        """Between two turns, record the buckets of the last one and give the wrappers those of the next."""
         turn, place = divmod(self._num_steps - first, length)
         if place or not 0 <= turn <= len(turns):
             return
@@ -250,7 +260,7 @@ class Observer:
         return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
 
     def _start_recording(self) -> None:
-        if is_profiling():  # a second profile would end the first one
+        if is_profiling():  # a second profiler would stop the first
             self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
@@ -258,10 +268,10 @@ class Observer:
         self._profiler.start()
         self._first = self._num_steps
         self._mark()
-        self._patch(profile, "start", self._make_way)
+        self._patch(profile, "start", self._yield_profiler)
 
-    def _make_way(self, original: Any) -> Callable[..., Any]:
-        """The program's own profile comes first."""
+    def _yield_profiler(self, original: Any) -> Callable[..., Any]:
+        """Stop our recording when the program starts its own profiler."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._profiler is not None:
@@ -271,7 +281,7 @@ class Observer:
         return call
 
     def _mark(self) -> None:
-        """A range for each step, up to the last that is recorded."""
+        """Open a profiler range for the next step, if it is to be recorded."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._range = None
@@ -284,20 +294,23 @@ class Observer:
         profiler.stop()
         path = self._path.with_name(f"trace-{self._head['rank']}-{self._pid}.json")
         profiler.export_chrome_trace(str(path))
-        # The step in which it stopped has the time of writing the file.
+        # The last of these steps includes the time of writing the file.
         self._head |= {"trace": path.name, "recorded": [self._first + 1, self._num_steps + 1]}
 
     def _write(self, more: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(self._head | more | {"steps": self._steps}) + "\n")
-        self._steps, self._written_s = [], time.perf_counter()
+        self._steps = []
+        self._written_s = time.perf_counter()
 
     def _finish(self, wait_s: float = 0.0) -> None:
-        """Write what there is, once; while the GPU still works on it and there is no time to wait, a later step does.
-        Hooks stay, and do nothing: torch goes through them at this moment."""
+        """Write the results once. If the GPU has not finished and there is no time to wait, a later step does it.
+
+        Hooks stay in place and do nothing: torch is iterating over them right now.
+        """
         if self._tail or os.getpid() != self._pid:
             return
-        self._settle(wait_s)
+        self._read_finished(wait_s)
         if self._taken and not wait_s:
             return
         self._tail["num_steps"] = self._num_steps
@@ -308,11 +321,11 @@ class Observer:
     def _close(self) -> None:
         try:
             self._finish(_CLOSE_S)
-        except Exception as error:  # of a GPU that failed, or because the folder is gone
-            self._give_up(error)
+        except Exception as error:  # the GPU failed, or the folder is gone
+            self._abort(error)
 
-    def _give_up(self, error: Exception) -> None:
-        """The program goes on without being observed."""
+    def _abort(self, error: Exception) -> None:
+        """Stop observing; the program continues."""
         self._tail["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
         with contextlib.suppress(Exception):
             self._end()
@@ -332,30 +345,34 @@ class Observer:
 
 
 def _is_captured() -> bool:
-    """Whether this becomes part of a CUDA graph. It is not a step then, and must not ask the GPU for anything."""
+    """Whether a CUDA graph is being captured. This is then not a step, and GPU events must not be queried."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rebucket(wrapper: Any, cap_mib: float | None) -> None:
-    """Give a wrapper other buckets between two steps, as if it had been made with this cap; without one, those it was
-    made with. As after its making, the buckets are final from the second step on."""
+    """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own.
+
+    As after construction, the buckets are final from the second step on.
+    """
     known = vars(wrapper)
-    own = known.setdefault("_own_buckets", {name: known[name] for name in _OF_BUCKETS if name in known})
+    own = known.setdefault("_own_buckets", {name: known[name] for name in _BUCKET_ATTRIBUTES if name in known})
     known.update(own)
-    if "_options" in own:  # ours
+    if "_options" in own:  # Paceline's wrapper
         if cap_mib is not None:
             caps = {"plan": None, "bucket_cap_mb": cap_mib, "bucket_cap_mb_list": None}
             wrapper._options = dataclasses.replace(own["_options"], **caps)
         wrapper._set_up()
         return
     if wrapper.mixed_precision is not None:
-        raise NotImplementedError("a wrapper with mixed_precision keeps its buckets")
+        raise NotImplementedError("the buckets of a wrapper with mixed_precision cannot be changed")
     if cap_mib is not None and "_bucket_config" in own:
         wrapper._bucket_config = type(own["_bucket_config"]).create(cap_mib, None, False)
         wrapper.bucket_bytes_cap = wrapper._bucket_config.bucket_bytes_cap
     elif cap_mib is not None:  # torch before 2.13
-        wrapper.bucket_bytes_cap, wrapper.bucket_bytes_cap_default = int(cap_mib * 2**20), False
-    is_static, wrapper.static_graph = wrapper.static_graph, False
+        wrapper.bucket_bytes_cap = int(cap_mib * 2**20)
+        wrapper.bucket_bytes_cap_default = False
+    is_static = wrapper.static_graph
+    wrapper.static_graph = False
     wrapper._remove_autograd_hooks()
     wrapper.logger = wrapper.reducer = None
     parameters, expect_sparse = wrapper._build_params_for_reducer()
@@ -369,7 +386,7 @@ def rebucket(wrapper: Any, cap_mib: float | None) -> None:
 
 
 def _describe(wrapper: Any) -> dict[str, Any]:
-    """What a wrapper says of itself, as a record of steps has it."""
+    """The properties of a wrapper, with the names of the fields of a step record."""
     data = wrapper._get_ddp_logging_data()
     sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "").split(",")
     return {

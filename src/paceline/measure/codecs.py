@@ -1,4 +1,4 @@
-"""What codecs compute: their parts between messages, over the gradients of a job. The messages are made up."""
+"""Times the computation of codecs between messages, on the gradients of a job. The messages are simulated."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from paceline.strategy import Strategy, count_each
 from paceline.training.step import NoPhases
 from paceline.units import MIB
 
-# As many gradients as these bytes hold are enough.
+# Maximum total size of the gradients used.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
-_BUDGET_S, _LEAST, _MOST = 5.0, 4, 10
-_STEP_TOUCHES = 4
-# Of few ranks and many: what grows with their number is separated from what does not.
+_BUDGET_S = 5.0
+_LEAST = 4  # minimum repetitions
+_MOST = 10  # maximum repetitions
+_STEP_TOUCHES = 4  # memory that a step touches besides a codec, in multiples of the gradients
+# Few and many ranks, to separate costs that grow with their number from those that do not.
 RANKS = (2, 8)
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 def take_gradients(replica: Replica) -> Named:
-    """The gradients of one more step of a bare replica, in the order in which they are ready."""
+    """The gradients of one more step of a bare replica, in ready order."""
     found: dict[str, torch.Tensor] = {}
     most = _MOST_BYTES[replica.device.type]
 
@@ -45,7 +47,7 @@ def take_gradients(replica: Replica) -> Named:
 
     replica.activate()
     params = [(name, param) for name, param in replica.module.named_parameters() if param.requires_grad]
-    nodes = [get_gradient_edge(param).node for _, param in params]  # held, so that the step uses these
+    nodes = [get_gradient_edge(param).node for _, param in params]  # kept alive, so that the step uses these
     handles = [node.register_hook(partial(save, *named)) for node, named in zip(nodes, params, strict=True)]
     try:
         replica.run(replica.load(), NoPhases())
@@ -59,9 +61,10 @@ def measure_codecs(
     grads: Named, device: torch.device, strategies: Sequence[str] = MEASURED, ranks: Sequence[int] = RANKS,
     bench: StepBench | None = None,
 ) -> list[CodecRecord]:  # fmt: skip
-    """Each codec for all gradients in one bucket and in a bucket each; and in one on more ranks. Where one bucket is
-    large, also in several that are not. Of a schedule, a round of as many parameters; of a sharded update, them too.
-    All take turns. With the bench of a job, on all its ranks at the same time: every rank must call this."""
+    """Time each codec, interleaved: with all gradients in one bucket, with a bucket for each, and with more ranks. A
+    large bucket is also split into smaller ones. An outer optimizer is timed for one round over as many parameters; a
+    sharded update also includes its parameters. With the bench of a job, all its ranks measure at the same time, and
+    every rank must call this."""
     grads = grads if bench is None else _choose_common(grads, bench)
     if not grads:
         return []
@@ -79,17 +82,17 @@ def measure_codecs(
     parsed = [Strategy.parse(text) for text in strategies]
     runs = [(one, *setting) for one in parsed if not one.outer for setting in settings]
     runs += [(one, first, [grads]) for one in parsed if one.outer]
-    # What a step touches besides: parameters, gradients, and the state of an optimizer.
+    # Stands for the other memory that a step touches: parameters, gradients and optimizer state.
     others = torch.zeros(min(_STEP_TOUCHES * num_bytes, _MOST_BYTES[device.type]) // 4, device=device)
     rows: list[list[list[float]]] = [[] for _ in runs]
-    spent_s, count = 0.0, 1
+    count = 1
     while len(rows[-1]) < count:
         begin_s = time.perf_counter()
         for (strategy, world_size, buckets), row in zip(runs, rows, strict=True):
             row.append(_time(strategy, world_size, buckets, others, bench))
         if count == 1:
             spent_s = time.perf_counter() - begin_s
-            spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.meeting)
+            spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.control)
             count = max(_LEAST, min(_MOST, int(_BUDGET_S / max(spent_s, 1e-9))))
     by_rank = [rows] if bench is None else bench.world.share(rows)
     return [
@@ -109,7 +112,7 @@ def _choose_common(grads: Named, bench: StepBench) -> Named:
 
 
 def _build_parts(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[Samples, ...]:
-    """Of the seconds of each part, in each turn, on each rank."""
+    """Samples of each part from its seconds by rank, turn and part."""
     turns = list(zip(*by_rank, strict=True))
     return tuple(
         Samples(tuple(tuple(parts[number] for parts in turn) for turn in turns)) for number in range(len(turns[0][0]))
@@ -119,9 +122,10 @@ def _build_parts(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[Samples,
 def _time(
     strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, bench: StepBench | None
 ) -> list[float]:
-    """The seconds of each part, for all buckets, in a step after the first: memory is there, and the caches are full of
+    """The seconds of each part, summed over all buckets, in the second step: memory is allocated, and the caches hold
     other data."""
-    codec, parts = build_codec(strategy, 0, world_size), list[float]()
+    codec = build_codec(strategy, 0, world_size)
+    parts: list[float] = []
     outers = [
         Outer(strategy, [name for name, _ in bucket], [grad.clone() for _, grad in bucket], codec)
         for bucket in buckets
@@ -133,7 +137,7 @@ def _time(
         wait = partial(synchronize, others.device)
         wait()
         if bench is not None:
-            dist.barrier(group=bench.meeting)
+            dist.barrier(group=bench.control)
         for number, bucket in enumerate(buckets):
             names, grads = [name for name, _ in bucket], [grad.clone() for _, grad in bucket]
             if strategy.is_sharded:
@@ -153,7 +157,7 @@ def _end_round(outer: Outer) -> Exchange:
 
 
 def _update(vector: torch.Tensor, world_size: int) -> Exchange:
-    """What a sharded update does with a bucket of gradients, and then with as many parameters."""
+    """The exchange of a sharded update: a bucket of gradients, and then as many parameters."""
     yield from scatter(vector, 0, world_size, sums=vector.is_cuda)
     each = count_each(vector.numel(), vector.element_size(), world_size)
     rows = yield GATHER, join([vector[:each]], vector, each)
@@ -164,11 +168,13 @@ def _update(vector: torch.Tensor, world_size: int) -> Exchange:
 
 @torch.no_grad()
 def _run(exchange: Exchange, world_size: int, wait: Callable[[], None]) -> list[float]:
-    """The seconds of each part of an exchange. The other ranks send what this one does."""
-    value, parts = None, list[float]()
+    """The seconds of each part of an exchange, as if the other ranks sent the same data as this one."""
+    value = None
+    parts: list[float] = []
     while True:
         wait()
-        begin_s, message = time.perf_counter(), None
+        begin_s = time.perf_counter()
+        message = None
         try:
             message = exchange.send(value)  # type: ignore[arg-type]
         except StopIteration:

@@ -1,6 +1,6 @@
 """The collectives that can be measured: each is an object that prepares its data, calls, and checks every element.
 
-`engine` times them. Also passes over memory, which bound what an all-reduce could reach, and one total in many chunks.
+`engine` times them. Also here: memory passes, which bound the speed of an all-reduce, and a chunked all-reduce.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPS = {
 
 
 def measure_collectives(settings: CollectiveSettings) -> Measured:
-    """Time and check every cell of `bench allreduce`. Collective: every rank of the launched world must call this."""
+    """Time and check every cell of `bench allreduce`. Collective: call on every rank of the launched world."""
 
     def build(groups: Sequence[Group], num_bytes: int, allocate: Allocator) -> list[Timed]:
         kind = COLLECTIVES[settings.collective]
@@ -46,21 +46,25 @@ def measure_collectives(settings: CollectiveSettings) -> Measured:
 
 
 def measure_chunks(settings: ChunkSettings) -> Measured:
-    """Time and check the total in every chunk size. Collective: every rank of the launched world must call this."""
+    """Time and check the total with every chunk size. Collective: call on every rank of the launched world."""
     return measure_cells(
         settings, settings.chunks, lambda groups, *size: [ChunkedAllReduce(settings, group, *size) for group in groups]
     )
 
 
 class _Vector(Timed):
-    """A vector of known data, one on every rank. `record` gets what the group knows."""
+    """An operation on a vector of known data, one on every rank. `record` gets the properties of the group."""
 
     def __init__(
         self, settings: GroupSettings, group: Group, elements: int, allocate: Allocator, record: Callable[..., Record],
         op: str = "sum", memory: str = "ordinary",
     ) -> None:  # fmt: skip
-        self.dtype, self.device = getattr(torch, settings.dtype), group.device
-        self.group, self.rank, self.op, self.num_elements = group.data, dist.get_rank(), _OPS[op], elements
+        self.dtype = getattr(torch, settings.dtype)
+        self.device = group.device
+        self.group = group.data
+        self.rank = dist.get_rank()
+        self.op = _OPS[op]
+        self.num_elements = elements
         self.pattern = Pattern(group.world_size, self.dtype, op, group.device)
         if memory == "shared":
             assert isinstance(group.data, PacelineGroup)
@@ -79,12 +83,14 @@ class _Vector(Timed):
 
 
 class AllReduce(_Vector):
-    """Reduces a vector in place. The others differ in how they fill, call and check; some also have a share of 1/n."""
+    """Reduces a vector in place. Other collectives override preparing, calling and checking; some also use `share`,
+    1/n of the vector."""
 
     def __init__(
         self, settings: CollectiveSettings, group: Group, num_bytes: int, allocate: Allocator, memory: str
     ) -> None:
-        elements, op = settings.num_elements(num_bytes, group.world_size), settings.op
+        elements = settings.num_elements(num_bytes, group.world_size)
+        op = settings.op
         record = partial(
             CollectiveRecord, collective=settings.collective, backend=group.backend, memory=memory,
             op=op if settings.collective in REDUCING else "none", num_bytes=elements * settings.item_bytes,
@@ -128,7 +134,7 @@ class ReduceScatter(AllReduce):
 
 
 class Broadcast(AllReduce):
-    """Sends the vector of rank 0 to all."""
+    """Sends the vector of rank 0 to all ranks."""
 
     def prepare(self, repetition: int) -> None:
         if self.rank == 0:
@@ -149,7 +155,7 @@ COLLECTIVES: dict[str, type[AllReduce]] = {
 
 
 class ChunkedAllReduce(_Vector):
-    """One total in many messages, all launched before the first is waited for, as a wrapper launches its buckets."""
+    """Reduces one total in many messages, all launched before waiting for the first, as a wrapper launches buckets."""
 
     def __init__(self, settings: ChunkSettings, group: Group, chunk_bytes: int, allocate: Allocator) -> None:
         total = settings.total_bytes
@@ -164,8 +170,10 @@ class ChunkedAllReduce(_Vector):
 
 
 class MemoryAdd(_Vector):
-    """What memory could do: every rank at once reads its vector once and writes it once, by adding a number in place.
-    `MemoryBounds` derives the bound of an all-reduce, which uses the same vector, from this and from the copy."""
+    """Measures memory bandwidth: all ranks at once read and write their vectors once by adding a number in place.
+
+    `MemoryBounds` derives the bound for an all-reduce, which uses the same vector, from this and from `MemoryCopy`.
+    """
 
     operation = "add"
 
@@ -179,17 +187,17 @@ class MemoryAdd(_Vector):
         return self.vector.add_(1)
 
     def check(self, repetition: int) -> int:
-        # Exact: the numbers are small and whole.
+        # Exact: the values are small integers.
         return self.pattern.count_wrong(self.vector.sub_(1), repetition, rank=self.rank)
 
 
 class MemoryCopy(MemoryAdd):
-    """The same by a copy into another vector."""
+    """Measures memory bandwidth by copying into another vector."""
 
     operation = "copy"
 
     def prepare(self, repetition: int) -> None:
-        # The source last: an all-reduce, too, finds its vector in the caches as far as it fits.
+        # Write the source last: an all-reduce also finds its vector in the caches, as far as it fits.
         self.target.fill_(-1 if self.dtype.is_signed else 255)
         super().prepare(repetition)
 
@@ -200,9 +208,9 @@ class MemoryCopy(MemoryAdd):
         return self.pattern.count_wrong(self.target, repetition, rank=self.rank)
 
 
-_PERIOD = 4093  # a prime: no power-of-two shift of the data looks like the data
-_BLOCK = 64 * _PERIOD  # elements written or compared at once: no temporary of the size of the message
-# Whole numbers up to here are exact in the type, in any order of summation.
+_PERIOD = 4093  # a prime, so that data shifted by a power of two differs from the data
+_BLOCK = 64 * _PERIOD  # elements written or compared at once, which avoids message-sized temporaries
+# Sums of integers up to this bound are exact in the type, in any order of summation.
 _EXACT = {
     torch.float32: 2**24, torch.float64: 2**53, torch.float16: 2**11, torch.bfloat16: 2**8,
     torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.uint8: 2**8 - 1, torch.int8: 2**7 - 1,
@@ -212,13 +220,13 @@ _EXACT = {
 class Pattern:
     """Data of `world_size` ranks whose reduction under `op` is known exactly, so that every element can be checked.
 
-    Each rank's vector repeats a short list of small whole numbers of its own; the list starts elsewhere in every
-    repetition. A wrong offset, a missing rank, stale or torn data all give other numbers.
+    Each rank's vector repeats its own short list of small integers, starting at a different place in every repetition.
+    A wrong offset, a missing rank, and stale or torn data all change the values.
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype, op: str, device: torch.device | str) -> None:
         ceiling = max(1, min(100, _EXACT[dtype] // world_size))
-        # For a product: a two from up to six ranks, drawn anew for each element, and ones, so that it stays exact.
+        # For a product, each element is 2 on up to six random ranks and 1 on the others, so that it stays exact.
         twos = torch.randint(0, world_size, (6, _PERIOD), generator=torch.Generator().manual_seed(7919))
 
         def source(rank: int) -> torch.Tensor:
@@ -228,7 +236,7 @@ class Pattern:
             return torch.randint(0, ceiling + 1, (_PERIOD,), generator=generator)
 
         def expand(source: torch.Tensor) -> torch.Tensor:
-            """One block and one period more, so that a block can start anywhere in the period."""
+            """One block plus one period, so that a block can start anywhere in the period."""
             return source.to(dtype).repeat(_BLOCK // _PERIOD + 1).to(device)
 
         sources = [source(rank) for rank in range(world_size)]
@@ -236,21 +244,21 @@ class Pattern:
         reduced = reduce(pairwise, sources)
         self._blocks = [expand(source) for source in sources]
         self._reduced = expand(reduced.double() / world_size if op == "avg" else reduced)
-        # An average is rounded, and so are floating sums of more ranks than the type can count exactly: by at most
-        # eps / 2 for each rank. Twice that, but never so much that an empty vector would pass.
+        # Averages are rounded, as are floating-point sums over more ranks than the type can represent exactly: by at
+        # most eps / 2 per rank. Allow twice that, but never so much that a vector of zeros would pass.
         exact = op in ("min", "max", "prod") or not dtype.is_floating_point
         exact = exact or (op == "sum" and world_size * ceiling <= _EXACT[dtype])
         self._tolerance = 0.0 if exact else min(0.25, world_size * torch.finfo(dtype).eps)
 
     def fill(self, vector: torch.Tensor, rank: int, repetition: int) -> None:
-        """Write this rank's data of this repetition."""
+        """Write this rank's data for this repetition."""
         start = repetition % _PERIOD
         for part in vector.split(_BLOCK):
             part.copy_(self._blocks[rank][start : start + part.numel()])
 
     def count_wrong(self, vector: torch.Tensor, repetition: int, rank: int | None = None, offset: int = 0) -> int:
-        """Elements that differ from rank's data or, without a rank, from the reduction over all ranks. `offset` is the
-        index in the full vector at which this vector starts."""
+        """Number of elements that differ from `rank`'s data or, if it is None, from the reduction over all ranks.
+        `offset` is the index in the full vector at which this vector starts."""
         block = self._reduced if rank is None else self._blocks[rank]
         start = (repetition + offset) % _PERIOD
         wrong = 0
@@ -263,5 +271,5 @@ class Pattern:
                 good = distance <= self._tolerance * expected.double().abs()
             else:
                 good = part == expected
-            wrong += part.numel() - int(good.sum())  # a NaN is equal to nothing, so it counts
+            wrong += part.numel() - int(good.sum())  # counts NaN as wrong, because it never compares equal
         return wrong

@@ -1,7 +1,7 @@
-"""Steps that messages disturb: traffic that leaves when gradients are ready, as buckets do, and nobody waits for.
+"""Disturbs steps with messages that are sent when gradients are ready, as buckets are, but that no one waits for.
 
-On several ranks the messages are real. On one rank a thread does what a collective does with as many bytes, and on a
-GPU a stream of its own. `predict.predictor` fits how computing and messages slow each other.
+On several ranks the messages are real. On one rank a thread, or a separate stream on a GPU, moves as many bytes as a
+collective would. `predict.predictor` fits how much computation and messages slow each other down.
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ from paceline.runtime.moments import between_s, mark
 from paceline.runtime.world import World
 from paceline.training.step import PhaseClock, Phases, PhaseTimes
 
-# Messages leave together at up to this many moments of backward, and must be over before the next ones start: they are
-# slowed by up to this factor. What one rank does in their place is so short that it is repeated to fill this share of
-# backward: else the noise of a step would hide what it costs.
-_MOST_BURSTS, _SLOWEST, _SHARE = 4, 6.0, 0.25
+_MOST_BURSTS = 4  # maximum number of bursts of messages during backward
+_SLOWEST = 6.0  # assumed slowdown of messages during a step; a burst must end before the next one starts
+# Fraction of backward to fill with messages. On one rank each is so short that it is repeated: otherwise the noise of a
+# step would hide its cost.
+_SHARE = 0.25
 _CHUNK = 1 << 18  # elements that a collective moves at once
 
 
 class Traffic:
-    """Messages in `memory`, of which `send` starts some and returns at once with their span: its begin and, when `wait`
-    is over, its end, as moments of the device. `is_free`: to time them does not slow the step."""
+    """Messages in `memory`. `send` starts some and immediately returns their span: the start and, once `wait` has
+    returned, the end, as timestamps of the device. `is_free` says that timing them does not slow the step."""
 
     is_free = True
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.device, self._sent = memory, memory.device, 0
+        self.memory = memory
+        self.device = memory.device
+        self._sent = 0
 
     def count_most(self, num_bytes: int) -> int:
-        """How many messages of this size can leave together."""
+        """Maximum number of messages of this size in a burst."""
         return max(1, self.memory.nbytes // num_bytes)
 
     def send(self, num_bytes: int, count: int, is_timed: bool = True) -> list[Any]:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """For all that was sent; on a GPU, whose work is awaited with its step, nothing is left."""
+        """Wait for everything sent. Does nothing on a GPU, where the end of the step includes it."""
 
     def close(self) -> None:
         self.wait()
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """The next part of the memory: buckets lie one after the other."""
+        """The next part of the memory; buckets are contiguous, too."""
         elements = max(1, num_bytes // self.memory.element_size())
         start = self._sent * elements % max(1, self.memory.numel() - elements + 1)
         self._sent += 1
@@ -68,7 +71,8 @@ class _Messages(Traffic):
 
     def __init__(self, channel: Channel, memory: torch.Tensor) -> None:
         super().__init__(memory)
-        self._channel, self.is_free = channel, channel.is_nccl
+        self._channel = channel
+        self.is_free = channel.is_nccl
         self._works: list[tuple[dist.Work, list[Any]]] = []
         self._side = torch.cuda.Stream(self.device) if channel.is_nccl else None  # type: ignore[no-untyped-call]
 
@@ -80,7 +84,7 @@ class _Messages(Traffic):
         work = self._channel.start_sum(self._take(num_bytes))
         if self._side is not None:
             with torch.cuda.stream(self._side):
-                work.wait()  # the stream does, and not this thread
+                work.wait()  # blocks the stream, not this thread
                 span[1] = mark(self.device)
         elif is_timed:
             work.get_future().add_done_callback(lambda _: _note_end(span))
@@ -96,11 +100,12 @@ class _Messages(Traffic):
 
 
 class _Copies(Traffic):
-    """A thread of its own, as that of a backend: reads, adds and copies the bytes. numpy holds no lock meanwhile."""
+    """A separate thread, like a backend's, that reads, adds and copies the bytes. numpy releases the GIL meanwhile."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
-        self._total, self._pending = np.zeros(_CHUNK, dtype=np.float32), queue.Queue[Any]()
+        self._total = np.zeros(_CHUNK, dtype=np.float32)
+        self._pending: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="paceline-traffic", daemon=True)
         self._thread.start()
 
@@ -130,12 +135,13 @@ class _Copies(Traffic):
 
 
 class _Kernels(Traffic):
-    """Kernels on a stream of its own that read, add and copy the bytes. One launch stands for several messages: the
-    host must not be what slows the step."""
+    """Kernels on a separate stream that read, add and copy the bytes. One launch stands for several messages, so that
+    the host does not slow the step."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
-        self._total, self._side = torch.zeros_like(memory), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._total = torch.zeros_like(memory)
+        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def send(self, num_bytes: int, count: int, is_timed: bool = True) -> list[Any]:
         part = self._take(num_bytes * count)
@@ -149,34 +155,42 @@ class _Kernels(Traffic):
 
 
 def build_traffic(world: World, channel: Channel, memory: torch.Tensor) -> Traffic | None:
-    """What disturbs the steps of this world; None where gloo would copy from a GPU. Collective on several ranks."""
+    """The traffic for this world; None if gloo would have to copy from a GPU. Collective on several ranks."""
     if world.world_size > 1:
         return _Messages(channel, memory) if memory.device.type == "cpu" or channel.is_nccl else None
     return _Copies(memory) if memory.device.type == "cpu" else _Kernels(memory)
 
 
 class Disturbance(Probe):
-    """Messages of one size that leave when certain gradients are ready, as buckets do, and nobody waits for.
+    """Sends messages of one size when certain gradients are ready, as buckets are, but no one waits for them.
 
-    Where timing them would disturb, too (`Traffic.is_free`), that is done in steps of another kind, `messages`. `look`
-    says after how many seconds of backward each gradient was ready, by its place among the parameters, and how long
-    backward took. Each time messages are timed alone, too: a profile has no sweep of them.
+    If timing the messages would slow the step (`Traffic.is_free`), they are timed in separate steps of kind `messages`.
+    `read_ready_times` returns the seconds of backward after which each gradient was ready, by parameter index, and the
+    duration of backward. Messages are also timed alone in each step, because a profile does not have a sweep of them.
     """
 
     def __init__(
-        self, world: World, traffic: Traffic, variant: Variant, look: Callable[[], tuple[Mapping[int, float], float]]
-    ) -> None:
-        self._world, self._traffic, self._variant, self._look = world, traffic, variant, look
-        self._num_bytes, self._num_bursts, self._num_each = int(variant.labels["message_bytes"]), 0, 0
-        variant.kinds, variant.probe = ("marked",) if traffic.is_free else ("messages", "marked"), self
+        self, world: World, traffic: Traffic, variant: Variant,
+        read_ready_times: Callable[[], tuple[Mapping[int, float], float]],
+    ) -> None:  # fmt: skip
+        self._world = world
+        self._traffic = traffic
+        self._variant = variant
+        self._read_ready_times = read_ready_times
+        self._num_bytes = int(variant.labels["message_bytes"])
+        self._num_bursts = 0
+        self._num_each = 0  # messages per burst
+        variant.kinds = ("marked",) if traffic.is_free else ("messages", "marked")
+        variant.probe = self
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
-        """Hooks that send messages at evenly spaced moments of backward."""
-        self._is_timed, self._spans = kind == self._variant.kinds[0], list[list[Any]]()
-        ready_s, total_s = self._look()
+        """Add hooks that send messages at evenly spaced times of backward."""
+        self._is_timed = kind == self._variant.kinds[0]
+        self._spans: list[list[Any]] = []
+        ready_s, total_s = self._read_ready_times()
         if not self._num_bursts:
             alone_s = min(self._time_alone() for _ in range(3))
-            # One gradient sends one burst.
+            # At most one burst per gradient.
             bursts = max(1, min(_MOST_BURSTS, len(ready_s), int(total_s / (_SLOWEST * alone_s))))
             each = min(self._traffic.count_most(self._num_bytes), int(_SHARE * total_s / (bursts * alone_s)))
             agreed = self._world.share((bursts, max(1, each)))
@@ -189,10 +203,10 @@ class Disturbance(Probe):
             wanted_s = total_s * (number + 0.5) / self._num_bursts
             left = (index for index in ready_s if index not in places)
             places.append(min(left, key=lambda index: abs(ready_s[index] - wanted_s)))
-        places = self._world.share(places)[0]  # all ranks at the same gradients, by the times of rank 0
+        places = self._world.share(places)[0]  # rank 0 chooses the gradients for all ranks
         assert self._variant.replica is not None
         params = self._variant.replica.parameters
-        # Nodes are held with their hooks: one that nobody holds is made anew by the forward, without any.
+        # Keep the nodes alive: otherwise the forward creates new ones, without the hooks.
         self._nodes = [get_gradient_edge(params[index]).node for index in places]
         for node in self._nodes:
             hooks.callback(node.register_hook(self._fire).remove)
@@ -200,7 +214,7 @@ class Disturbance(Probe):
         return self._clock
 
     def _time_alone(self) -> float:
-        """Seconds of one message, of as many as leave together. Collective: every rank must call this."""
+        """Seconds per message of one burst, without a step. Collective: call on every rank."""
         count = self._num_each or self._traffic.count_most(self._num_bytes)
         span = self._traffic.send(self._num_bytes, count)
         synchronize(self._traffic.device)
@@ -211,7 +225,7 @@ class Disturbance(Probe):
         self._spans.append(self._traffic.send(self._num_bytes, self._num_each, self._is_timed))
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        """Wait for all; the mean seconds of a message from start to end, and of that before the end of backward."""
+        """Wait for all messages; record their mean duration, and the part of it before the end of backward."""
         self._traffic.wait()
         if self._is_timed:
             pairs = itertools.pairwise(self._clock.kept.moments)
@@ -223,7 +237,7 @@ class Disturbance(Probe):
 
 
 class _KeptClock(PhaseClock):
-    """Keeps the moments of its step."""
+    """Keeps the timestamps of its step."""
 
     kept = PhaseTimes()
 

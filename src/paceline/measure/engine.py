@@ -1,6 +1,6 @@
-"""One measurement, top to bottom: groups, cells, turns, repetitions, the timed call, the check, the samples.
+"""One measurement, top to bottom: groups, cells, rounds, repetitions, the timed call, the check, the samples.
 
-It times anything that ranks do together; what that is comes from `collectives` and `wrappers`.
+It times anything that ranks do together; `collectives` and `wrappers` define what that is.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Point = TypeVar("Point")
 Report = Callable[[float], None]
 Allocator = Callable[[str, int, torch.dtype, torch.device], torch.Tensor]
 
-# Ranks that are not part of a cell wait for it; a cell on a slow network may take long.
+# Timeout for ranks that wait while others measure a cell, which may take long on a slow network.
 PATIENCE = timedelta(hours=24)
 _REPORT_S = 0.2
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Unless requested: as many repetitions as fit `budget_s`, after `warmup` others or `warmup_s` seconds of them."""
+    """By default, as many repetitions as fit into `budget_s`, after `warmup` warm-ups or `warmup_s` seconds of them."""
 
     budget_s: float
     min_iters: int
@@ -52,7 +52,7 @@ _PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 
 @dataclass(frozen=True)
 class Group:
-    """The first n ranks on one backend, and their control group for barriers and agreement."""
+    """The first n ranks on one backend, with a control group for barriers and agreement."""
 
     backend: str
     device: torch.device
@@ -63,7 +63,7 @@ class Group:
 
 @dataclass
 class Timing:
-    """One rank's raw times of one cell: when each repetition began (this host's clock) and how long it took."""
+    """One rank's raw times for one cell: when each repetition started (this host's clock) and how long it took."""
 
     starts_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -73,10 +73,10 @@ class Timing:
 
 
 class Timed:
-    """One of the things that are timed in turns: prepared, called (this alone is timed) and checked.
+    """An operation to time: it is prepared, called (only this is timed) and checked.
 
     `num_elements` are checked in every repetition. `record(timing=, num_wrong=, num_checked=)` makes its record; it is
-    sent to the other ranks, so it must be picklable (a `functools.partial` of a record's class).
+    sent to the other ranks, so it must be picklable (a `functools.partial` of a record class).
     """
 
     device: torch.device
@@ -85,7 +85,7 @@ class Timed:
     timing: Timing
 
     def prepare(self, repetition: int) -> None:
-        """Write fresh data, different in every repetition."""
+        """Write new data, different in every repetition."""
         raise NotImplementedError
 
     def call(self) -> Any:
@@ -99,24 +99,25 @@ class Timed:
 def measure_cells(
     settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, Allocator], list[Timed]]
 ) -> Measured:
-    """Time and check every cell: each number of ranks x each size in bytes, with everything of a cell in turns.
+    """Time and check every cell: each number of ranks x each size in bytes. Operations in a cell are interleaved.
 
-    `build(groups, size, allocate)` makes what is timed in a cell, given one group per backend.
-    Collective: every rank of the launched world must call this.
+    `build(groups, size, allocate)` makes the operations of a cell, given one group per backend.
+    Collective: call on every rank of the launched world.
     """
 
     def measure(world: World, groups: Sequence[Group], size: int, report: Report) -> list[Record]:
         mine = None
         if world.rank < groups[0].world_size:
-            # Things that are timed in turns share vectors; a fresh cache, so that the last cell's memory is free again.
+            # Interleaved operations share vectors. A new cache for each cell frees the memory of the previous one.
             timed = build(groups, size, functools.cache(allocate))
-            time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
+            time_interleaved(timed, groups[0].control, settings.iters, settings.warmup, report)
             mine = [(item.record, item.timing) for item in timed]
-        # The ranks outside of the cell wait here for the others.
+        # Ranks outside the cell wait here for the others.
         answers = [answer for answer in world.share(mine) if answer is not None]
         records = []
-        for turn in zip(*answers, strict=True):
-            build_record, timings = turn[0][0], [timing for _, timing in turn]
+        for by_rank in zip(*answers, strict=True):
+            build_record = by_rank[0][0]
+            timings = [timing for _, timing in by_rank]
             starts = [timing.starts_s for timing in timings] if world.shares_clock else ()
             samples = build_samples([timing.seconds for timing in timings], timings[0].num_warmup, starts)
             wrong, checked = (sum(getattr(t, name) for t in timings) for name in ("num_wrong", "num_checked"))
@@ -132,16 +133,16 @@ def run_cells(
 ) -> Measured:  # fmt: skip
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
-    `measure(world, groups, point, report)` gets one group per backend and returns the records, on every rank of the
-    world: a cell of n ranks is measured on its first n, and the others wait in it.
-    Collective: every rank of the launched world must call this.
+    `measure(world, groups, point, report)` gets one group per backend and returns the records. It is called on every
+    rank of the world: the first n ranks measure a cell of n ranks, and the others wait.
+    Collective: call on every rank of the launched world.
     """
     cells = [(n, point) for n in settings.ranks for point in points]
     records: list[Record] = []
     on_gpu = any(settings.device_of(backend) == "cuda" for backend in settings.backends)
-    # One thread per rank unless requested otherwise: with more, filling and checking the data wakes OpenMP's threads,
+    # One thread per rank unless requested otherwise: with more, filling and checking the data wakes OpenMP threads,
     # which then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
-    # The world's own group is gloo, for control; the measured groups are made inside it.
+    # The world's default group is gloo, for control; the measured groups are created inside it.
     device = "cuda" if on_gpu else "cpu"
     with init("gloo", device, threads=settings.threads, timeout_s=PATIENCE.total_seconds(), announce=None) as world:
         groups = _build_groups(settings, world)
@@ -155,7 +156,7 @@ def run_cells(
 
 
 def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
-    """What posts the share of one of several parts that is done, from rank 0 and not too often."""
+    """A function that posts the finished fraction of part `number` of `total`, from rank 0 and not too often."""
     posted_s = -math.inf
 
     def report(share: float) -> None:
@@ -169,20 +170,22 @@ def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
 
 
 def build_control(world: World, members: list[int] | None = None) -> dist.ProcessGroup:
-    """For barriers before timed calls: ranks leave one in shared memory within microseconds, and gloo's far apart."""
+    """A group for barriers before timed calls. Ranks leave a shared-memory barrier within microseconds of each other,
+    but a gloo barrier far apart."""
     backend = "shm" if world.shares_clock and not why_not() else "gloo"
     group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=PATIENCE)
     return group
 
 
 def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group]]:
-    """For each number of ranks, one group per backend. Collective: every rank must call this, in or out of a group."""
+    """For each number of ranks, one group per backend. Collective: call on every rank, inside or outside a group."""
     groups: dict[int, list[Group]] = {}
     for n in settings.ranks:
         if n > world.world_size:
             raise ConfigError(f"{n} ranks requested in a world of {world.world_size}", code="world-size")
         members = list(range(n))
-        control, groups[n] = build_control(world, members), []
+        control = build_control(world, members)
+        groups[n] = []
         for backend in settings.backends:
             kind = settings.device_of(backend)
             check_backend(backend, kind, min(n, world.local_world_size))
@@ -193,7 +196,7 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
 
 
 def _describe_rank(world: World) -> dict[str, Any]:
-    """What only a rank knows of the environment: threads, launcher, GPUs, NCCL."""
+    """The parts of the environment that only a rank knows: threads, launcher, GPUs, NCCL."""
     details: dict[str, Any] = {"launcher": world.launcher, "threads_per_rank": world.threads}
     details |= {"hosts": len(set(world.hosts)), "world_size": world.world_size}
     if world.device.type == "cuda":
@@ -204,19 +207,20 @@ def _describe_rank(world: World) -> dict[str, Any]:
 
 
 def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A vector; a cell's cache of this shares it by its name."""
+    """Allocate a vector. Each cell caches this function, so operations share vectors by name."""
     need = elements * dtype.itemsize
     if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
-        raise ConfigError(f"{format_bytes(need)} do not fit the {format_bytes(free)} free on {device}", code="memory")
-    # Zeroed, not empty: touching fresh pages must not be part of the first repetition.
+        found = f"{format_bytes(need)} does not fit into the {format_bytes(free)} free on {device}"
+        raise ConfigError(f"{found}: use smaller sizes", code="memory")
+    # Zeroed, not empty: page faults must not be part of the first repetition.
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
-def time_in_turns(
+def time_interleaved(
     timed: Sequence[Timed], control: dist.ProcessGroup, iters: int | None, warmup: int | None,
     report: Report | None = None,
 ) -> None:  # fmt: skip
-    """Time everything in turns: A B A B ... Collective: every rank of `control` must call this."""
+    """Time all operations, interleaved: A B A B ... Collective: call on every rank of `control`."""
     for item in timed:
         item.timing = Timing()
 
@@ -233,8 +237,8 @@ def time_in_turns(
 
 
 def time_once(item: Timed, control: dist.ProcessGroup, repetition: int) -> None:
-    """Make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize, read the clock,
-    check the data. Nothing but the call is between the two readings. Collective: every rank must call this."""
+    """Write the data, synchronize the device, wait at a barrier, read the clock, call, synchronize, read the clock,
+    and check the data. Only the call is between the two readings. Collective: call on every rank."""
     item.prepare(repetition)
     synchronize(item.device)
     dist.barrier(group=control)
@@ -253,9 +257,9 @@ def run_rounds(
 ) -> None:  # fmt: skip
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
-    `end_warmup` is called with the number of warm-ups when they are over, `report` with the share of the repetitions
-    that is done. `is_over` is asked after each repetition, with their number, whether it was the last; all ranks must
-    answer alike. Collective: every rank of `control` must call this.
+    `end_warmup` is called after the warm-ups with their number, `report` with the finished fraction of repetitions.
+    `is_over` is called after each repetition with the number so far, and says whether to stop; all ranks must get the
+    same answer. Collective: call on every rank of `control`.
     """
     with no_garbage_collection():
         warm_s: list[float] = []
@@ -265,7 +269,7 @@ def run_rounds(
                 break
         end_warmup(len(warm_s))
         if iters is None:
-            # By the quickest warm-up: a hiccup in one of them must not cost repetitions.
+            # Use the fastest warm-up: a hiccup in one of them must not reduce the number of repetitions.
             fitting = int(pace.budget_s / min(warm_s)) if warm_s else pace.min_iters
             iters = min(pace.max_iters, max(pace.min_iters, fitting))
         for repetition in range(iters):
@@ -277,7 +281,7 @@ def run_rounds(
 
 
 def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
-    """The largest of the ranks' values. Collective: every rank of `control` must call this."""
+    """The maximum over all ranks. Collective: call on every rank of `control`."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, control)
     return float(tensor)
@@ -285,7 +289,7 @@ def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """No collection inside, where it would become part of a measured time."""
+    """Disable garbage collection, which would become part of a measured time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -304,7 +308,8 @@ def synchronize(device: torch.device) -> None:
 def build_samples(
     by_rank: Sequence[Sequence[float]], num_warmup: int, starts_by_rank: Sequence[Sequence[float]] = ()
 ) -> Samples:
-    """What each rank timed in every round, warm-ups first; with arrivals where a common clock gives starts."""
-    rows, starts = tuple(zip(*by_rank, strict=True)), tuple(zip(*starts_by_rank, strict=True))
+    """Samples from each rank's times, warm-ups first. Start times, if ranks share a clock, become arrivals."""
+    rows = tuple(zip(*by_rank, strict=True))
+    starts = tuple(zip(*starts_by_rank, strict=True))
     arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[num_warmup:])
     return Samples(rows[num_warmup:], rows[:num_warmup], arrivals)

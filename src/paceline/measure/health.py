@@ -1,6 +1,6 @@
-"""Is this machine ready to train? One check per thing that ranks need, the last of them a real all-reduce.
+"""Checks whether this machine is ready to train: one check per requirement, the last of them a real all-reduce.
 
-Imports torch late, because torch is one of the things that may be broken.
+Imports torch late, because torch itself may be broken.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool
 from paceline.units import MIB, format_duration, format_memory, format_number_of, format_rate
 
-# The first and the last that the tests pass on, as in pyproject.toml.
+# Oldest and newest tested versions, as in pyproject.toml.
 TESTED_PYTHON = (3, 11), (3, 13)
 TESTED_TORCH = (2, 11), (2, 15)
 _INSTALL = "pip install 'torch>=2.11,<2.16'"
 
 
 def check_health(environment: Environment) -> Iterator[CheckRecord]:
-    """All checks, cheap ones first, each when it is done. `environment` is from before them: they are work."""
+    """Run all checks, cheap ones first, and yield each result. `environment` must be read first: checks cause load."""
     stolen = machine.StolenTime()
     yield from _check_parts()
     yield _check_load(dataclasses.replace(environment, stolen=stolen.read_share()))
@@ -59,7 +59,7 @@ def _check_parts() -> Iterator[CheckRecord]:
 
 
 def _report(name: str, found: str, advice: str = "", status: str = "warn") -> CheckRecord:
-    """A check with its advice; one without advice is ok."""
+    """A check result; without advice it is ok."""
     return CheckRecord(name=name, status=status if advice else "ok", found=found, advice=advice)
 
 
@@ -73,8 +73,8 @@ def _check_host() -> Iterator[CheckRecord]:
     yield _report("Python", found, _advise_version("Python", sys.version_info[:2], TESTED_PYTHON))
     cores, all_cores, quota = machine.count_cores(), os.cpu_count() or 1, machine.read_quota()
     limited = f" of {all_cores} (limited by affinity or the container)" if cores < all_cores else ""
-    advice = f"the container may use {quota:g} at a time, and waiting for more looks like noise: raise its quota"
-    is_limited = quota < min(all_cores, cores + 1)  # and not by affinity alone
+    advice = f"the container's CPU quota is {quota:g} cores, and throttling looks like noise: raise the quota"
+    is_limited = quota < min(all_cores, cores + 1)  # by a quota, not only by affinity
     yield _report("cores", f"{cores}{limited}, {machine.cpu_name()}", advice if is_limited else "")
     free, total = machine.available_memory_bytes(), machine.total_memory_bytes()
     advice = "two ranks and a model need more: close something, or use a larger machine" if free < 1.5 * 2**30 else ""
@@ -96,7 +96,7 @@ def _check_load(environment: Environment) -> CheckRecord:
     busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
     if environment.load_average is not None:
         quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"
-    advice = "times that are measured now include other work: stop it, or wait until it ends"
+    advice = "measurements would include other work: stop it, or wait until it ends"
     return _report("load", ", ".join(busy) or quiet, advice if busy else "")
 
 
@@ -104,14 +104,14 @@ def _check_launcher() -> CheckRecord:
     try:
         place = read_place()
     except PacelineError as error:
-        return _report("launcher", str(error), "unset the variables named, or let the launcher set all", "fail")
+        return _report("launcher", str(error), "unset these variables, or let the launcher set all of them", "fail")
     if place.launcher == "none":
         return _report("launcher", "none: commands start their own ranks (--ranks N)")
     found = f"{place.launcher}: rank {place.rank} of {place.world_size}"
     if place.world_size == place.local_world_size or os.environ.get("PACELINE_SECRET"):
         return _report("launcher", found)
     advice = "start it with `paceline run`, or give all ranks one random PACELINE_SECRET (docs/trust.md)"
-    return _report("launcher", f"{found}; ranks of several hosts meet without a secret, so anybody can join", advice)
+    return _report("launcher", f"{found}; ranks on several hosts without a secret, so anyone can join", advice)
 
 
 def _check_interface() -> CheckRecord:
@@ -120,13 +120,14 @@ def _check_interface() -> CheckRecord:
     others = [name for name, stats in psutil.net_if_stats().items() if stats.isup and name != loopback]
     choose = f"set GLOO_SOCKET_IFNAME to one of: {', '.join(others)}" if others else "bring up a network interface"
     if loopback is None:
-        return _report("network", "no loopback interface", "ranks meet on it: ip link set lo up", "fail")
+        return _report("network", "no loopback interface", "ranks need it to connect: ip link set lo up", "fail")
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         missing = [name for name in chosen.split(",") if name not in interfaces]
         if missing:
             return _report("network", f"GLOO_SOCKET_IFNAME={chosen}: no interface {', '.join(missing)}", choose, "fail")
         return _report("network", f"gloo uses {chosen} (GLOO_SOCKET_IFNAME)")
-    host, local = socket.gethostname(), f"ranks of one host meet on {loopback}"
+    host = socket.gethostname()
+    local = f"ranks on one host use {loopback}"
     try:
         address = socket.gethostbyname(host)
     except OSError:
@@ -139,8 +140,8 @@ def _check_interface() -> CheckRecord:
     return _report("network", f"{local}; between hosts gloo uses {owner} ({address})")
 
 
-def _find_lacking() -> str:
-    """The private names that this torch lacks, with what does not work without them."""
+def _describe_missing() -> str:
+    """The private names that this torch lacks, and what does not work without them."""
     try:
         from paceline.torch_internals import find_missing
     except PacelineError as error:
@@ -154,50 +155,51 @@ def _check_torch() -> Iterator[CheckRecord]:
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
-    advice, lacking = _advise_version("torch", version, TESTED_TORCH), _find_lacking()
-    advice = "; ".join(filter(None, (advice, lacking and f"it lacks {lacking}")))
-    is_unfit = lacking or version < TESTED_TORCH[0]
-    yield _report("torch", found, advice and f"{advice}: {_INSTALL}", "fail" if is_unfit else "warn")
+    missing = _describe_missing()
+    advice = _advise_version("torch", version, TESTED_TORCH)
+    advice = "; ".join(filter(None, (advice, missing and f"it lacks {missing}")))
+    is_unsupported = missing or version < TESTED_TORCH[0]
+    yield _report("torch", found, advice and f"{advice}: {_INSTALL}", "fail" if is_unsupported else "warn")
     cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
     found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
     is_more, advice = asked and asked.isdigit() and int(asked) > cores, "slow each other down: unset it"
-    found += "" if is_more else "; ranks share the cores evenly"
+    found += "" if is_more else "; ranks divide the cores evenly"
     yield _report("threads", found, f"more threads than the {cores} cores {advice}" if is_more else "")
     if dist.is_available() and dist.is_gloo_available():
         names = {"gloo": True, "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
         yield _report("backends", ", ".join(name for name, there in names.items() if there))
     else:
-        yield _report("backends", "torch is built without gloo", "install a build of torch with it", "fail")
+        yield _report("backends", "torch is built without gloo", "install a build of torch that includes it", "fail")
     if reason := transport.why_not():
-        yield _report("shared memory", f"ranks of this host use gloo: {reason}", "see docs/transport.md")
+        yield _report("shared memory", f"ranks on this host use gloo: {reason}", "see docs/transport.md")
     else:
         kernels = transport.native.load_library().pln_cpu().decode()
-        yield _report("shared memory", f"backend shm, {kernels} kernels: the default for ranks of one host")
+        yield _report("shared memory", f"backend shm, {kernels} kernels: the default for ranks on one host")
     if torch.cuda.is_available():
         gpus = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "missing"
         yield _report("GPU", f"{torch.cuda.device_count()} x {', '.join(gpus)}, NCCL {nccl}")
     elif seen := machine.count_gpus():
-        yield _report("GPU", f"the driver shows {seen}, torch uses none", "install a build of torch with CUDA")
+        yield _report("GPU", f"the driver lists {seen}, but torch uses none", "install a build of torch with CUDA")
     else:
         yield _report("GPU", "none: training runs on the CPU")
 
 
 def _check_allreduce(backend: str, ranks: int, name: str) -> CheckRecord:
-    """The proof: ranks start, meet, reduce 1 MiB a few times, and every element is right."""
+    """An end-to-end check: ranks start, connect, reduce 1 MiB a few times, and verify every element."""
     from paceline.measure.collectives import measure_collectives
 
     if is_launched() and read_place().world_size > 1:
-        return _report(name, "not run inside a launched world", "run doctor once more without the launcher")
+        return _report(name, "skipped inside a launched world", "run doctor again without the launcher")
     settings = CollectiveSettings(backends=(backend,), ranks=(ranks,), sizes=(MIB,), iters=10, warmup=2)
     try:
         settings.check()
-        with RankPool(ranks) as pool:  # also in a launched world of one, which `run_ranks` would run in
+        with RankPool(ranks) as pool:  # `run_ranks` would use the launched world, if there is one of a single rank
             record = pool.run(measure_collectives, (settings,), timeout_s=90)[0].records[0]
     except PacelineError as error:
         return _report(name, str(error).splitlines()[0], "run again with --debug, and see docs/measuring.md", "fail")
     assert isinstance(record, CollectiveRecord)
     rate = f", busbw {format_rate(record.busbw_bytes_per_s)} GB/s" if ranks > 1 else ""
     checked = f"{record.num_checked} elements checked, {record.num_wrong} wrong"
-    advice = "data is corrupted on its way: do not train here; test the memory" if record.num_wrong else ""
+    advice = "data is corrupted in transit: do not train here; test the memory" if record.num_wrong else ""
     return _report(name, f"1 MiB in {format_duration(record.time_s)}{rate}, {checked}", advice, "fail")

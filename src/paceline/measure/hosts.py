@@ -1,4 +1,4 @@
-"""Are these hosts ready to train together? What each has, how they reach each other, and how fast their links are."""
+"""Checks whether hosts can train together: their software, their connections, and the speed of their links."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from paceline.records.samples import Samples
 from paceline.runtime.hosts import Agent, ask_all
 from paceline.units import GIB, MIB, format_duration, format_memory
 
-# What a host said of itself (`agent.tell_facts`), with `address` and `interface`, at which the others reach it, and how
-# much its clock is ahead of the launcher's: `offset_s`, to within `within_s`.
+# A host's reply to `agent.tell_facts`; with the `address` and `interface` at which others reach it; and `offset_s`, how
+# far its clock is ahead of the launcher's, accurate to `within_s`.
 Facts = dict[str, Any]
 
-_ASKS = 5  # for the time; the quickest answer counts
-_SKEW_S = 0.5
-_FULL_BYTES, _LITTLE_BYTES = 100 * MIB, 2 * GIB
-# Messages on each link: how long at most, for how long each kind, and when to give up.
-_LINK_BYTES, _BUDGET_S, _LINK_S = 16 * MIB, 0.3, 20.0
+_ASKS = 5  # clock queries per host; the fastest reply counts
+_SKEW_S = 0.5  # clock skew that causes a warning
+_FULL_BYTES = 100 * MIB  # free disk space below which a check fails
+_LITTLE_BYTES = 2 * GIB  # free disk space below which it warns
+# Messages on each link: largest size, seconds per kind, timeout.
+_LINK_BYTES = 16 * MIB
+_BUDGET_S = 0.3
+_LINK_S = 20.0
 _OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the hosts are to run: in which folder, which program and script, over which interface and port ("" and 0:
-    as they choose); whether it needs Paceline there."""
+    """What the hosts will run: folder, program and script, interface and port ("" and 0 mean automatic), and whether it
+    needs Paceline there."""
 
     folder: str
     program: str = ""
@@ -40,7 +43,7 @@ class Wanted:
 
 
 def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | PacelineError]:
-    """Ask every host for what it has, all at a time; the error of one that could not be reached."""
+    """Query all hosts in parallel; returns each host's facts, or the error if it could not be reached."""
     begin_s = time.monotonic()
 
     def ask(agent: Agent) -> Facts:
@@ -48,7 +51,9 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
         facts["answered_s"] = time.monotonic() - begin_s
         times = []
         for _ in range(_ASKS):
-            sent_s, theirs_s, back_s = time.time(), agent.ask("tell_time")["time_s"], time.time()
+            sent_s = time.time()
+            theirs_s = agent.ask("tell_time")["time_s"]
+            back_s = time.time()
             times.append(((back_s - sent_s) / 2, theirs_s - (sent_s + back_s) / 2))
         facts["within_s"], facts["offset_s"] = min(times)
         return facts
@@ -56,7 +61,7 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
     found = dict(zip((agent.name for agent in agents), ask_all(agents, ask), strict=True))
 
     def choose(agent: Agent) -> Facts:
-        """The address at which others reach this host: that of the interface, or of the route to another host."""
+        """Add the address at which others reach this host: from the interface, or from the route to another host."""
         own = found[agent.name]
         if isinstance(own, PacelineError):
             raise own
@@ -65,7 +70,7 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
             return own | {"address": address, "interface": wanted.interface}
         others = [one["reached_at"] for one in found.values() if isinstance(one, dict) and one is not own]
         places = [*others, own["reached_at"]]
-        places.sort(key=lambda address: address.startswith("127.") or address == "::1")  # of no use to another host
+        places.sort(key=lambda address: address.startswith("127.") or address == "::1")  # other hosts cannot use these
         return own | agent.ask("tell_route", address=places[0])
 
     return dict(zip(found, ask_all(agents, choose), strict=True))
@@ -76,7 +81,7 @@ def _report(name: str, found: str, advice: str = "", status: str = "fail") -> Ch
 
 
 def check_survey(surveyed: Mapping[str, Facts | PacelineError], wanted: Wanted) -> Iterator[CheckRecord]:
-    """One check for each thing that a host needs. Versions are compared with those of the first host that answered."""
+    """One check for each requirement of a host. Versions are compared with those of the first host that answered."""
     first = next((name for name, facts in surveyed.items() if isinstance(facts, dict)), "")
     for name, facts in surveyed.items():
         if isinstance(facts, PacelineError):
@@ -93,13 +98,13 @@ def check_survey(surveyed: Mapping[str, Facts | PacelineError], wanted: Wanted) 
 def _check_versions(name: str, facts: Facts, first: str, others: Any, wanted: Wanted) -> Iterator[CheckRecord]:
     for title, key in (("Python", "python"), ("torch", "torch"), ("Paceline", "paceline")):
         here, other, advice = facts[key], others[key], ""
-        kept = 2 if key == "python" else None  # of a Python, the last number makes no difference
+        kept = 2 if key == "python" else None  # Python's patch version does not matter
         if key == "python" and tuple(map(int, here.split(".")[:2])) < _OLDEST_PYTHON:
             advice = "Python 3.11 or newer is needed: install it there, or give it with --python"
         elif not here:
-            advice = f"install it there, into the Python of the other hosts: pip install {key}"
+            advice = f"install it there, for the same Python as on the other hosts: pip install {key}"
         elif here.split(".")[:kept] != other.split(".")[:kept]:
-            advice = f"{first} has {other or 'none'}: install one version on all hosts"
+            advice = f"{first} has {other or 'none'}: install the same version on all hosts"
         status = "warn" if key == "paceline" and not wanted.needs_paceline else "fail"
         yield _report(f"{name}: {title}", here or "not installed", advice, status)
 
@@ -108,24 +113,24 @@ def _check_clock(name: str, facts: Facts) -> CheckRecord:
     off_s, within_s = facts["offset_s"], facts["within_s"]
     side = "ahead of" if off_s > 0 else "behind"
     found = f"{format_duration(abs(off_s))} {side} this machine's, to within {format_duration(within_s)}"
-    advice = "times of files and logs will not fit: set the clocks by NTP, as by `timedatectl set-ntp true`"
+    advice = "times in files and logs will not match: use NTP, for example `timedatectl set-ntp true`"
     return _report(f"{name}: clock", found, advice if abs(off_s) - within_s > _SKEW_S else "", "warn")
 
 
 def _check_network(name: str, facts: Facts, wanted: Wanted) -> CheckRecord:
     address, interface, known = facts["address"], facts["interface"], facts["addresses"]
     others = ", ".join(key for key, found in known.items() if found[0] not in ("127.0.0.1", "::1"))
-    advice = f"give another with --interface: {others or 'none has an address'}"
+    advice = f"choose another with --interface: {others or 'none has an address'}"
     if not address:
         return _report(f"{name}: network", f"no interface {wanted.interface}", advice)
     if not interface:
-        return _report(f"{name}: network", f"{address}, not the first address of an interface", advice, "warn")
+        return _report(f"{name}: network", f"{address} is not the first address of any interface", advice, "warn")
     return _report(f"{name}: network", f"{interface} ({address})")
 
 
 def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecord]:
     if facts["folder"]:
-        advice = "make it there, share it between the hosts, or give another with --folder"
+        advice = "create it there, share it between the hosts, or choose another with --folder"
         yield _report(f"{name}: folder", f"{wanted.folder}: {facts['folder']}", advice)
         return
     for place, free in facts["free_bytes"].items():
@@ -140,7 +145,7 @@ def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecor
 
 
 def check_links(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> Iterator[Record]:
-    """Connect every host to every other, all at a time; then time messages, one link after the other."""
+    """Connect every host to every other in parallel; then time messages, one link at a time."""
     ports = dict(zip(agents, ask_all(agents, lambda agent: _listen(agent, facts, wanted)), strict=True))
     places = {agent: port for agent, port in ports.items() if isinstance(port, int)}
     reached = dict(zip(agents, ask_all(agents, lambda agent: _reach(agent, places, facts)), strict=True))
@@ -162,7 +167,7 @@ def check_links(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wan
 
 
 def find_port(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> int:
-    """The port of the first host at which ranks meet, once all the others have reached it."""
+    """The rendezvous port on the first host, after all other hosts have reached it."""
     first = agents[0]
     port = _listen(first, facts, wanted)
     for found in ask_all(agents[1:], lambda agent: _reach(agent, {first: port}, facts)):
@@ -178,11 +183,11 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
         return int(host.ask("listen", address=address, port=wanted.port)["port"])
     except LaunchError as error:
         found = f"{host.name} cannot listen on {address}:{wanted.port} ({_reason(error)})"
-        raise LaunchError(f"{found}: end what uses it, or give another with --port", code="port") from None
+        raise LaunchError(f"{found}: stop what uses it, or choose another with --port", code="port") from None
 
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:
-    """Those of the hosts with these ports to which this one cannot connect, and why."""
+    """The hosts to which this one cannot connect at these ports, and why."""
     others = [(agent, (facts[agent.name]["address"], port)) for agent, port in ports.items() if agent is not sender]
     source, places = facts[sender.name]["address"], [place for _, place in others]
     said = sender.ask("reach", places=places, source=source, timeout_s=sender.left_s / 2)["errors"] if places else []
@@ -195,7 +200,7 @@ def _explain_link(
 ) -> LaunchError:  # fmt: skip
     there, interface = facts[receiver.name]["address"], facts[sender.name]["interface"]
     text = f"{sender.name} cannot reach {receiver.name} at {there} port {port} over {interface} ({reason.lower()})"
-    advice = "open the port in the firewall (--port chooses it), or give another --interface"
+    advice = "open the port in the firewall (--port chooses it), or choose another --interface"
     return LaunchError(f"{text}: {advice}", code="link")
 
 

@@ -1,6 +1,6 @@
-"""Profiles of a job: when each gradient of the bare model is ready, what its blocks take, and the phases of its steps.
+"""Profiles of a job: when each gradient of the bare model is ready, the times of its blocks, and its step phases.
 
-No hook waits for the device: on CUDA a moment is an event on the stream, and is read when the step is over.
+No hook waits for the device: on CUDA a timestamp is an event on the stream, which is read after the step.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ from paceline.workloads.models import find_blocks
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
 _OUTSIDE = -1
-# The messages that disturb steps, and the most memory for them. A GPU moves smaller ones too fast to be noticed.
+# Sizes of the messages that disturb steps, and the memory limit for them. Smaller ones have no visible effect on a GPU.
 _MESSAGE_BYTES = {"cpu": (MIB // 4, 4 * MIB), "cuda": (4 * MIB, 25 * MIB)}
 _TRAFFIC_BYTES = {"cpu": 256 * MIB, "cuda": 512 * MIB}
 
 Block = tuple[str, nn.Module]
-# A job of ours; or a user's own module and step, or a factory of both, with a wrapper and the options of `join_world`.
+# One of our jobs; or a user's module and step, or a factory of both, with a wrapper and the options of `join_world`.
 Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
-class Seen(NamedTuple):
-    """Seconds of the phases of a step; of backward before each gradient was ready; of blocks. `rest_s` is of what
-    lookups in an embedding do not add to its gradient, and `num_rows` how many rows they do."""
+class LayerTimes(NamedTuple):
+    """Times of one step: `took_s` of each phase, `ready_s` of each gradient since the start of backward, and of blocks.
+
+    If lookups contribute rows to an embedding's gradient, `num_rows` counts them, and `rest_s` is when the part of the
+    gradient that does not come from lookups was ready.
+    """
 
     took_s: dict[str, float]
     ready_s: dict[int, float]
@@ -62,34 +65,37 @@ class Seen(NamedTuple):
 
 
 class LayerClock:
-    """The phases of a step, the gradients that become ready in it, and the blocks that come and go, as moments.
+    """Timestamps of a step: its phases, its gradients as they become ready, and the start and end of each block.
 
-    A moment is a reading of the clock or, on CUDA, an event, which is used again in each step. A hook on a parameter
-    would cost in every later step even after its removal, because torch still looks for it; a hook on the node that
-    accumulates its gradient goes with the graph. Full backward hooks of modules put views around every output, which
-    breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
+    A timestamp is a clock reading or, on CUDA, an event that is reused in each step. Hooks are on autograd nodes. A
+    hook on a parameter would slow every later step even after its removal, because torch still looks for it; a hook on
+    the node that accumulates the gradient disappears with the graph. A module's full backward hooks put views around
+    every output, which breaks in-place operations; hooks on the nodes of a block's inputs and outputs do not.
     """
 
     def __init__(
         self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device,
         lookups: Lookups | None = None,
     ) -> None:  # fmt: skip
-        self._params, self._blocks, self.device, self._lookups = params, blocks, device, lookups
+        self._params = params
+        self._blocks = blocks
+        self.device = device
+        self._lookups = lookups
         self._events: list[torch.cuda.Event] = []
 
     def attach(self, hooks: contextlib.ExitStack) -> None:
-        """Begin a step; `hooks` are to be undone when it is over."""
+        """Start a step; the caller closes `hooks` after it."""
         self._unused = list(self._events)
-        self.marks: list[tuple[str, Any]] = []  # phases and when they begin
+        self.marks: list[tuple[str, Any]] = []  # phases and their start times
         self._ready: dict[int, Any] = {}
-        self._rows: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # when lookups' gradients came, and which rows
+        self._rows: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # when gradients of lookups arrived, and their rows
         if self._lookups is not None:
             self._lookups.attach(self._note_rows)
             hooks.callback(self._lookups.stop)
-        self._calls: list[tuple[int, Any, Any]] = []  # block, begin and end of one forward
-        self._owners: list[tuple[Any, int]] = []  # from this moment of backward on, this block or none is at work
-        self._open: dict[int, tuple[Any, list[Any]]] = {}  # a block that runs again may stop half-way
-        # The nodes are held until the end: a graph made in backward (checkpointing) then uses the same ones.
+        self._calls: list[tuple[int, Any, Any]] = []  # block, start and end of one forward
+        self._owners: list[tuple[Any, int]] = []  # time in backward from which this block, or none, is running
+        self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop half-way
+        # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
         self._nodes = [get_gradient_edge(param).node for param in self._params]
         hooks.callback(self._nodes.clear)
         for index, node in enumerate(self._nodes):
@@ -101,7 +107,7 @@ class LayerClock:
             hooks.callback(block.register_forward_hook(after).remove)
 
     def mark(self) -> Any:
-        """This moment."""
+        """A timestamp of now."""
         if self.device.type != "cuda":
             return time.perf_counter()
         if not self._unused:
@@ -120,11 +126,12 @@ class LayerClock:
         self.enter("end")
         return PhaseTimes(self.marks)
 
-    def read(self) -> Seen:
-        """On a GPU the step must have finished."""
-        first, took_s = self.marks[0][1], dict[str, float]()
+    def read(self) -> LayerTimes:
+        """The times of the step, which must have finished on the GPU."""
+        first = self.marks[0][1]
+        took_s: dict[str, float] = {}
 
-        # All since the first moment: an event rounds, and no part may be longer than its whole.
+        # Measure everything from the first timestamp: events round, and a part must not exceed the whole.
         def at_s(moment: Any) -> float:
             passed_s: float = moment - first if isinstance(moment, float) else first.elapsed_time(moment) / 1e3
             return passed_s
@@ -132,7 +139,7 @@ class LayerClock:
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
         for phase, begin_s, end_s in spans:
             took_s[phase] = took_s.get(phase, 0.0) + end_s - begin_s
-        # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
+        # A step may run backward several times; ready times count only the time spent in backward.
         backwards = [(begin_s, end_s) for phase, begin_s, end_s in spans if phase == "backward"]
 
         def passed_s(moment: Any) -> float:
@@ -142,27 +149,28 @@ class LayerClock:
         rest_s = {index: ready_s[index] for index in self._rows if index in ready_s}
         ready_s |= {index: max(ready_s.get(index, 0.0), passed_s(at)) for index, (at, _) in self._rows.items()}
         num_rows = {index: len(torch.unique(torch.cat(rows))) for index, (_, rows) in self._rows.items()}
-        forward_s, backward_s = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
+        forward_s = [0.0] * len(self._blocks)
+        backward_s = [0.0] * len(self._blocks)
         for index, begin, end in self._calls:
             forward_s[index] += at_s(end) - at_s(begin)
         for (begin, index), (end, _) in itertools.pairwise(self._owners):
             if index != _OUTSIDE:
                 backward_s[index] += at_s(end) - at_s(begin)
-        return Seen(took_s, ready_s, rest_s, num_rows, forward_s, backward_s)
+        return LayerTimes(took_s, ready_s, rest_s, num_rows, forward_s, backward_s)
 
     @property
     def _is_backward(self) -> bool:
         return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self._ready[index] = self.mark()  # a gradient may come in parts: the last one counts
+        self._ready[index] = self.mark()  # a gradient may arrive in parts: the last one counts
 
     def _note_rows(self, index: int, rows: torch.Tensor) -> None:
         self._rows[index] = self.mark(), [*self._rows.get(index, (None, []))[1], rows]
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[index] = self.mark(), _find_nodes(*args, *kwargs.values())
-        # A forward that is run again in backward (checkpointing) is part of its block's backward.
+        # A forward that is recomputed in backward (checkpointing) is part of its block's backward.
         if self._is_backward:
             self._begin_block(index)
 
@@ -170,7 +178,7 @@ class LayerClock:
         begin, inputs = self._open.pop(index)
         if not self._is_backward:
             self._calls.append((index, begin, self.mark()))
-        # A block that hands on its input has no backward of its own.
+        # A block that returns its input unchanged has no backward.
         for node in _find_nodes(output):
             if not any(node is other for other in inputs):
                 node.register_prehook(functools.partial(self._begin_block, index))
@@ -189,10 +197,10 @@ class LayerClock:
 
 
 def _find_nodes(*values: Any) -> list[Any]:
-    """The autograd nodes that made the tensors in nested values."""
+    """The autograd nodes that produced the tensors in nested values."""
     found: list[Any] = []
     for value in values:
-        # Nearly always a tensor, and the search takes longer than the rest of a hook.
+        # Shortcut for the usual case: the search takes longer than the rest of the hook.
         for tensor in [value] if isinstance(value, torch.Tensor) else find_tensors(value):
             node = tensor.grad_fn
             if node is not None and not any(node is other for other in found):
@@ -201,29 +209,30 @@ def _find_nodes(*values: Any) -> list[Any]:
 
 
 def list_blocks(module: nn.Module) -> list[Block]:
-    """What `find_blocks` finds, and what lies outside of that and has no parameters (an activation), in the order of
-    definition. Blocks may share a part, such as a dropout, but one inside another belongs to that."""
-    found = {block: name or "model" for name, block in find_blocks(module)}  # a module without parts has no name
+    """The blocks that `find_blocks` finds, and modules without parameters outside them (activations), in definition
+    order. Blocks may share a submodule, such as a dropout, but nested blocks belong to the outer one."""
+    found = {block: name or "model" for name, block in find_blocks(module)}  # the root module has no name
     inside = {part for block in found for part in block.modules() if part is not block}
     parts = ((found.get(part, name), part) for name, part in module.named_modules() if part not in inside)
     return [(name, part) for name, part in parts if part in found or not [*part.children(), *part.parameters()]]
 
 
 class Layers(steps.Probe):
-    """What the steps of kind `profiled` of a bare replica show of its layers. No hook is left on the module.
+    """Collects layer times from the `profiled` steps of a bare replica. Leaves no hooks on the module.
 
-    `blocks` are modules that do not contain each other, by name and in the order of the model's definition; None stands
-    for those of `list_blocks`.
+    `blocks` are named modules in definition order that do not contain each other; None means `list_blocks`.
     """
 
     def __init__(self, replica: Replica, model: str, blocks: Sequence[Block] | None) -> None:
-        self._module, self._model, self.seen = replica.module, model, list[Seen]()
-        self._names: dict[nn.Parameter, list[str]] = {}  # of every trained parameter; a tied one has several
+        self._module = replica.module
+        self._model = model
+        self.steps: list[LayerTimes] = []
+        self._names: dict[nn.Parameter, list[str]] = {}  # names of every trained parameter; tied ones have several
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 self._names.setdefault(parameter, []).append(name)
         if len(devices := {parameter.device for parameter in self._names}) != 1:
-            found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
+            found = ", ".join(sorted(map(str, devices))) or "no device, because nothing is trained"
             raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
         self._blocks = list_blocks(self._module) if blocks is None else blocks
         params, device = list(self._names), devices.pop()
@@ -238,44 +247,45 @@ class Layers(steps.Probe):
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
         if kind == "profiled":
-            self.seen.append(self._clock.read())
-            for phase in {"forward", "backward"} - self.seen[-1].took_s.keys():
-                needed = "it must call the model that it gets, and backward() on a loss"
+            self.steps.append(self._clock.read())
+            for phase in {"forward", "backward"} - self.steps[-1].took_s.keys():
+                needed = "it must call the model it is given, and backward() on a loss"
                 raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
 
-    def look(self) -> tuple[dict[int, float], float]:
-        """Of the last step: when each gradient was ready, by its place among the parameters, and all of backward."""
-        return self.seen[-1].ready_s, self.seen[-1].took_s["backward"]
+    def read_ready_times(self) -> tuple[dict[int, float], float]:
+        """When each gradient was ready in the last step, by parameter index, and how long backward took."""
+        return self.steps[-1].ready_s, self.steps[-1].took_s["backward"]
 
     def build_record(self, bench: StepBench, variant: Variant) -> LayerProfileRecord:
-        """Rank 0's layers, profiled while all ranks computed. Collective: every rank must call this."""
+        """Rank 0's layers, profiled while all ranks computed. Collective: call on every rank."""
         warm, num_ranks = bench.num_warm_steps, bench.world.world_size
         times = {name: variant.times[name] for name in ("forward", "backward", "optimizer")}
         times |= {"timing": variant.times["marked"], "profiled_step": variant.times["profiled"]}
-        times |= {f"profiled_{phase}": [s.took_s[phase] for s in self.seen] for phase in ("forward", "backward")}
+        times |= {f"profiled_{phase}": [s.took_s[phase] for s in self.steps] for phase in ("forward", "backward")}
         samples: dict[str, Any] = {name: build_samples([seconds], warm) for name, seconds in times.items()}
-        seen, num_frozen = self.seen[warm:], sum(not p.requires_grad for p in self._module.parameters())
-        # The first block that contains it.
+        kept = self.steps[warm:]
+        num_frozen = sum(not p.requires_grad for p in self._module.parameters())
+        # The first block that contains the parameter.
         owner = {parameter: name for name, block in reversed(self._blocks) for parameter in block.parameters()}
         parameters = [
             ParameterTimes(
                 name, p.nbytes, p.numel(), str(p.dtype).removeprefix("torch."), owner.get(p, ""),
-                tuple(step.ready_s.get(index) for step in seen), tuple(aliases), tuple(p.shape),
-                max((step.num_rows.get(index, 0) for step in seen), default=0),
-                tuple(step.rest_s.get(index) for step in seen if step.num_rows.get(index)),
+                tuple(step.ready_s.get(index) for step in kept), tuple(aliases), tuple(p.shape),
+                max((step.num_rows.get(index, 0) for step in kept), default=0),
+                tuple(step.rest_s.get(index) for step in kept if step.num_rows.get(index)),
             )
             for index, (p, (name, *aliases)) in enumerate(self._names.items())
         ]  # fmt: skip
         blocks = [
-            BlockTimes(name, tuple(s.forward_s[i] for s in seen), tuple(s.backward_s[i] for s in seen))
+            BlockTimes(name, tuple(s.forward_s[i] for s in kept), tuple(s.backward_s[i] for s in kept))
             for i, (name, _) in enumerate(self._blocks)
         ]
         notes = [f"{num_frozen} parameters are not trained"] if num_frozen else []
-        notes += [f"of rank 0, while {num_ranks} ranks computed"] if num_ranks > 1 else []
+        notes += [f"measured on rank 0 while {num_ranks} ranks computed"] if num_ranks > 1 else []
         record = LayerProfileRecord(
             model=self._model, device=self._clock.device.type, dtype=bench.labels["precision"],
             batch_size=bench.labels["batch_size"], blocks=tuple(blocks), **samples, note="; ".join(notes),
-            # By median; equal ones in the reverse of the model's order, which is the usual order of backward.
+            # Sorted by median; ties in reverse definition order, the usual order of backward.
             parameters=tuple(sorted(reversed(parameters), key=lambda parameter: parameter.order_s)),
         )  # fmt: skip
         first: LayerProfileRecord = bench.world.share(record)[0]
@@ -284,7 +294,7 @@ class Layers(steps.Probe):
 
 @contextlib.contextmanager
 def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob]]:
-    """The world and the job, in its wrapper or bare. Collective: call on every rank."""
+    """Open the world and the job, in its wrapper or bare. Collective: call on every rank."""
     if isinstance(given, TrainSettings):
         with open_world(given) as world:
             wrapper = "none" if is_bare else given.wrapper
@@ -304,11 +314,11 @@ def measure_profile(
     given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0,
     with_costs: bool = True,
 ) -> list[Record]:  # fmt: skip
-    """Layers of the bare model, by default with what messages and the wrapper cost it ("layers"), phases of its steps
-    ("phases"), or on several ranks both ("all").
+    """Profile the layers of the bare model ("layers"), the phases of its steps ("phases"), or both if there are several
+    ranks ("all"). `with_costs` also measures what messages and the wrapper cost.
 
-    It is job `number` of `total`; the data must also do for a batch of `largest` per rank, which another of them has:
-    refused there, what was measured would be lost. Collective: every rank must call this.
+    This is job `number` of `total`. The data must suffice for the `largest` batch per rank of all these jobs: if a
+    later one were refused, earlier results would be lost. Collective: call on every rank.
     """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job):
@@ -332,12 +342,15 @@ def measure_profile(
 
 
 def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | None) -> list[Record]:
-    """Steps of the bare model on the first `ranks` ranks and on all of this world, in turns and without messages: what
-    ranks of one host cost each other. Unless requested otherwise, each has its share of the cores. Nothing where the
-    data does not do for all. Collective: every rank must call this."""
+    """Measure how ranks on one host slow each other down: interleaved steps of the bare model on the first `ranks`
+    ranks and on all ranks of this world, without messages.
+
+    Ranks divide the cores evenly unless threads are requested. Returns no records if there is too little data for all
+    ranks. Collective: call on every rank.
+    """
     requested = given.threads if isinstance(given, TrainSettings) else given[3]["threads"]
     if isinstance(given, TrainSettings) and given.global_batch_size is not None:
-        # A rank has as many samples among others as alone.
+        # Keep the batch size per rank fixed.
         size, parts = given.batches.batch_size, given.batches.accumulate
         given = dataclasses.replace(given, batch_size=size, accumulate=parts, global_batch_size=None)
     try:
@@ -351,7 +364,7 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
                 bench.add(Variant(labels, own if world.rank < count else None))
             bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
             return [bench.build_record(variant) for variant in bench.variants]
-    except ConfigError:  # too few samples; what else is wrong, the profile itself reports
+    except ConfigError:  # too few samples; the profile itself reports any other problem
         return []
 
 
@@ -359,12 +372,15 @@ def measure_layers(
     world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
     iters: int | None = None, warmup: int | None = None, report: Report | None = None, job: MeasuredJob | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs. `labels`
-    are those of its job. With the `job`, steps that messages disturb and steps of the wrapper on a group of this rank
-    take turns, too, and their records follow, and those of codecs. The steps train the module. Collective: every rank
-    must call this."""
+    """Profile steps of a bare replica, interleaved with plain ones, so that the record shows the cost of profiling.
+
+    `labels` are those of its job. With `job`, also interleaves steps disturbed by messages and steps of the wrapper on
+    a group of this rank alone; their records follow, with those of codecs. The steps train the module. Collective:
+    call on every rank.
+    """
     per_turn = 1 if job is None else job.steps_per_turn
-    iters, warmup = iters or (20 if job is None else 10), 3 if warmup is None else warmup
+    iters = iters or (20 if job is None else 10)
+    warmup = 3 if warmup is None else warmup
     with StepBench(world, labels, steps_per_turn=per_turn) as bench, contextlib.ExitStack() as stack:
         plain = bench.add(Variant({"role": "plain", "label": "plain"}, replica, ("marked", "profiled")))
         plain.probe = layers = Layers(replica, labels["model"], blocks)
@@ -375,22 +391,23 @@ def measure_layers(
         profile = layers.build_record(bench, plain)
         if job is None:
             return [profile]
-        # Last, for the steps of others.
+        # Last, so that it does not disturb the steps of other ranks.
         has_room = _has_room(world, replica)
         codecs = measure_codecs(take_gradients(replica), replica.device, bench=bench) if has_room else []
         return [profile, *(bench.build_record(variant) for variant in bench.variants), *codecs]
 
 
 def _has_room(world: World, replica: Replica) -> bool:
-    """Whether a GPU has memory for two more models, their gradients, two moments of an optimizer and their buckets, and
-    the traffic; or for what codecs hold. Collective: every rank must call this."""
-    device, num_bytes = replica.device, sum(param.nbytes for param in replica.parameters)
+    """Whether the GPU has memory for two more models with gradients, optimizer moments and buckets, and for traffic;
+    or for the buffers of codecs. Collective: call on every rank."""
+    device = replica.device
+    num_bytes = sum(param.nbytes for param in replica.parameters)
     return device.type != "cuda" or all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes))
 
 
 def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJob, stack: contextlib.ExitStack) -> None:
-    """Variants with traffic next to the plain steps, and of the wrapper in a world of this rank alone: with one bucket,
-    and with a bucket for each gradient. Collective: every rank must call this."""
+    """Add variants with traffic, and variants of the wrapper on a group of this rank alone: with a single bucket, and
+    with a bucket for each gradient. Collective: call on every rank."""
     world, wrapper = bench.world, bench.labels["wrapper"]
     assert plain.replica is not None
     device, num_bytes = plain.replica.device, sum(param.nbytes for param in plain.replica.parameters)
@@ -398,13 +415,14 @@ def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJo
         plain.labels["note"] = "too little memory to measure copies and contention"
         return
     assert dist.group.WORLD is not None
-    channel, most = Channel(dist.group.WORLD, device), _TRAFFIC_BYTES[device.type]
+    channel = Channel(dist.group.WORLD, device)
+    most = _TRAFFIC_BYTES[device.type]
     memory = channel.allocate(max(MIB, min(num_bytes, most)) // 4, torch.float32, device)
     if (traffic := build_traffic(world, channel, memory)) is not None:
         stack.callback(traffic.close)
         for size in (size for size in _MESSAGE_BYTES[device.type] if 2 * size <= num_bytes):
             labels = {"role": "disturbed", "label": f"messages of {format_bytes(size)}", "message_bytes": size}
-            Disturbance(world, traffic, bench.add(Variant(labels, plain.replica)), layers.look)
+            Disturbance(world, traffic, bench.add(Variant(labels, plain.replica)), layers.read_ready_times)
     alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
     for label, cap_bytes in (("one bucket", 1 << 50), ("a bucket each", 1)):
         wrapped = functools.partial(steps.wrap, wrapper=wrapper, group=alone, cap_bytes=cap_bytes)
@@ -413,7 +431,7 @@ def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJo
 
 def _run_phases(world: World, job: MeasuredJob, iters: int | None, warmup: int | None, report: Report) -> StepRecord:
     replica, wrapper, kinds = job.build_own(), job.labels["wrapper"], ("plain", "marked", "no_comm")
-    # torch's wrapper is timed by a second replica, which one module that all share cannot be.
+    # Timing torch's wrapper needs a second replica, which a shared module cannot provide.
     is_alone = wrapper == "torch" and isinstance(job, OwnJob) and job.is_shared
     can_time = world.world_size > 1 and wrapper in ("paceline", "torch") and not is_alone
     timed = steps.TimedMessages(replica, job.build_own) if can_time else None

@@ -1,7 +1,7 @@
-"""The step bench: variants of one job take steps in turns, in several kinds, and become step records.
+"""The step bench: variants of one job take interleaved steps of several kinds, which become step records.
 
-One timed step is `StepBench._take`. The job is one of ours, built from settings (`TrainingJob`), or a user's own module
-and step function (`OwnJob`). Which variants there are belongs to the question: wrappers, phases, plans, ranks.
+`StepBench._take` times one step. The job is one of ours, built from settings (`TrainingJob`), or a user's own module
+and step function (`OwnJob`). The caller chooses the variants to compare: wrappers, phases, plans or ranks.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from paceline.workloads.data.sharding import EpochOrder
 
 Wrap = Callable[[nn.Module], nn.Module]
 Windows = Generator[Window, None, None]
-OwnModel = nn.Module | Callable[[], Any]  # or a factory of (model, step)
+OwnModel = nn.Module | Callable[[], Any]  # a module, or a factory of (model, step)
 OwnStep = Callable[[nn.Module], Any]
 
 
 @dataclass
 class Replica:
     """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` steps with it.
-    `activate` is called before each step, while ranks still wait for each other."""
+    `activate` is called before each step, ahead of the barrier."""
 
     model: nn.Module
     module: nn.Module
@@ -75,21 +75,21 @@ def wrap(
     module: nn.Module, wrapper: str, group: dist.ProcessGroup | None = None, plan: Plan | None = None,
     cap_bytes: int = 0, **options: Any,
 ) -> nn.Module:  # fmt: skip
-    """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults. Of
-    several models each gets its own."""
+    """The module in a data-parallel wrapper, `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults.
+    Several models each get their own wrapper."""
     if list_models(module) != [module]:
         return wrap_models(module, lambda part: wrap(part, wrapper, group, plan, cap_bytes, **options))
     if cap_bytes:
         options["bucket_cap_mb"] = cap_bytes / MIB
     if wrapper == "paceline":
-        # Steps without communication take the replicas of a job that learns apart, which is no fault here.
+        # Steps without communication let replicas diverge, which is expected here, so do not check for it.
         return DDP(module, process_group=group, plan=plan, **{"check_replicas_every": 0} | options)
     options |= {} if plan is None else plan.as_torch_kwargs()
     return DistributedDataParallel(module, process_group=group, **options)
 
 
 def list_gradients(module: nn.Module) -> tuple[Gradient, ...]:
-    """The gradients of a bare module in the order of its definition, as a plan names them."""
+    """The gradients of a bare module in definition order, as a plan names them."""
     return tuple(
         Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type, tuple(p.shape))
         for name, p in module.named_parameters()
@@ -105,20 +105,22 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
         return model.plan.bucket_bytes if model.plan is not None else ()
     if isinstance(model, DistributedDataParallel):
         data = model._get_ddp_logging_data()
-        # Where a parameter may be unused, torch never rebuilds them.
+        # torch does not rebuild its buckets if parameters may be unused.
         listed = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
         return tuple(int(size) for size in listed.split(",") if size.strip())
     return ()
 
 
 class TrainingJob:
-    """A job of our own, built from settings. `labels` are fields of its records. Its steps take whole global batches,
-    and learn nothing: replicas must not drift apart. A step of the user's own may learn; each replica has its own."""
+    """A job built from settings. `labels` are fields of its records. Steps use whole global batches and a learning rate
+    of 0, so that replicas do not diverge. A user's own step may learn; it has its own model in each replica."""
 
     steps_per_turn = 1
 
     def __init__(self, job: Job) -> None:
-        self.job, self.module, self._built = job, job.learner.module, [job.learner]
+        self.job = job
+        self.module = job.learner.module
+        self._built = [job.learner]
         self._windows = cycle_windows(job)
         check_whole(job, job.batches.global_batch_size)
         self.labels: dict[str, Any] = {"model": job.settings.model, "data": job.train.name}
@@ -126,8 +128,8 @@ class TrainingJob:
         self.labels |= {"precision": job.settings.precision, "wrapper": job.settings.wrapper}
 
     def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
-        """A replica, bare or in a wrapper, with the values of the job's own; its windows and ranks, unless given, are
-        those of the job. Collective where the wrapper is."""
+        """A replica, bare or in a wrapper, with the job's parameter values. `windows` and `num_ranks` default to the
+        job's own. Collective if the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
         like = self.module if self.job.learner.own_step is None else None
         learner = build_learner(bare, self.job.world, self.job.train, like=like)
@@ -137,8 +139,9 @@ class TrainingJob:
         return self._take_steps(learner, windows or cycle_windows(self.job))
 
     def build_own(self) -> Replica:
-        """A replica in the job's own wrapper. Collective where the wrapper is."""
-        job, wrapper = self.job, self.job.settings.wrapper
+        """A replica in the job's own wrapper. Collective if the wrapper is."""
+        job = self.job
+        wrapper = job.settings.wrapper
         if job.learner.own_step is not None and wrapper != "none":
             return self.build(functools.partial(wrap, wrapper=wrapper), self._windows)
         learner = self._built.pop() if self._built else build_learner(job.settings, job.world, job.train)
@@ -157,27 +160,29 @@ class TrainingJob:
 class OwnJob:
     """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
 
-    With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
-    around it when its turn comes, and takes a few steps before it is timed. The values of the module and of the
-    optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
+    A factory makes a new (model, step) pair for each replica. Without one, all replicas share the module: each replica
+    wraps it anew before its turn, and takes a few steps before it is timed. The values of the module and of the
+    optimizers that `step` uses are restored at the end, because steps without communication make ranks diverge.
     """
 
     def __init__(self, model: OwnModel, step: OwnStep | None = None, wrapper: str = "none") -> None:
-        self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
+        self.is_shared = isinstance(model, nn.Module)  # all replicas share the given module
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
         self.module, self._step = self._spare
-        trained, kind = [p for p in self.module.parameters() if p.requires_grad], type(self.module)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        kind = type(self.module)
         refuse(
             (issubclass(kind, DistributedDataParallel), f"{kind.__name__} is a wrapper: pass the bare module"),
             (not trained, "the module has no parameter that requires a gradient: nothing to measure"),
         )
-        self.steps_per_turn = 4 if self.is_shared else 1  # to put another wrapper around it is costly
+        self.steps_per_turn = 4 if self.is_shared else 1  # changing the wrapper is expensive
         self._active: Replica | None = None
-        # In host memory: copies on a GPU would be part of the memory that is measured.
+        # In host memory: copies on the GPU would count towards measured memory.
         self._saved = {key: value.detach().to("cpu", copy=True) for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
-        self._device, self._was_training = trained[0].device, self.module.training
+        self._device = trained[0].device
+        self._was_training = self.module.training
         self.labels: dict[str, Any] = {
             "model": type(self.module).__name__,
             "data": "own",
@@ -189,8 +194,8 @@ class OwnJob:
     def _make(self) -> tuple[nn.Module, OwnStep]:
         made = self._factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-            what = "a module and its step, or a factory of (model, step), are needed"
-            raise ConfigError(f"{what}: the factory returned {type(made).__name__}")
+            found = f"the factory returned {type(made).__name__}"
+            raise ConfigError(f"{found}: it must return (model, step), a module and a function")
         return made
 
     def _count_samples(self) -> int:
@@ -222,7 +227,7 @@ class OwnJob:
         def run(_: Any, phases: Phases) -> None:
             with mark_phases(replica.model, phases):
                 step(replica.model)
-            module.zero_grad()  # a step that does not update leaves gradients, which would accumulate
+            module.zero_grad()  # gradients would accumulate if the step does not clear them
 
         def activate() -> None:
             if self._active is replica:
@@ -231,11 +236,11 @@ class OwnJob:
                 self._active.close()
                 was_torchs = is_torchs(self._active.model)
                 self._active.model = module
-                if was_torchs:  # it removes its hooks when it is freed
+                if was_torchs:  # torch's wrapper removes its hooks when it is freed
                     gc.collect()
             self._active = replica
             replica.model = module if wrap is None else wrap(module)
-            for _ in range(2 if wrap is not None else 1):  # torch's wrapper makes its final buckets in the second
+            for _ in range(2 if wrap is not None else 1):  # torch's wrapper builds its final buckets in the second step
                 run(None, NoPhases())
 
         replica.run = run
@@ -261,49 +266,56 @@ def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") ->
     found = f"{job.train.describe()}: less than one global batch of {size}"
     refuse(
         (not job.train.is_stream and len(job.train) < size, f"{found}; use {smaller}, or more --samples"),
-        (job.settings.batch_growth, "--batch-growth: steps are measured at one batch size; leave it out"),
+        (job.settings.batch_growth, "--batch-growth: steps are measured at a single batch size; leave it out"),
     )
 
 
 def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows:
-    """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step. Micro-batches
-    and ranks are those of the job unless given."""
-    batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size
-    size, data = batch_size * world_size * job.batches.accumulate, job.train.at(batch_size)
+    """This rank's part of full global batches, epoch after epoch. Short tails are dropped, because they would be a
+    different step. `batch_size` and `world_size` default to the job's own."""
+    batch_size = batch_size or job.batches.batch_size
+    world_size = world_size or job.world.world_size
+    size = batch_size * world_size * job.batches.accumulate
+    data = job.train.at(batch_size)
     for epoch in itertools.count():
         order = EpochOrder(size if data.is_stream else len(data), size, job.settings.seed, epoch, "drop", data.shuffles)
         windows = load_windows(data, order, 0, job.world.rank, world_size, batch_size, job.world.device)
         with contextlib.closing(windows):
-            # A loader may end an epoch with a smaller batch; one that has nothing else is measured as it is.
+            # Skip a smaller last batch, unless it is the only one.
             yield from (w for w in windows if w.number == 0 or not w.is_last or w.num_samples == size)
 
 
 class TimedMessages:
-    """A replica whose messages can be timed: `begin` before a step, `read` after it; None for torch's on a GPU. torch's
-    wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper."""
+    """A replica whose messages are timed: call `begin` before a step and `read` after it.
+
+    torch's wrapper accepts a hook only before its first step, so `build` makes another replica in the same wrapper. Its
+    messages cannot be timed on a GPU.
+    """
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
-        self.replica, self._sent = replica, Sent(0, 0)  # since `begin` in a hook, before it in Paceline's wrapper
-        self._group, self._spans = group, list[tuple[float, float]]()
+        self.replica = replica
+        self._sent = Sent(0, 0)  # with torch's hook: sent since `begin`; in Paceline's wrapper: the count at `begin`
+        self._group = group
+        self._spans: list[tuple[float, float]] = []
         self._has_hook = is_torchs(replica.model) and replica.device.type == "cpu"
         if self._has_hook:
             self.replica = build()
             assert isinstance(self.replica.model, DistributedDataParallel)
-            # torch compares annotations with types, and ours are strings: a lambda has none.
+            # A lambda, because torch checks annotations against types, and ours are strings.
             self.replica.model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What torch's wrapper does without a hook, noted from when to when."""
+        """Do what torch's wrapper does without a hook, and record the start and end times."""
         begin_s = time.perf_counter()
         buffer = bucket.buffer().div_(dist.get_world_size(self._group))
         self._sent = Sent(self._sent.num_messages + 1, self._sent.num_bytes + buffer.nbytes)
         future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
 
-        def note(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        def record(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             self._spans.append((begin_s, time.perf_counter()))
             return done.value()[0]
 
-        timed: torch.futures.Future[torch.Tensor] = future.then(note)
+        timed: torch.futures.Future[torch.Tensor] = future.then(record)
         return timed
 
     def begin(self) -> None:
@@ -314,16 +326,21 @@ class TimedMessages:
             self._sent = self.replica.model.count_sent()
 
     def read(self) -> tuple[float, Sent] | None:
-        """Seconds in which at least one message of the last step was in flight, and the gradients that were sent:
-        without what travels with them (control words, BatchNorm's statistics), which no plan of buckets knows."""
-        model, before = self.replica.model, self._sent
+        """Seconds in which at least one message of the last step was in flight, and the messages and bytes sent.
+
+        Counts gradients only, not control words or BatchNorm statistics, which are not part of a bucket plan. None if
+        messages cannot be timed.
+        """
+        model = self.replica.model
+        before = self._sent
         if isinstance(model, DDP):
             now, times = model.count_sent(), model.report().times
             sent = Sent(now.num_messages - before.num_messages, now.num_bytes - before.num_bytes)
             return 0.0 if times is None else times.busy_s, sent
         if not self._has_hook:
             return None
-        busy_s, until_s = 0.0, 0.0
+        busy_s = 0.0
+        until_s = 0.0
         for begin_s, end_s in sorted(self._spans):
             busy_s += max(0.0, end_s - max(begin_s, until_s))
             until_s = max(until_s, end_s)
@@ -335,38 +352,38 @@ class TimedMessages:
 
 
 def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> Sent:
-    """What every rank sent in every step, which must be equal and as planned; `planned` where nothing was counted."""
+    """What ranks sent per step, which must be equal on all ranks and as planned; `planned` if nothing was counted."""
     for number, step in enumerate(zip(*by_rank, strict=True), start=1):
         for rank, sent in enumerate(step):
-            other, of_whom = (step[0], "rank 0 sent") if sent != step[0] else (planned, "the plan has")
-            if sent != other:
+            expected, source = (step[0], "rank 0 sent") if sent != step[0] else (planned, "the plan has")
+            if sent != expected:
                 raise MeasurementError(
                     f"{who}: in step {number} rank {rank} sent {sent.num_bytes} bytes of gradients in "
-                    f"{sent.num_messages} messages and {of_whom} {other.num_bytes} in {other.num_messages}: no "
-                    "bandwidth follows from these; report this as a bug",
+                    f"{sent.num_messages} messages but {source} {expected.num_bytes} in {expected.num_messages}: "
+                    "bandwidth cannot be computed; please report this bug",
                     code="mismatch",
                 )
     return next((sent for steps in by_rank for sent in steps), planned)
 
 
 class Probe:
-    """Something that looks into a variant's steps: `begin` before ranks meet, `end` when the step is over."""
+    """Observes a variant's steps: `begin` is called before the barrier, `end` after the step."""
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
-        """Phases of its own, or None for the usual ones; `hooks` are undone when the step is over or failed."""
+        """Return its own phases, or None for the usual ones; `hooks` is closed after the step, even if it fails."""
         return None
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        """`end_s` is the moment at which the step was over, on this process's clock."""
+        """Called after the step, which ended at `end_s` on this process's clock."""
 
 
 @dataclass
 class Variant:
-    """One variant of the job and its times on this rank, by field of the record; no `replica` on a rank outside.
+    """One variant of the job and its times on this rank, by record field. `replica` is None on ranks that only wait.
 
-    `labels` are fields of its record. Kinds of steps, each taken in every round until it `is_dropped`: plain as it is;
-    marked with its phases marked; no_comm without communication; timed with its messages timed; messages with a probe's
-    single messages timed; profiled with a probe's own phases.
+    `labels` are fields of its record. Each round has one step of each of its `kinds`, until it `is_dropped`. Kinds:
+    plain; marked, with phases; no_comm, without communication; timed, with its messages timed; messages, with the
+    probe's single messages timed; profiled, with the probe's own phases.
     """
 
     labels: dict[str, Any]
@@ -391,16 +408,22 @@ class Variant:
 
 
 class StepBench:
-    """Variants that take steps in turns on all ranks of a world. Collective throughout: all ranks make the same calls.
-    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row."""
+    """Times interleaved steps of several variants on all ranks of a world. Collective: all ranks make the same calls.
+
+    With `loads_inside`, waiting for data is part of the step. Each turn has `steps_per_turn` steps of a kind.
+    """
 
     def __init__(
         self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
     ) -> None:
-        self.world, self.labels, self._loads_inside, self.steps_per_turn = world, labels, loads_inside, steps_per_turn
-        self.meeting = build_control(world)
-        self.variants = list[Variant]()
-        self.num_warmup = self.num_warm_steps = 0  # rounds, and steps of each kind
+        self.world = world
+        self.labels = labels
+        self._loads_inside = loads_inside
+        self.steps_per_turn = steps_per_turn
+        self.control = build_control(world)
+        self.variants: list[Variant] = []
+        self.num_warmup = 0  # warm-up rounds
+        self.num_warm_steps = 0  # warm-up steps of each kind
         self.order_seed: int | None = None
 
     def __enter__(self) -> StepBench:
@@ -417,23 +440,27 @@ class StepBench:
         for variant in self.variants:
             variant.close()
         self.variants.clear()
-        gc.collect()  # a wrapped module is full of cycles
+        gc.collect()  # wrapped modules contain reference cycles
 
     def run(
         self, pace: Pace, iters: int | None = None, warmup: int | None = None, report: Report | None = None, *,
         after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
         is_over: Callable[[int], bool] = lambda number: False, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """All rounds. In each, every variant that is not dropped takes one step of each of its kinds, in an order that
-        changes; with a `seed`, one that is drawn for each round. `after(place, num_places, round)` is called after each
-        turn; `end_warmup` after the warm-ups; `is_over(number)` after each further round."""
+        """Run all rounds. In each, every variant that is not dropped takes one step of each of its kinds.
+
+        The order changes from round to round in a balanced design, or at random with a `seed`. Callbacks:
+        `after(place, num_places, round)` after each turn, `end_warmup` after the warm-ups, and `is_over(number)`,
+        which may end the run, after each later round.
+        """
 
         self.order_seed = seed
 
         def run_round(repetition: int) -> float:
-            begin_s, running = time.perf_counter(), [variant for variant in self.variants if not variant.is_dropped]
+            begin_s = time.perf_counter()
+            running = [variant for variant in self.variants if not variant.is_dropped]
             turns = [[(variant, kind)] for variant in running for kind in variant.kinds]
-            if self.steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
+            if self.steps_per_turn > 1:  # all kinds of a variant in a row: switching variants is expensive
                 turns = [[(v, kind) for kind in v.kinds for _ in range(self.steps_per_turn)] for v in running]
             order = order_turns(len(turns), repetition) if seed is None else draw_turns(len(turns), repetition, seed)
             for place, index in enumerate(order):
@@ -444,17 +471,18 @@ class StepBench:
             return time.perf_counter() - begin_s
 
         def note_warmup(number: int) -> None:
-            self.num_warmup, self.num_warm_steps = number, number * self.steps_per_turn
+            self.num_warmup = number
+            self.num_warm_steps = number * self.steps_per_turn
             end_warmup()
 
-        run_rounds(run_round, self.meeting, pace, iters, warmup, report, note_warmup, is_over)
+        run_rounds(run_round, self.control, pace, iters, warmup, report, note_warmup, is_over)
 
     def _take(self, variant: Variant, kind: str) -> None:
-        """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
+        """Time one step that its ranks start together; other ranks only take part in the barrier."""
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
         if replica is None:
-            dist.barrier(group=self.meeting)
+            dist.barrier(group=self.control)
             return
         with contextlib.ExitStack() as hooks:
             replica.activate()
@@ -465,7 +493,7 @@ class StepBench:
             if timed is not None:
                 timed.begin()
             synchronize(replica.device)
-            dist.barrier(group=self.meeting)
+            dist.barrier(group=self.control)
             begin_s = time.perf_counter()
             if self._loads_inside:
                 given = replica.load()
@@ -483,7 +511,7 @@ class StepBench:
             variant.note(kind, end_s - begin_s)
         if kind == variant.kinds[0]:
             variant.starts_s.append(begin_s)
-            variant.bucket_bytes = read_buckets(replica.model)  # now: a shared module may be bare at the end
+            variant.bucket_bytes = read_buckets(replica.model)  # read now: a shared module may be unwrapped later
         if kind == "marked":
             parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
             for name in PHASES:
@@ -495,16 +523,18 @@ class StepBench:
             variant.sent.append(found[1])
 
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
-        """Collective: every rank must call this, and every rank gets the record."""
-        labels, warm, mine = self.labels | variant.labels | more, self.num_warm_steps, None
+        """The record of a variant, on every rank. Collective: call on every rank."""
+        labels = self.labels | variant.labels | more
+        warm = self.num_warm_steps
+        mine = None
         if variant.replica is not None:
             device, buckets = variant.replica.device.type, variant.bucket_bytes
             mine = variant.times, variant.starts_s, variant.sent, device, buckets
-        everyone = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
+        everyone = [one for one in self.world.share(mine) if one is not None]
         times, starts, sent, (device, *_), (buckets, *_) = zip(*everyone, strict=True)
 
         def samples(name: str) -> Samples | None:
-            by_rank = [of_rank.get(name, []) for of_rank in times]
+            by_rank = [one.get(name, []) for one in times]
             if not all(len(row) > warm for row in by_rank):
                 return None
             return build_samples(by_rank, warm, starts if name == variant.kinds[0] and self.world.shares_clock else ())
@@ -517,7 +547,7 @@ class StepBench:
         if not self._loads_inside and labels.get("data") != "own":
             found["data_wait"] = None
         agreed = agree_on_sent(
-            [steps[warm:] for steps in sent],  # in a warm-up a wrapper may still have other buckets
+            [steps[warm:] for steps in sent],  # during warm-up a wrapper may not have its final buckets yet
             Sent(sum(size > 0 for size in buckets), sum(buckets)),
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
@@ -533,20 +563,22 @@ class StepBench:
 
 
 def draw_turns(count: int, repetition: int, seed: int) -> list[int]:
-    """An order that is drawn for this round alone, alike on all ranks. What disturbs whichever variant is running then
-    meets either of two equal ones with the same chance, in each round anew, however long it lasts."""
+    """A random order for this round, the same on all ranks.
+
+    However long a disturbance lasts, it then hits either of two variants with the same probability in each round.
+    """
     return random.Random(f"{seed} {repetition}").sample(range(count), count)
 
 
 def order_turns(count: int, repetition: int) -> list[int]:
-    """The order of the turns in one round: over many, each follows every other one equally often.
+    """The order of turns in one round; over many rounds, each turn follows every other one equally often.
 
-    A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition; every second time round it is reversed, which
-    also balances an odd number. Then the places are drawn anew, so that nothing periodic meets one of them more often.
-    The first round has them in their order: a probe may need what an earlier one saw.
+    A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition, and reversed in every second cycle, which also
+    balances odd numbers. After each such block, turns are relabelled at random, so that periodic disturbances do not
+    favour any of them. The first block is not relabelled: a probe may need what an earlier one found.
     """
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
     block = repetition // (2 * count)
-    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # alike on all ranks
+    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # the same on all ranks
     return [drawn[place] for place in (order[::-1] if (repetition // count) % 2 else order)]

@@ -1,4 +1,4 @@
-"""Recording: steps of each rank under torch's profiler, as a `RankTrace`. What they say is in `predict.traces`."""
+"""Records steps of each rank with torch's profiler as a `RankTrace`. `predict.traces` analyses them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseTimes
 from paceline.units import format_bytes
 
-_PID = "buckets"  # the process of the wrapper's buckets in a trace
+_PID = "buckets"  # process name of the wrapper's buckets in a trace
 
 
 def trace_job(
     given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
 ) -> tuple[list[RankTrace], StepFacts]:
-    """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it. Rank 0 gets the
-    traces; with `for_all` every rank does. Collective: every rank must call this."""
+    """Record steps of a job in its wrapper. Returns the traces of all ranks, on rank 0 or with `for_all` on every rank,
+    and facts about the job that traces do not contain. Collective: call on every rank."""
     with open_job(given) as (world, job):
         replica = job.build_own()
         try:
@@ -50,23 +50,26 @@ def trace_job(
             everyone: list[RankTrace] = world.share(record_trace(world, replica, warmup, active, extras))
         finally:
             replica.close()
-        labels, is_compiled = job.labels, isinstance(given, TrainSettings) and given.compile
+        labels = job.labels
+        is_compiled = isinstance(given, TrainSettings) and given.compile
         facts = (labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled)
         return everyone if for_all or world.rank == 0 else [], StepFacts(*facts)
 
 
 def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
     """Take one step and `warmup` others, then record `active` ones. Each is a range `step N` that ends when the device
-    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower. "memory"
-    records one more, in which tensors are listed, and whose time does not count."""
-    device, phases, seen = replica.device, _TracedPhases(), _SeenMemory(replica) if "memory" in extras else None
-    num_steps = active if seen is None else active + 1
+    has finished. The buckets of our wrapper also become events. `extras` ("memory", "shapes") make steps slower.
+    "memory" records one more step, in which tensors are listed, and whose time does not count."""
+    device = replica.device
+    phases = _TracedPhases()
+    memory = _TracedMemory(replica) if "memory" in extras else None
+    num_steps = active if memory is None else active + 1
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
         schedule=schedule(wait=0, warmup=warmup, active=num_steps, repeat=1),
         record_shapes="shapes" in extras,
-        profile_memory=seen is not None,
-        acc_events=True,  # there is one cycle, and without this torch warns that the others are forgotten
+        profile_memory=memory is not None,
+        acc_events=True,  # avoids torch's warning that events of earlier cycles are discarded
     )
 
     def step(number: int, phases: _TracedPhases) -> None:
@@ -82,43 +85,43 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
     sends = device.type != "cuda" or world.world_size > 1  # NCCL sends nothing on one rank
     wrapped = replica.model if isinstance(replica.model, DDP) and sends else None
     with contextlib.ExitStack() as recording:
-        if seen is not None:
-            recording.callback(register_optimizer_step_post_hook(seen.note_optimizer).remove)
+        if memory is not None:
+            recording.callback(register_optimizer_step_post_hook(memory.note_optimizer).remove)
         step(-warmup - 1, phases)  # the wrapper plans in its first step
-        if "KINETO_LOG_LEVEL" not in os.environ:  # torch 2.13 writes a line to stderr when a profile starts and stops
+        if "KINETO_LOG_LEVEL" not in os.environ:  # silences torch 2.13, which logs when a profile starts and stops
             os.environ["KINETO_LOG_LEVEL"] = "6"
             recording.callback(os.environ.pop, "KINETO_LOG_LEVEL")
         recording.enter_context(profiler)
         for number in range(-warmup, active):
             if wrapped is not None and number >= 0:
                 wrapped.time_next_step()
-            world.barrier()  # outside of the range: a late start of the profiler is not the rank's lateness
+            world.barrier()  # outside the range: a late profiler must not make the rank look late
             with record_function(f"step {number}"):
                 step(number, phases)
             profiler.step()
             if wrapped is not None and number >= 0 and wrapped.plan is not None:
                 timed.append(wrapped.report().times)
-        if seen is not None:
-            with record_function("memory step"), seen.look():
-                step(active, seen)
+        if memory is not None:
+            with record_function("memory step"), memory.observe():
+                step(active, memory)
             profiler.step()
-    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:  # the profiler writes files only
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:  # the profiler can only export to a file
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         try:
             trace = read_chrome(json.loads(path.read_text(errors="replace")), world.rank, world.world_size)
         except ValueError as error:
-            raise MeasurementError(f"torch's profiler wrote no readable trace: {error}; record fewer steps") from None
-    # The profiler's times are of the Unix clock, the wrapper's of the monotonic one.
+            raise MeasurementError(f"torch's profiler wrote an unreadable trace: {error}; record fewer steps") from None
+    # The profiler uses the Unix clock, the wrapper the monotonic clock.
     _, apart_ns = min(_clock_offset_ns() for _ in range(5))
     origin_s = (trace.origin_ns - apart_ns) / 1e9
     buckets = [event for one in timed if one for event in build_bucket_events(world.rank, one, origin_s)]
-    marks = None if seen is None else seen.build_marks()
+    marks = None if memory is None else memory.build_marks()
     return replace(trace, device=device.type, events=[*trace.events, *buckets], memory=marks)
 
 
 class _TracedPhases:
-    """Ranges in the trace, one for each phase. `loaded` is the input of the step."""
+    """Marks each phase as a range in the trace. `loaded` is the input of the step."""
 
     def __init__(self) -> None:
         self._range = contextlib.ExitStack()
@@ -134,13 +137,14 @@ class _TracedPhases:
         return PhaseTimes()
 
 
-class _SeenMemory(_TracedPhases):
-    """The phases of one step, with marks at which tensors of the replica are listed: all at the begin of each phase,
-    the inputs of a forward, and each gradient before it is accumulated, for a wrapper may copy it at once."""
+class _TracedMemory(_TracedPhases):
+    """The phases of one step, with marks that list tensors of the replica: all of them at the start of each phase, the
+    inputs of each forward, and each gradient before it is accumulated, because a wrapper may copy it immediately."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
-        self._replica, self._device = replica, replica.parameters[0].device
+        self._replica = replica
+        self._device = replica.parameters[0].device
         self._optimizers: dict[torch.optim.Optimizer, None] = {}
         self._marks: list[MemoryMark] = []
         self._allocated_bytes: int | None = None
@@ -149,15 +153,15 @@ class _SeenMemory(_TracedPhases):
         self._optimizers[optimizer] = None
 
     @contextlib.contextmanager
-    def look(self) -> Iterator[None]:
-        """Mark the step inside."""
+    def observe(self) -> Iterator[None]:
+        """Add marks to the enclosed step."""
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.memory_allocated(self._device)
-        # Held until the end: a graph made in backward (checkpointing) then uses the same nodes.
+        # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
         nodes = [get_gradient_edge(param).node for param in self._replica.parameters]
         handles = [node.register_prehook(lambda grads: self._mark("", {"gradients": grads})) for node in nodes]
-        look = self._replica.model.register_forward_pre_hook
-        handles.append(look(lambda model, args, kwargs: self._mark("", {"data": (args, kwargs)}), with_kwargs=True))
+        register = self._replica.model.register_forward_pre_hook
+        handles.append(register(lambda model, args, kwargs: self._mark("", {"data": (args, kwargs)}), with_kwargs=True))
         self.enter("data")
         try:
             yield
@@ -174,7 +178,7 @@ class _SeenMemory(_TracedPhases):
         return super().end()
 
     def build_marks(self) -> MemoryMarks:
-        # torch's wrapper does not say where its buckets are, only how large.
+        # torch's wrapper reports the sizes of its buckets, but not their addresses.
         sizes = () if isinstance(self._replica.model, DDP) else read_buckets(self._replica.model)
         buckets = tuple((-number, size, "buckets") for number, size in enumerate(sizes, 1))
         first, *others = self._marks
@@ -197,12 +201,15 @@ class _SeenMemory(_TracedPhases):
 
 
 def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int, int, str], ...]:
-    """The memory on a device of all tensors, given by category: the address, bytes and category of each block. A batch
-    may be a view of a whole data set, so of data only the bytes from the first to the last of them are counted."""
+    """The memory blocks of tensors on a device, given by category: the address, bytes and category of each block.
+
+    A batch may be a view of a whole data set, so data counts only from its first to its last byte, not as the whole
+    storage.
+    """
     spans: dict[tuple[int, str], tuple[int, int]] = {}
     for category, tensor in ((name, tensor) for name, value in listed.items() for tensor in find_tensors(value)):
         parts = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
-        for part in parts[:1] if category == "gradients" else parts:  # its indices may be inputs
+        for part in parts[:1] if category == "gradients" else parts:  # indices of a sparse gradient may be inputs
             if part.device == device and part.numel():
                 storage, first, last = part.untyped_storage(), 0, part.untyped_storage().nbytes()
                 if category == "data":
@@ -215,14 +222,14 @@ def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int
 
 
 def _clock_offset_ns() -> tuple[int, int]:
-    """How long reading both clocks took, and Unix clock minus `time.perf_counter`."""
+    """The time taken to read both clocks, and the Unix clock minus `time.perf_counter`."""
     before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
     return after - before, unix - (before + after) // 2
 
 
 def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
-    """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way. `origin_s` is the
-    moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks."""
+    """Events of one step's buckets on separate tracks: waiting to be launched, and in flight. Concurrent messages use
+    separate tracks. `origin_s` is the origin of event times, by `time.perf_counter`."""
     begin_us = (step.begin_s - origin_s) * 1e6
     buckets = [bucket for bucket in step.buckets if bucket.done_s > 0]
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)

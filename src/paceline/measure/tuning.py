@@ -1,7 +1,7 @@
-"""One training job under many plans of buckets, and what its prediction learns from, all in turns on all ranks.
+"""Runs one training job under many bucket plans, and measures what its prediction is calibrated with, interleaved.
 
-Each round: every size of all-reduce once, and one step of every variant. What follows is in `predict`, which never sees
-the steps of the job itself when it calibrates.
+Each round has one all-reduce of every size and one step of every variant, on all ranks. `predict` evaluates the
+records; its calibration never uses the steps of the job itself.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ from paceline.torch_internals import gpu_sleep
 from paceline.training.step import list_models
 from paceline.units import format_bytes
 
-# With less than twice this there is no curve.
+# Smallest message of the sweep; a cost curve needs at least twice as much.
 _SMALLEST_BYTES = 4 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
-# A thread of the emulated network that wakes up must not wait long for the interpreter.
+# Interpreter switch interval: the thread of the emulated network must not wait long for the GIL.
 _SWITCH_S = 1e-4
 _CYCLES = 50_000_000
 
-# The least time of a turn of the race, the most steps in it, and the most rounds. Longer turns need more time for the
-# same interval: noise lasts longer than a turn, so what matters is how soon the other plan follows.
-_TURN_S, _MOST_STEPS, _MOST_ROUNDS = 0.002, 16, 1 << 16
+# Plan comparison: minimum time of a turn, maximum steps per turn, maximum rounds. Longer turns would need more time for
+# the same interval: noise lasts longer than a turn, so the next plan should follow as soon as possible.
+_TURN_S = 0.002
+_MOST_STEPS = 16
+_MOST_ROUNDS = 1 << 16
 
-# The records, the gradients in the order of the model's definition, the default plan, and what was predicted for the
-# plans of the race.
+# The records, the gradients in definition order, the default plan, and the predictions for the compared plans.
 Tuned = tuple[list[Record], tuple[Gradient, ...], Plan, list[dict[str, Any]]]
 
 
 def tune_job(settings: TuneSettings, given: Given) -> Tuned:
-    """Measure on all ranks, predict on rank 0, race on all. Collective: every rank must call this."""
+    """Measure on all ranks, predict on rank 0, compare plans on all ranks. Collective: call on every rank."""
     with open_job(given, is_bare=True) as (world, job):
         several = list_models(job.module)
-        text = f"the job has {len(several)} models, and a plan is of one: tune each alone, or profile the job"
+        text = f"the job has {len(several)} models, but a plan is for one: tune each separately, or profile the job"
         refuse((several != [job.module], text), code="several")
         variants = _Variants(settings, job, world)
         try:
@@ -79,12 +80,11 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
                     try:
                         tuning = judge_tuning(settings, records, variants.gradients, default_plan)
                         found = [tuning.candidates, tuning.predictions]
-                        # Before the first of these steps: nobody can say later that the predictions knew them.
-                        post(Progress(
-                            1, 2, "racing", tuple(records), files={PREDICTIONS: render_predictions(tuning.predictions)},
-                            config=settings.to_json(variants.gradients, default_plan, tuning.predictions),
-                        ))  # fmt: skip
-                    except PacelineError as error:  # raised on all ranks: the others would wait for the answer
+                        # Saved before the first of these steps, as evidence that the predictions did not use them.
+                        files = {PREDICTIONS: render_predictions(tuning.predictions)}
+                        config = settings.to_json(variants.gradients, default_plan, tuning.predictions)
+                        post(Progress(1, 2, "comparing plans", tuple(records), files=files, config=config))
+                    except PacelineError as error:  # raised on all ranks below: the others wait for the result
                         found = error
                 shared = world.share(found)[0]
                 if isinstance(shared, PacelineError):
@@ -97,11 +97,14 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
 
 
 class _Variants:
-    """The job in all its variants on one step bench: `calibrate`, and `confirm` what was found; then `close`.
-    Collective throughout: every rank of the world must make the same calls."""
+    """All variants of the job on one step bench: `calibrate`, then `confirm` the candidates, then `close`.
+    Collective: every rank of the world must make the same calls."""
 
     def __init__(self, settings: TuneSettings, job: MeasuredJob, world: World) -> None:
-        self._settings, self._job, self._world, self.gradients = settings, job, world, list_gradients(job.module)
+        self._settings = settings
+        self._job = job
+        self._world = world
+        self.gradients = list_gradients(job.module)
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD
         self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper}, steps_per_turn=job.steps_per_turn)
@@ -109,13 +112,14 @@ class _Variants:
         self._num_bytes = sum(gradient.num_bytes for gradient in self.gradients)
         self._channel = Channel(self._group, world.device)
         curve = settings.build_curve()
-        # Steps whose buckets cost only what the wrapper does with them, and steps on a network that is modelled.
+        # One network without cost, which leaves only the wrapper's own, and one that follows the modelled curve.
         self._networks = None if curve is None else (EmulatedNetwork(None), EmulatedNetwork(curve))
 
     def calibrate(self) -> tuple[list[Record], Plan]:
-        """Sweep, plain steps, ready times, contention, the wrapper's own cost; the job itself at a grid of caps. And
-        the wrapper's default plan, by the order that was profiled."""
-        settings, effort = self._settings, self._settings.amount
+        """Measure the sweep, plain steps, ready times, contention, the wrapper's own cost, and the job itself at a grid
+        of caps. Also returns the wrapper's default plan for the profiled order."""
+        settings = self._settings
+        effort = settings.amount
         plain = self._add("plain", "plain")
         assert plain.replica is not None
         plain.kinds = ("marked", "profiled")
@@ -125,10 +129,10 @@ class _Variants:
             for num_bytes in (size for size in effort.message_bytes if 2 * size <= self._num_bytes):
                 label = f"messages of {format_bytes(num_bytes)}"
                 variant = self._add("disturbed", label, message_bytes=num_bytes)
-                Disturbance(self._world, traffic, variant, layers.look)
+                Disturbance(self._world, traffic, variant, layers.read_ready_times)
         self._add("local", "one bucket", self._alone, 1 << 50)
         self._add("local", "a bucket each", self._alone, 1)
-        # Two buckets: a codec computes while backward goes on, and while another bucket is under way.
+        # Two buckets, so that a codec runs during backward and while another bucket is in flight.
         for strategy in list_strategies(settings.strategies) if settings.strategies else ():
             if strategy.is_hook and not strategy.is_dense:
                 self._add("coded", strategy.text, self._group, self._num_bytes // 2, None, strategy)
@@ -148,7 +152,7 @@ class _Variants:
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
         job, is_ours = build_job_from_profile(profile), settings.wrapper != "torch"
-        is_near = self._channel.shares_memory or self._channel.device.type == "cuda"  # there rows are not sent
+        is_near = self._channel.shares_memory or self._channel.device.type == "cuda"  # rows are not sent separately
         if is_ours and self._networks is None and not is_near:
             job = job.split(self._world.world_size)
         order, rows = job.order(self.gradients), job.list_rows(self.gradients)
@@ -159,30 +163,35 @@ class _Variants:
         return [*records, profile], plan
 
     def confirm(self, candidates: Sequence[Candidate], stops: bool = True) -> list[Record]:
-        """The race of these plans: rounds until it is decided, or the time is over. A plan that is shown to be slower
-        than another leaves it. Unless it `stops`, all run until the time is over."""
+        """Compare these plans in interleaved rounds until there is a decision or the time is up.
+
+        Plans that are shown to be slower than another are dropped. Without `stops`, all plans run until the time is up.
+        """
         self._bench.clear()
         for c in candidates:
             plan = None if c.label == DEFAULT or c.cap_bytes else c.plan
             self._add("job", c.label, self._group, c.cap_bytes, plan, c.strategy)
-        effort, bench = self._settings.amount, self._bench
-        # Very short steps are taken several to a turn: what changes between them would be most of it.
+        effort = self._settings.amount
+        bench = self._bench
+        # Group very short steps into turns: otherwise switching between plans would dominate their time.
         bench.steps_per_turn = max(self._job.steps_per_turn, min(_MOST_STEPS, math.ceil(_TURN_S / self._step_s)))
-        report, begin_s = follow(self._world, "racing", 1, 2), time.perf_counter()
+        report = follow(self._world, "comparing plans", 1, 2)
+        begin_s = time.perf_counter()
         most_s = effort.confirm_s if self._settings.race_s is None else self._settings.race_s
 
         def is_over(number: int) -> bool:
-            spent = agree_on_max((time.perf_counter() - begin_s) / most_s, bench.meeting)
+            spent = agree_on_max((time.perf_counter() - begin_s) / most_s, bench.control)
             report(min(1.0, max(spent, number / (self._settings.iters or _MOST_ROUNDS))))
             if not stops or not is_look(number):
                 return spent >= 1
             mine = [variant.times["marked"][bench.num_warm_steps :] for variant in bench.variants]
-            by_plan, turns_s = zip(*self._world.share(mine), strict=True), dict[str, Sequence[float]]()
+            by_plan = zip(*self._world.share(mine), strict=True)
+            turns_s: dict[str, Sequence[float]] = {}
             for candidate, by_rank in zip(candidates, by_plan, strict=True):
                 steps_s = [max(row) for row in zip(*by_rank, strict=True)]
                 turns_s[candidate.label] = reduce_turns(steps_s, bench.steps_per_turn)
             race = judge_race(turns_s, DEFAULT)
-            for variant in bench.variants:  # of several strategies each is compared with the others to the end
+            for variant in bench.variants:  # strategies are all compared to the end
                 is_left = self._settings.strategies or variant.labels["label"] in (*race.left, DEFAULT)
                 variant.is_dropped = not is_left
             return race.is_decided or spent >= 1
@@ -201,7 +210,7 @@ class _Variants:
         self, role: str, label: str, group: dist.ProcessGroup | None = None, cap_bytes: int = 0,
         plan: Plan | None = None, strategy: Strategy = DENSE, **labels: Any,
     ) -> Variant:  # fmt: skip
-        """A replica of its own: bare or, on a group, in the wrapper with a cap, a plan, or its default buckets."""
+        """Add a variant with its own replica: bare or, given a group, wrapped with a cap, a plan or default buckets."""
         is_job = role == "job"
 
         def wrap_by(module: nn.Module) -> nn.Module:
@@ -217,7 +226,7 @@ class _Variants:
         return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _allocate(self) -> torch.Tensor:
-        """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
+        """Memory for all gradients, allocated as the wrapper allocates its buckets."""
         elements = max(self._num_bytes, 2 * _SMALLEST_BYTES) // 4
         if self._settings.wrapper == "torch":
             return torch.zeros(elements, device=self._world.device)
@@ -228,25 +237,29 @@ class _Variants:
         report = follow(self._world, "measuring", 0, num_parts)
         pace = Pace(effort.budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
 
-        # A few sizes after each step: a message in a step finds threads asleep and caches full of other data. Which,
-        # changes from round to round.
+        # Send a few sizes after each step, changing from round to round: as inside a step, threads are then asleep and
+        # caches hold other data.
         def send_some(place: int, num_places: int, repetition: int) -> None:
             for messages in (one for i, one in enumerate(sweep) if (i + repetition) % num_places == place):
-                time_once(messages, self._bench.meeting, repetition)
+                time_once(messages, self._bench.control, repetition)
 
         self._bench.run(pace, self._settings.iters, report=report, after=send_some)
 
 
 class _Messages(Timed):
-    """Messages of a wrapper that leave together; what they carry is not checked."""
+    """A wrapper's messages that are launched together; their content is not checked."""
 
     def __init__(self, channel: Channel, parts: Sequence[torch.Tensor], record: Callable[..., Record]) -> None:
-        self._channel, self._parts, self.device, self.num_elements = channel, parts, channel.device, 0
-        self.record, self.timing = record, Timing()
+        self._channel = channel
+        self._parts = parts
+        self.device = channel.device
+        self.num_elements = 0
+        self.record = record
+        self.timing = Timing()
 
     def prepare(self, repetition: int) -> None:
         for part in self._parts:
-            part.fill_(1.0)  # a bucket was written just before it leaves
+            part.fill_(1.0)  # a bucket is also written just before it is sent
 
     def call(self) -> None:
         works = [self._channel.start_sum(part) for part in self._parts]
@@ -263,8 +276,8 @@ class _Broadcast(_Messages):
 
 
 def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: str, buffers: int) -> list[_Messages]:
-    """From small messages to all gradients at once, in `memory`, where the wrapper's buckets would lie; pairs; and what
-    the wrapper adds to each step for this many bytes of buffers."""
+    """Messages to time: from small ones to all gradients at once, in `memory` like the wrapper's buckets; pairs of
+    messages; and the wrapper's message for `buffers` bytes of buffers in each step."""
     if world.world_size == 1:
         return []
     where: dict[str, Any] = {"backend": world.backend, "device": world.device.type, "world_size": world.world_size}
@@ -289,27 +302,28 @@ def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: 
 
 
 class EmulatedNetwork:
-    """First in, first out, one message at a time, each taking as long as the curve says; no curve: no time at all."""
+    """A FIFO network that sends one message at a time; each takes the time of the curve, or none without a curve."""
 
     def __init__(self, curve: CostCurve | None) -> None:
-        self._curve, self._free_s = curve, 0.0
+        self._curve = curve
+        self._free_s = 0.0
         self._pending: queue.SimpleQueue[tuple[float, Any, torch.Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._switch_s = sys.getswitchinterval()
         self._stream: torch.cuda.Stream | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Send the model's buckets here; before its first step."""
+        """Send the model's buckets through this network. Call before its first step."""
         if self._curve is not None and self._thread is None:
             sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._work, name="paceline-emulated-network", daemon=True)
             self._thread.start()
         assert isinstance(model, DistributedDataParallel)
-        # torch compares annotations with types, and a lambda has none.
+        # A lambda, because torch checks annotations against types.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
 
     def close(self) -> None:
-        """End the thread; nothing may be under way."""
+        """End the thread. No messages may be in flight."""
         if self._thread is not None:
             self._pending.put(None)
             self._thread.join()
@@ -329,10 +343,11 @@ class EmulatedNetwork:
         return future
 
     def _wait_on_gpu(self, device: torch.device, seconds: float, finish: Callable[[], None]) -> None:
-        """A kernel that only waits, on a stream of its own, behind the work that fills the buffer."""
+        """Launch a sleep kernel on a separate stream, after the work that fills the buffer."""
         if self._stream is None:
-            self._stream, self._cycles_per_s = torch.cuda.Stream(device), 0.0  # type: ignore[no-untyped-call]
-            for _ in range(5):  # the best of a few: clocks rise from rest
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._cycles_per_s = 0.0
+            for _ in range(5):  # best of five: an idle GPU starts at a low clock rate
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()
                 gpu_sleep(_CYCLES)

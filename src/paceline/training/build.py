@@ -1,4 +1,4 @@
-"""From settings to a job: data, model, wrapper, optimizer. Every rank builds its own; `loop` is what they do."""
+"""Builds a job from settings: data, model, wrapper and optimizer. Every rank builds its own; `loop` runs it."""
 
 import contextlib
 import copy
@@ -21,10 +21,10 @@ from paceline.runtime.monitored import monitor
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.torch_internals import BatchNorm, raise_recompile_limit
 from paceline.training.optimizers import LAMB, LARS, split_parameters
-from paceline.training.own import OwnState, Sets, load_own, open_parts, open_whole, settle, wrap_models
+from paceline.training.own import OwnState, Sets, adapt_settings, load_own, open_parts, open_whole, wrap_models
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
-from paceline.training.step import Learner, settled_kernels
+from paceline.training.step import Learner, fixed_kernels
 from paceline.training.workers import build_workers
 from paceline.workloads.data import is_own, is_own_data
 from paceline.workloads.data.own import OWN_FORM, OwnData
@@ -49,27 +49,30 @@ class Job:
     batch_schedule: BatchSchedule
 
     def check_length(self) -> None:
-        """Refuse to train for whole epochs of a stream that does not say how long they are."""
-        train, parts = self.train, self.batches.accumulate
+        """Refuse to train for whole epochs on a stream of unknown length."""
+        train = self.train
         if isinstance(train, OwnData) and train.is_stream and self.settings.steps is None:
-            what = f"{train.describe()}: the length of an epoch is not known"
+            what = f"{train.describe()}: the length of an epoch is unknown"
             advice = "give the data a __len__, or train with --steps"
-            unknown = not train.count_windows(parts, self.world.world_size)
+            unknown = not train.count_windows(self.batches.accumulate, self.world.world_size)
             refuse((unknown, f"{what}; {advice}"), code="no-length")
 
     def seed_step(self, step: int) -> None:
-        """What a step draws (dropout) follows from the seed, the rank and the number of the step alone: a rank that
-        takes the place of another, or begins in the middle of a run, draws the same."""
-        seed, device = derive_seed("step", self.settings.seed, self.world.rank, step), self.world.device
+        """Seed the random numbers of a step (dropout) from the run's seed, the rank and the step number alone.
+
+        A rank that replaces another, or that starts in the middle of a run, then draws the same numbers.
+        """
+        seed = derive_seed("step", self.settings.seed, self.world.rank, step)
+        device = self.world.device
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
-        if is_own(self.settings.model):  # ours draw from torch alone
+        if is_own(self.settings.model):  # our own models draw only from torch
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
 
     def order(self, epoch: int) -> EpochOrder:
-        """The windows of an epoch: the same on every rank and for every number of ranks. Of a stream, all are alike."""
+        """The windows of an epoch: the same on every rank and for any number of ranks; all equal for a stream."""
         size, seed, tail = self.batches.global_batch_size, self.settings.seed, self.settings.tail
         if self.train.is_stream:
             return EpochOrder(size, size, seed, epoch)
@@ -77,7 +80,7 @@ class Job:
         return EpochOrder(len(self.train), sizes, seed, epoch, tail, self.train.shuffles)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
-        """The most samples of a rank's micro-batch, in all windows of an epoch or in each."""
+        """Maximum number of samples in a rank's micro-batch: one value for all windows of an epoch, or one for each."""
         if self.settings.grow == "accumulate" or self.train.is_stream:
             return self.batches.batch_size
         parts = self.batches.world_size * self.batches.accumulate
@@ -86,10 +89,10 @@ class Job:
 
 @contextlib.contextmanager
 def open_world(settings: TrainSettings) -> Iterator[World]:
-    """The world of these settings: the one that is open, or a new one. Collective: call on every rank."""
+    """Join the open world, or start one with these settings. Collective: call on every rank."""
     with (
         join_world(settings.backend, settings.device, threads=settings.threads) as world,
-        settled_kernels(world.device, settings.precision),
+        fixed_kernels(world.device, settings.precision),
     ):
         monitor(find_hang_timeout(settings.hang_timeout))
         yield world
@@ -99,19 +102,19 @@ def build_job(
     settings: TrainSettings, world: World, plan: Plan | None = None, sets: Sets | None = None,
     like: nn.Module | None = None,
 ) -> Job:  # fmt: skip
-    """Build everything; `sets` is data that is already loaded, and `like` a model of which a copy is used. Collective:
-    call on every rank."""
+    """Build a job. `sets` is data that is already loaded; `like` is a model to copy instead of building a new one.
+    Collective: call on every rank."""
     parts = None
     if sets is None and settings.is_whole:
         parts, sets = open_whole(settings, world)
     train, test = load_sets(settings, world) if sets is None else sets
     num_samples = len(train)
     if num_samples < world.world_size and not train.is_stream:
-        raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
+        raise ConfigError(f"{train.describe()}: fewer samples than {world.world_size} ranks; use fewer ranks")
     learner = build_learner(settings, world, train, plan, like=like, parts=parts)
-    settings, (train, test) = settle(settings, world, (train, test), learner)
+    settings, (train, test) = adapt_settings(settings, world, (train, test), learner)
     if isinstance(train, OwnData) and train.is_stream:
-        # The global batches that are expected, one where that is not known.
+        # Expected number of global batches per epoch; one if neither the length nor --steps is known.
         per_epoch = train.count_windows(settings.batches.accumulate, world.world_size)
         num_samples = (per_epoch or settings.steps or 1) * settings.batches.global_batch_size
     size, epochs, num_steps = settings.batches.global_batch_size, settings.epochs, settings.steps
@@ -126,7 +129,7 @@ def build_job(
     batch_schedule.check()
     num_steps = num_steps or batch_schedule.num_steps
     if settings.lr_warmup >= num_steps:
-        raise ConfigError(f"--lr-warmup {settings.lr_warmup} of {num_steps} steps in all: leave some to train at --lr")
+        raise ConfigError(f"--lr-warmup {settings.lr_warmup} covers all {num_steps} steps: leave some to train at --lr")
     schedule = Schedule(
         shape=settings.schedule, peak=settings.lr, num_steps=num_steps, warmup_steps=settings.lr_warmup,
         drops=settings.lr_drops,
@@ -135,10 +138,10 @@ def build_job(
 
 
 def load_sets(settings: TrainSettings, world: World) -> Sets:
-    """The training set and the test set, in the form that suits the model; of own data there may be no test set."""
+    """The training set and the test set, in the form that suits the model. A user's own data may have no test set."""
     if is_own_data(settings.data):
         return load_own(settings, world)
-    # A user's own model has no default data; it needs none where a data set or a kind is named.
+    # A user's own model has no default data form; it needs one only for plain "synthetic".
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
@@ -147,10 +150,10 @@ def load_sets(settings: TrainSettings, world: World) -> Sets:
 
 
 def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
-    """Block by block: compiled as one, a model hands over all its gradients at the end of backward."""
+    """Compile block by block: compiled as a whole, a model produces all its gradients at the end of backward."""
     blocks = find_blocks(module)
-    # torch counts compilations per code object, which equal blocks share, and stops compiling for good at the limit:
-    # each needs its forward for training and for evaluation, at a batch, at the last one of an epoch, and at any size.
+    # torch counts compilations per code object, which identical blocks share, and stops compiling once the limit is
+    # reached. Each block needs forwards for training and evaluation: full batch, last batch of an epoch, dynamic size.
     raise_recompile_limit(8 * len(blocks))
     for _, block in blocks:
         block.compile(backend=backend)
@@ -160,21 +163,21 @@ def build_learner(
     settings: TrainSettings, world: World, data: DataSet | OwnData, plan: Plan | None = None,
     like: nn.Module | None = None, parts: OwnParts | None = None,
 ) -> Learner:  # fmt: skip
-    """The model in its wrapper with its optimizer. `plan` is used where the settings name no plan of their own.
+    """The model in its wrapper, with its optimizer. `plan` is used if the settings do not name a plan.
 
-    `like` is a bare model of the same settings: its copy is used, which takes less time than another one. `parts` are
-    those of a user's function that was called already.
+    `like` is a bare model built from the same settings; copying it is faster than building a new one. `parts` is the
+    result of the user's function, if it has been called already.
     """
     set_seed(settings.seed)
     if like is None and is_own(settings.model):
         parts = parts or open_parts(settings, world, None if settings.is_whole else data.form)[0]
     if isinstance(data, OwnData) and (parts is None or parts.step is None):
-        data.head.split()  # refuses a batch that our step cannot take
+        data.head.split()  # refuses batches that our step cannot use
     if like is not None:
         module = copy.deepcopy(like).to(world.device)
     elif parts is not None:
         module = parts.model.to(world.device)
-        two = f"--data {settings.data}: model {settings.model} returned data of its own; leave it out"
+        two = f"--data {settings.data}: model {settings.model} returned its own data; leave it out"
         refuse((parts.data is not None and not settings.is_whole, two), code="unused")
     else:
         module = build_model(settings.model, data.form, settings.model_options).to(world.device)
@@ -186,11 +189,11 @@ def build_learner(
         to_sync = SyncBatchNorm.convert_sync_batchnorm
         module = to_sync(module) if ghost is None else GhostBatchNorm.convert(module, ghost)
     if world.device.type == "cuda" and data.form.kind == "images":
-        # The layout in which cuDNN's convolutions are fastest, tensor cores or not; the numbers are the same.
+        # cuDNN's convolutions are fastest in this layout, with or without tensor cores; results do not change.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         _compile_blocks(module)
-    # Random numbers from here on (dropout) differ between ranks.
+    # From here on random numbers (dropout) differ between ranks.
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
@@ -231,23 +234,24 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
     """The arguments that make torch's wrapper use the plan."""
     if plan is None:
         return {}
-    # Refuse a plan of another model: torch takes only its caps, and would not notice.
+    # Refuse a plan for another model: torch only gets the bucket sizes and would not notice.
     planned = {gradient.name: gradient.num_bytes for gradient in plan.gradients}
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
         odd = sorted(planned.items() ^ here.items())[0][0]
-        found = f"--plan is of {len(planned)} gradients and the model has {len(here)} (the first that differs is {odd})"
+        found = f"--plan is for {len(planned)} gradients and the model has {len(here)} (first difference: {odd})"
         raise ConfigError(f"{found}: make a plan for this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
-        found = "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer"
-        raise ConfigError(f"{found}: use --wrapper paceline, or a plan of `tune --wrapper torch` on this torch")
+        found = "--plan needs a cap for each bucket, which torch supports from version 2.13 on"
+        raise ConfigError(f"{found}: use --wrapper paceline, or a plan from `tune --wrapper torch` with this torch")
     return kwargs
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
-    """Weight decay and trust ratios apply to matrices and filters only, not to biases and norms."""
-    # With DGC, momentum comes before gradients are sent. Without it, weight decay needs the factor that it would give.
+    """The optimizer. Weight decay and trust ratios apply to matrices and filters only, not to biases and norms."""
+    # DGC applies momentum before gradients are sent, so the optimizer has none. Weight decay is scaled by the factor
+    # 1 / (1 - momentum) that momentum would have contributed.
     dgc = settings.parsed_strategy.dgc
     groups = split_parameters(module, settings.weight_decay / (1 - dgc))
     options: dict[str, Any] = {"lr": settings.lr}

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: nested state as tensors and JSON, safetensors, folders that appear whole and verified."""
+"""Checkpoints on disk: nested state as JSON and safetensors, in folders that are written atomically and verified."""
 
 import collections
 import contextlib
@@ -26,34 +26,34 @@ from paceline.errors import ConfigError, RecordError
 from paceline.records.store import write_new
 from paceline.units import format_bytes
 
-# What reading a file or a structure of another making raises; too little memory (RuntimeError, MemoryError) is not it.
+# Errors raised by malformed files or structures; running out of memory (RuntimeError, MemoryError) is not among them.
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError, struct.error)
 
-# A one-key object with one of these represents what JSON lacks. A dict with a key that begins with "$" is written as
-# pairs, so a state cannot be mistaken for one.
+# Tags for values that JSON lacks, each written as an object with this one key. A dict that itself has a key starting
+# with "$" is written as pairs, so it cannot be mistaken for a tag.
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 
 
 def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | int, ...] = ()) -> Any:
-    """A state as a structure that `json` can write. Its tensors go into `tensors` under flat names, and are not copied.
+    """Turn a state into a structure that `json` can write. Tensors go into `tensors` under flat names, uncopied.
 
-    Takes dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, of exactly these
-    types; an OrderedDict comes back as a dict.
+    Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
+    subclasses; an OrderedDict comes back as a dict.
     """
     kind, place = type(value), ".".join(map(str, path)) or "state"
-    if len(path) > 100:  # far above any real state
-        raise ConfigError(f"{place[:60]}... is nested more than 100 deep: it may hold itself")
+    if len(path) > 100:  # far deeper than any real state
+        raise ConfigError(f"{place[:60]}... is nested more than 100 levels deep: it may contain itself")
     if value is None or kind in (bool, str, int):
         return value
     if kind is float:
-        # json prints the shortest digits that read back to the same bits, but has no word for inf and nan.
+        # json writes the shortest digits that round-trip exactly, but cannot represent inf and nan.
         return value if math.isfinite(value) else {_FLOAT: struct.pack(">d", value).hex()}
     if kind in (list, tuple):
         items = [pack_state(item, tensors, (*path, number)) for number, item in enumerate(value)]
         return items if kind is list else {_TUPLE: items}
     if kind in (dict, collections.OrderedDict):
         if odd := [key for key in value if type(key) not in (str, int)]:
-            raise ConfigError(f"{place} has the key {odd[0]!r}, of type {type(odd[0]).__name__}: use str or int")
+            raise ConfigError(f"{place} has the key {odd[0]!r} of type {type(odd[0]).__name__}: use str or int")
         pairs = [[key, pack_state(item, tensors, (*path, key))] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {_DICT: pairs}
@@ -65,11 +65,11 @@ def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | i
         return {_TENSOR: place}
     found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
     kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
-    raise ConfigError(f"{place} is {found}: a checkpoint holds {kinds}; convert it")
+    raise ConfigError(f"{place} is {found}: a checkpoint can only hold {kinds}; convert it")
 
 
 def unpack_state(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that `pack_state` took apart; one of `_INVALID` where the structure is of another making."""
+    """The inverse of `pack_state`; raises one of `_INVALID` if the structure is malformed."""
     if isinstance(structure, list):
         return [unpack_state(item, tensors) for item in structure]
     if not isinstance(structure, dict):
@@ -100,22 +100,25 @@ _PAGE_BYTES = 4096
 
 
 class TensorBuffer:
-    """A whole file in host memory, allocated once and reused; pinned where tensors come from a GPU."""
+    """A complete file in host memory, allocated once and reused; pinned if tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-        """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU (of the rank: its
-        current one) are queued on its current stream, so work that is queued there later cannot change them."""
+        """Copy the tensors and return the bytes of the file, valid until the next `fill`.
+
+        Copies from a GPU are queued on the current stream, so work queued there later cannot change them. All CUDA
+        tensors must be on the current device.
+        """
         entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
         num_bytes = 0
-        # Large elements first, as the format's own writer does: then every tensor is aligned.
+        # Largest elements first, as in the safetensors library: this aligns every tensor.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         for name in order:
             tensor, start = tensors[name], num_bytes
             if name == _METADATA:
-                raise ConfigError(f"a tensor cannot be saved as {name!r}: the file needs this name, choose another")
+                raise ConfigError(f"a tensor cannot be saved as {name!r}: the name is reserved, choose another")
             if tensor.dtype not in _NAMES:
                 raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot be saved: use one of {', '.join(_DTYPES)}")
             num_bytes += tensor.nbytes
@@ -128,7 +131,7 @@ class TensorBuffer:
         num_bytes += len(header)
         if self._buffer.numel() < num_bytes + _PAGE_BYTES or (on_gpu and not self._buffer.is_pinned()):
             self._buffer = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
-        # From the start of a page on: only then can it be written past the page cache.
+        # Start at a page boundary, which direct I/O requires.
         first = -self._buffer.data_ptr() % _PAGE_BYTES
         file = self._buffer[first : first + num_bytes]
         view = file.numpy().data
@@ -141,8 +144,10 @@ class TensorBuffer:
 
 
 def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file; one of `_INVALID` where its header does not describe its bytes. Each gets
-    memory of its own, and so is aligned: a random state that is not crashes torch."""
+    """The tensors of a safetensors file; raises one of `_INVALID` if its header does not match its bytes.
+
+    Each tensor gets its own memory, so it is aligned: torch crashes on an unaligned random state.
+    """
     header_bytes = int.from_bytes(file.read(8), "little")
     data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes
     if data_bytes < 0:
@@ -150,7 +155,7 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
     entries = json.loads(file.read(header_bytes))
     entries.pop(_METADATA, None)
     tensors, at = {}, 0
-    # Contiguous: no tensor overlaps another, and no byte is unused.
+    # Tensors must be contiguous: no overlaps and no unused bytes.
     for name, entry in sorted(entries.items(), key=lambda item: cast(Any, item[1]["data_offsets"])):
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         start, at = at, at + math.prod(shape) * dtype.itemsize
@@ -160,18 +165,18 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
         if at > start:
             cast(Any, file).readinto(tensors[name].view(-1).view(torch.uint8).numpy().data)
     if at != data_bytes:
-        raise ValueError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
+        raise ValueError(f"its tensors end at byte {at} of {data_bytes} data bytes")
     return tensors
 
 
 def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The state with each tensor once, and the first name of each other name of a tensor."""
+    """The state with each tensor stored once, and a map from each alias of a tied tensor to its first name."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
     for name, tensor in model_state.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name!r} in the model's state is a {type(tensor).__name__}: weights are tensors")
+            raise ConfigError(f"{name!r} in the model's state is a {type(tensor).__name__}: it must be a tensor")
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and place in names:
             aliases[name] = names[place]
@@ -181,7 +186,7 @@ def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torc
 
 
 def fingerprint(model_state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Type and shape of each tensor by name: equal for models that can take each other's weights."""
+    """Data type and shape of each tensor by name: equal for models that can load each other's weights."""
     return {name: f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for name, x in model_state.items()}
 
 
@@ -195,12 +200,15 @@ def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], whe
     if odd:
         some = f"{len(odd)} tensors differ ({', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''})"
         hint = "train the model that it was saved from, or choose another folder"
-        raise ConfigError(f"{where} is of another model: {some}: {hint}", code="mismatch")
+        raise ConfigError(f"{where} belongs to another model: {some}: {hint}", code="mismatch")
 
 
 def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
-    """Write the weights as one safetensors file; refuses to overwrite. A tied tensor is stored once, its other names
-    are in the file's metadata: `safetensors.torch.load_model` ties them."""
+    """Write the weights as one safetensors file; refuses to overwrite.
+
+    Tied tensors are stored once, with their other names in the metadata, from which `safetensors.torch.load_model`
+    restores the ties.
+    """
     kept, aliases = _split_tied(model_state)
     content = TensorBuffer().fill(kept, {**aliases, "format": "pt"})
     if torch.cuda.is_initialized():
@@ -216,7 +224,7 @@ _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest as a new folder, which replaces one of that name when it is complete."""
+    """Write the files and their manifest into a new folder, which replaces any existing one once it is complete."""
     temporary = path.with_name(f".saving-{path.name}")
     try:
         temporary.mkdir(0o700)
@@ -232,35 +240,38 @@ def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a folder, if it is there, so that no reader sees half of it."""
+    """Remove a folder, if it exists, so that no reader sees half of it."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path.rename(path.with_name(f".removing-{path.name}")))
 
 
 def _seal(body: bytes) -> bytes:
-    """The manifest with its last entry, the checksum of all bytes before it."""
+    """The manifest with its last entry added: the checksum of all preceding bytes."""
     return body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
-    """Write and fsync a new file; returns its checksum. Large ones bypass the page cache where that is supported:
-    copying 90 MB into it takes 30 to 120 ms of a core, and writing them directly takes 6."""
+    """Write and fsync a new file; returns its checksum.
+
+    Large files bypass the page cache if supported: copying 90 MB into it takes 30 to 120 ms of CPU time, and writing
+    them directly takes 6 ms.
+    """
     checksum, view, is_direct = 0, memoryview(data), False
     with path.open("xb", buffering=0) as file:
         if len(view) >= _CHUNK_BYTES:
-            with contextlib.suppress(OSError, AttributeError):  # another file system, or another system
+            with contextlib.suppress(OSError, AttributeError):  # not supported by the file system or the platform
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
                 is_direct = True
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
-            while chunk:  # a write may be short, above all on a disk that is nearly full
+            while chunk:  # a write may be short, especially on a nearly full disk
                 try:
                     chunk = chunk[file.write(chunk) :]
                 except OSError as error:
                     if not is_direct or error.errno != errno.EINVAL:
                         raise
-                    # Not aligned: the end of the file, or what follows a short write.
+                    # Unaligned data: the end of the file, or the rest after a short write.
                     is_direct = False
                     fcntl.fcntl(file, fcntl.F_SETFL, 0)
         os.fsync(file.fileno())
@@ -277,7 +288,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint in memory, on the CPU. `refused` says why newer ones were not used, newest first."""
+    """A checkpoint in memory, on the CPU. `refused` says why newer checkpoints were not used, newest first."""
 
     step: int
     model: dict[str, torch.Tensor]
@@ -288,20 +299,20 @@ class Loaded:
 
 
 def load_checkpoint(path: Path) -> Loaded:
-    """Compare all bytes of a checkpoint with its manifest, and read it; RecordError says what is wrong with it."""
-    name = MANIFEST  # the file that is looked at
+    """Verify all bytes of a checkpoint against its manifest and load it; a RecordError says what is wrong with it."""
+    name = MANIFEST  # the file being checked, for the error message
     try:
         manifest = (path / MANIFEST).read_bytes()
         if manifest != _seal(manifest[: manifest.rfind(_SUM)]):
             raise RecordError("does not match its own checksum")
         document = json.loads(manifest)
         if document["version"] != _VERSION:
-            # Not damaged: falling back to an older one would lose what a newer Paceline trained.
-            text = f"{path} has version {document['version']!r} and this Paceline reads version {_VERSION}"
+            # A ConfigError, not damage: falling back to an older checkpoint would discard newer training.
+            text = f"{path} has version {document['version']!r}, but this Paceline reads version {_VERSION}"
             raise ConfigError(f"{text}: use the Paceline that wrote it, or choose another folder", code="version")
         files, names = document["files"], (MODEL_FILE, TENSORS_FILE, STATE_FILE)
         if files.keys() != set(names):
-            raise RecordError(f"lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
+            raise RecordError(f"lists {', '.join(files) or 'no files'} but should list {', '.join(names)}")
         contents: dict[str, Any] = {}
         for name in names:
             with (path / name).open("rb") as file:
@@ -316,9 +327,9 @@ def load_checkpoint(path: Path) -> Loaded:
         saved, tensors, document = contents.values()
         model = {key: saved[document["aliases"].get(key, key)] for key in document["model"]}
         if fingerprint(model) != document["model"]:
-            raise RecordError(f"describes other tensors than {MODEL_FILE} holds")
+            raise RecordError(f"does not describe the tensors in {MODEL_FILE}")
         if path.name.startswith("step-") and path.name != f"step-{document['step']:08}":
-            raise RecordError(f"is of step {document['step']}")
+            raise RecordError(f"belongs to step {document['step']}")
         state, meta = unpack_state(document["state"], tensors), unpack_state(document["meta"], {})
         return Loaded(document["step"], model, state, meta, path)
     except ConfigError:
@@ -330,21 +341,21 @@ def load_checkpoint(path: Path) -> Loaded:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: `folder/step-00000120/` and so on, of which the newest `keep` stay.
+    """The checkpoints of one run: `folder/step-00000120/` and so on. Only the newest `keep` are kept.
 
-    `save` copies the state to host memory and returns; a thread of low priority writes. Only one store may save into
-    a folder; any number may load.
+    `save` copies the state to host memory and returns; a low-priority thread writes it. Only one store may save into
+    a folder; any number may load from it.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self.keep = folder, keep
         self._model_buffer, self._state_buffer = TensorBuffer(), TensorBuffer()
         self._writer: tuple[ThreadPoolExecutor, Future[None]] | None = None
-        self._refused: set[int] = set()  # steps that were found damaged, or are not complete
-        self.written_s = 0.0  # by `time.monotonic`: when the last save was on disk
+        self._refused: set[int] = set()  # steps whose checkpoints are damaged or incomplete
+        self.written_s = 0.0  # when the last save reached the disk, by `time.monotonic`
 
     def find(self) -> list[int]:
-        """The steps of the checkpoints that are there, newest first."""
+        """The steps of the existing checkpoints, newest first."""
         found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.glob("step-*/"))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -352,7 +363,7 @@ class CheckpointStore:
         return self.folder / f"step-{step:08}"
 
     def remove_leftovers(self) -> None:
-        """Remove what an interrupted save left. For the process that saves."""
+        """Remove the remains of interrupted saves. Only for the process that saves."""
         self.wait()
         for path in self.folder.glob(".*-step-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -360,15 +371,15 @@ class CheckpointStore:
     def save(
         self, step: int, model_state: Mapping[str, torch.Tensor], state: Mapping[str, Any], meta: Mapping[str, Any]
     ) -> None:
-        """Save a checkpoint of this step; returns when the tensors are copied, or their copies are queued on the GPU.
+        """Save a checkpoint of this step; returns once the tensors are copied, or the copies are queued on the GPU.
 
-        Waits for the previous save, and raises its error. `state` and `meta`, which has no tensors, are nested as
-        `pack_state` takes them.
+        Waits for the previous save, and raises its error. `pack_state` says what `state` and `meta` may contain;
+        `meta` must not contain tensors.
         """
         self.remove_leftovers()
         later = [there for there in self.find() if there >= step and there not in self._refused]
         if later:
-            found = f"{self.folder} holds step {later[0]}, and step {step} is not a later one"
+            found = f"{self.folder} already has step {later[0]}, and step {step} is not later"
             raise ConfigError(f"{found}: resume that run, remove its checkpoints, or choose another folder")
         kept, aliases = _split_tied(model_state)
         tensors: dict[str, torch.Tensor] = {}
@@ -383,17 +394,17 @@ class CheckpointStore:
         }
         copied = None
         if torch.cuda.is_initialized():
-            # A blocking event sleeps while it waits for the copies, so that the core stays with the training.
+            # A blocking event sleeps while it waits for the copies, which leaves the core to training.
             copied = torch.cuda.Event(blocking=True)
             copied.record()
-        with _explain(self.path(step), files):
+        with _disk_errors(self.path(step), files):
             self._refused.add(step)
-            # A program that ends, even by an error, ends after the checkpoint is there.
+            # An executor's threads are joined at exit, so even a failing program waits for its checkpoint.
             thread = ThreadPoolExecutor(1, "checkpoint")
             self._writer = thread, thread.submit(self._write, step, files, copied)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; raises its error, once."""
+        """Wait until the last save is on disk; raises its error once."""
         if self._writer is not None:
             thread, saving = self._writer
             thread.shutdown()
@@ -401,43 +412,44 @@ class CheckpointStore:
             saving.result()
 
     def load_latest(self) -> Loaded | None:
-        """The newest checkpoint that is intact; None where there are none; RecordError where all are damaged."""
+        """The newest intact checkpoint; None if there are no checkpoints; RecordError if all are damaged."""
         self.wait()
         refused: list[RecordError] = []
         for step in self.find():
             try:
                 loaded = load_checkpoint(self.path(step))
-                loaded.refused.extend(f"{error}; the one before it is used" for error in refused)
+                loaded.refused.extend(f"{error}; using the previous one" for error in refused)
                 return loaded
             except RecordError as error:
                 refused.append(error)
                 self._refused.add(step)
         if refused:
-            found = f"no checkpoint in {self.folder} is intact, of {len(refused)} ({refused[0]})"
+            found = f"none of the {len(refused)} checkpoints in {self.folder} is intact ({refused[0]})"
             raise RecordError(f"{found}: restore one, or remove them to start from the beginning", code="damaged")
         return None
 
     def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
-        if sys.platform == "linux":  # elsewhere a priority belongs to the process
+        if sys.platform == "linux":  # elsewhere priorities apply to whole processes
             with contextlib.suppress(OSError):
-                # Not 19: on busy cores a save then took so long that the next one waited for it.
+                # Not 19: on busy cores a save would take so long that the next one has to wait for it.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if copied is not None:
             copied.synchronize()
-        with _explain(self.path(step), files):
+        with _disk_errors(self.path(step), files):
             save_folder(self.path(step), files)
             self.written_s = time.monotonic()
             self._refused.discard(step)
-            there = self.find()
-            stay = [step for step in there if step not in self._refused][: self.keep]
-            for old in set(there) - set(stay):
+            existing = self.find()
+            kept = [step for step in existing if step not in self._refused][: self.keep]
+            for old in set(existing) - set(kept):
                 _remove_folder(self.path(old))
 
 
 @contextlib.contextmanager
-def _explain(path: Path, files: Mapping[str, bytes | memoryview]) -> Iterator[None]:
-    """Refuse a disk without room for the files, and turn an OSError into one line that says what to do."""
-    needed_bytes, free = sum(len(data) for data in files.values()) + _PAGE_BYTES, "an unknown amount"
+def _disk_errors(path: Path, files: Mapping[str, bytes | memoryview]) -> Iterator[None]:
+    """Check that the files fit on the disk, and turn an OSError into a RecordError that says what to do."""
+    needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
+    free = "an unknown amount"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(path.parent).free
@@ -447,5 +459,5 @@ def _explain(path: Path, files: Mapping[str, bytes | memoryview]) -> Iterator[No
         yield
     except OSError as error:
         found = f"{error.strerror}; it needs {format_bytes(needed_bytes)} and {free} is free"
-        hint = "make room, keep fewer, or choose another folder"
+        hint = "free some space, keep fewer checkpoints, or choose another folder"
         raise RecordError(f"cannot save checkpoint {path}: {found}: {hint}", code="disk") from None

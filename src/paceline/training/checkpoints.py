@@ -1,6 +1,6 @@
-"""The files of one run: metrics, checkpoints, weights. What is saved, when, and how a run resumes from it.
+"""The files of a run: metrics, checkpoints and weights. What is saved, when, and how a run resumes from it.
 
-How a checkpoint lies on disk is in `checkpoint_files`.
+`checkpoint_files` defines the layout of a checkpoint on disk.
 """
 
 import dataclasses
@@ -35,16 +35,18 @@ from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
-# The ranks of a run that was killed live on for a moment, and hold its lock.
+# The ranks of a killed run live on for a moment and hold its lock.
 _LOCK_TIMEOUT_S = 5.0
-# With --save-every auto: how much longer an interval may be than the one before, until the best is reached, and the
-# number of saves whose stalls count. The first, which makes its buffers, counts alone.
-_GROWTH, _NUM_STALLS = 4.0, 20
+# With --save-every auto, the interval grows by at most this factor at a time towards the optimum.
+_GROWTH = 4.0
+# Number of recent saves whose stalls are averaged. The first save also allocates its buffers, so it is used only while
+# there are no others.
+_NUM_STALLS = 20
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a run: the next window of an epoch, and the number of steps taken."""
+    """A position in a run: the next window of an epoch, and the number of steps taken."""
 
     epoch: int
     window: int
@@ -52,33 +54,39 @@ class Position:
 
 
 class SaveTimes:
-    """How long steps waited for each save of a run, and how long it was then written, as rows of a file."""
+    """A file with one row per save: how long it stalled training, and how long the write then took."""
 
     def __init__(self, path: Path, step: int) -> None:
         """Continue the file of a run that is at this step."""
-        self._log, self._begun = MetricsLog(path, step), dict[str, Any]()
-        self.close, self._ended_s, self._interval_s = self._log.close, 0.0, FIRST_SAVE_S
-        self._stalls_s, self._write_s = list[float](), 0.0
+        self._log = MetricsLog(path, step)
+        self.close = self._log.close
+        self._begun: dict[str, Any] = {}
+        self._ended_s = 0.0
+        self._interval_s = FIRST_SAVE_S
+        self._stalls_s: list[float] = []
+        self._write_s = 0.0
         for row in load_metrics(path):
             if all(isinstance(row.get(name), float) for name in ("stall_s", "wait_s", "write_s")):
                 self._stalls_s.append(row["stall_s"] - row["wait_s"])
                 self._write_s, self._interval_s = row["write_s"], row.get("next_s", self._interval_s)
 
     def begin(self, step: int, begin_s: float, end_s: float, wait_s: float = 0.0) -> None:
-        """No step was made between these moments of `time.monotonic`, for `wait_s` of it because the save before was
-        not on disk; from now on it is written."""
+        """Record that a save stalled training between these times of `time.monotonic`; the write starts now.
+
+        `wait_s` is the part of the stall that was spent waiting for the previous save.
+        """
         self._begun, self._ended_s = {"step": step, "stall_s": end_s - begin_s, "wait_s": wait_s}, end_s
         self._stalls_s.append(end_s - begin_s - wait_s)
 
     def end(self, written_s: float) -> None:
-        """It is on disk since then."""
+        """Record when the save reached the disk."""
         if self._begun:
             self._write_s = max(0.0, written_s - self._ended_s)
             self._log.append(self._begun | {"write_s": self._write_s})
             self._begun = {}
 
     def choose_interval(self, mtbf_s: float, lost: float = 1.0) -> float:
-        """Seconds until the next save is due, where a share `lost` of the faults needs a checkpoint."""
+        """Seconds until the next save is due, if a fraction `lost` of the faults needs a checkpoint."""
         if stalls_s := (self._stalls_s[1:] or self._stalls_s)[-_NUM_STALLS:]:
             best_s = estimate_save_interval(stalls_s, self._write_s, mtbf_s, lost)
             self._interval_s = min(best_s, _GROWTH * self._interval_s)
@@ -87,7 +95,7 @@ class SaveTimes:
 
 
 class RunFiles:
-    """Rank 0 writes into `folder`, if there is one; the others only contribute their state."""
+    """The files of a run. Rank 0 writes into `folder`, if there is one; the others only contribute their state."""
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
         self._world, self._tensorboard = world, settings.tensorboard
@@ -98,37 +106,38 @@ class RunFiles:
         if settings.save_every == AUTO:
             hosts_s = HOST_MTBF_S / len(set(world.hosts))
             self._mtbf_s = hosts_s if settings.mtbf is None else parse_duration(settings.mtbf, "--mtbf")
-            self._every_s = self._every_s if folder is not None else math.inf  # nothing is saved
+            self._every_s = self._every_s if folder is not None else math.inf  # without a folder nothing is saved
         self._saves: SaveTimes | None = None
-        self._idle_s: float | None = None  # since when no step is made, before a save
-        self.last: int | None = None  # the step of the last checkpoint
-        self.written = 0  # the step of the last row that was there when the folder was opened
+        self._idle_s: float | None = None  # end of the last step before a save, where its stall begins
+        self.last: int | None = None  # step of the last checkpoint
+        self.written = 0  # last step in the metrics file when it was opened
         self._folder = folder or Path()
         self._store: disk.CheckpointStore | None = None
         if folder is not None and world.rank == 0:
             self._store = disk.CheckpointStore(folder / CHECKPOINTS, settings.keep)
         self._logs: list[MetricsLog | EventsLog] = []
-        self._rows: list[dict[str, Any]] = []  # where there is no folder
+        self._rows: list[dict[str, Any]] = []  # used if there is no folder
         self._lock: int | None = None
 
     def lock(self, resume: bool) -> disk.Loaded | None:
-        """Refuse a folder that a living run writes to: each would cut off the other's metrics and checkpoints.
+        """Lock the folder; refuses one that another run is writing to, as each would truncate the other's files.
 
-        To `resume`, the newest intact checkpoint is returned; None where the run ended before its first one. A problem
-        of rank 0 is raised on all ranks. Collective: call on every rank.
+        With `resume`, returns the newest intact checkpoint, or None if the run ended before its first one. An error on
+        rank 0 is raised on all ranks. Collective: call on every rank.
         """
         loaded, problem, code = None, "", ""
         if self._store is not None:
             try:
                 self._store.folder.mkdir(0o700, parents=True, exist_ok=True)
-                # The session that started this rank has locked the folder of the run.
+                # Lock the subfolder: the session that started this rank holds the lock of the run's folder.
                 self._lock = lock_folder(self._store.folder, _LOCK_TIMEOUT_S)
                 loaded = self._store.load_latest() if resume else None
-                # By the newest checkpoint or the begin of the run: of short worlds none would be due.
+                # Count from the newest checkpoint or the start of the run: if every world is short-lived, a timer
+                # that restarts with each would never expire.
                 newest = next(map(self._store.path, self._store.find()), self._store.folder)
                 self._saved_s -= max(0.0, time.time() - newest.stat().st_mtime)
                 if resume and loaded is None and (self._folder / WEIGHTS).exists():
-                    problem = f"{self._folder} is finished and holds no checkpoint to resume from: start a new run"
+                    problem = f"{self._folder} is finished and has no checkpoint to resume from: start a new run"
                     code = "finished"
             except PacelineError as error:
                 problem, code = str(error), error.code
@@ -140,24 +149,25 @@ class RunFiles:
         return disk.load_checkpoint(path) if path is not None and loaded is None else loaded
 
     def restore(self, job: Job, loaded: disk.Loaded) -> Position:
-        """Put the job into the state of the checkpoint; ConfigError where it is of another job."""
+        """Load the checkpoint into the job; ConfigError if it belongs to another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
         num_workers = 1 if learner.workers is None else len(learner.workers.learners)
-        grown, wanted = [tuple(mark) for mark in meta["growth"]], list(job.batch_schedule.marks)
+        grown = [tuple(mark) for mark in meta["growth"]]
+        wanted = list(job.batch_schedule.marks)
         refuse(
             ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
-             f"{found} is of {meta['num_samples']} samples in batches of {meta['global_batch_size']}, and now it is "
-             f"{len(job.train)} in batches of {size}: keep both"),
+             f"{found} was trained on {meta['num_samples']} samples in batches of {meta['global_batch_size']}, but "
+             f"this job has {len(job.train)} in batches of {size}: keep both"),
             (meta["tail"] != job.settings.tail,
-             f"{found} was trained with --tail {meta['tail']}, and now it is {job.settings.tail} (by the loader's "
-             f"drop_last, or by {self._world.world_size} ranks): an epoch has another number of steps; keep it"),
+             f"{found} was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the "
+             f"loader's drop_last, or of {self._world.world_size} ranks), which changes the steps per epoch: keep it"),
             (_count_workers(state) != num_workers,
-             f"{found} is of {format_number_of(_count_workers(state), 'worker')}, and now there are {num_workers}: "
+             f"{found} has {format_number_of(_count_workers(state), 'worker')}, but this job has {num_workers}: "
              "keep --workers"),
             (grown != wanted,
-             f"{found} grows its batch {_say_growth(grown)}, and now "
-             f"{_say_growth(wanted)}: keep --batch-growth and --epochs"),
+             f"{found} grows its batch {_format_growth(grown)}, but this job "
+             f"{_format_growth(wanted)}: keep --batch-growth and --epochs"),
             (meta["checksum"] != job.train.checksum,
              f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
              "(synthetic data also differs between cpu and cuda)"),
@@ -166,7 +176,7 @@ class RunFiles:
         expected = disk.fingerprint(learner.module.state_dict())
         disk.check_fingerprint(disk.fingerprint(loaded.model), expected, found)
         learner.module.load_state_dict(loaded.model)
-        # Where ranks step alone, each has a state of its own.
+        # With local steps each rank has its own optimizer state.
         inner = state["inner"][self._world.rank % len(state["inner"])] if state.get("inner") else state
         learner.optimizer.load_state_dict(inner["optimizer"])
         learner.scaler.load_state_dict(inner["scaler"])
@@ -182,10 +192,10 @@ class RunFiles:
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
             before, now = meta["world_size"], self._world.world_size
-            moved = f"{found} is inside an epoch of a stream that {before} ranks shared, and now there are {now}"
+            moved = f"{found} is inside an epoch of a stream that {before} ranks shared, but now there are {now}"
             refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
-        # What a step draws follows from its number. This is for what programs of the user's own draw between steps; of
-        # another number of ranks no random state fits, so they draw from a seed that no step has used.
+        # Random numbers inside a step depend only on its number. This restores what a user's program draws between
+        # steps; with another number of ranks no saved state fits, so it gets a seed that no step has used.
         if "random" in state and meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:
@@ -193,7 +203,7 @@ class RunFiles:
         return position
 
     def open(self, step: int) -> None:
-        """Prepare the folder for the rows after this step; removes what a killed run left of later ones."""
+        """Prepare the folder for rows after this step; removes later ones that a killed run left behind."""
         if self._store is None:
             return
         self._store.remove_leftovers()
@@ -212,20 +222,21 @@ class RunFiles:
         return self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
 
     def is_due(self, step: int, is_epoch_end: bool) -> bool:
-        """Whether a save is due after this step, whatever the time."""
+        """Whether a save is due after this step, regardless of the time."""
         if self._every_steps is not None:
             return step % self._every_steps == 0
         return is_epoch_end and self._every_s is None
 
     def save(self, job: Job, position: Position) -> None:
-        """Save everything that the next step depends on, unless it is saved. Collective: call on every rank."""
+        """Save everything that the next step depends on, unless it is already saved. Collective: call on every rank."""
         if position.step == self.last:
             return
         begin_s = self._idle_s or time.monotonic()
         randoms = self._world.share(_get_random(job.world.device))
         strategies = self._world.gather([find_strategy(model)[0]() for model in list_models(job.learner.model)])
-        learner, inner = job.learner, []
-        # A sharded optimizer puts its state together from all ranks.
+        learner = job.learner
+        inner = []
+        # A sharded optimizer gathers its state from all ranks.
         optimizer = learner.optimizer.state_dict() if job.settings.parsed_strategy.is_sharded else None
         if job.settings.parsed_strategy.outer:
             own = {"optimizer": learner.optimizer.state_dict(), "scaler": learner.scaler.state_dict()}
@@ -240,18 +251,19 @@ class RunFiles:
         state |= {"inner": inner} if inner else {}
         state |= {"workers": learner.workers.state()} if learner.workers is not None else {}
         self._store.save(position.step, learner.module.state_dict(), state, build_meta(job, position))
-        self._saved_s, self._idle_s = time.monotonic(), None
+        self._saved_s = time.monotonic()
+        self._idle_s = None
         if self._saves is not None:
             self._saves.begin(position.step, begin_s, self._saved_s, wait_s)
             self._choose_interval()
 
     def _choose_interval(self) -> None:
-        """On rank 0, which decides when a save is due."""
+        """Update the save interval on rank 0, which decides when a save is due."""
         if self._saves is not None and self._mtbf_s is not None:
             self._every_s = self._saves.choose_interval(self._mtbf_s, self._lost)
 
     def _finish_save(self) -> float:
-        """Wait until the last save is on disk, and record what it took; returns the seconds of waiting."""
+        """Wait until the last save is on disk and record its times; returns the seconds spent waiting."""
         begin_s = end_s = time.monotonic()
         if self._store is not None:
             self._store.wait()
@@ -268,7 +280,7 @@ class RunFiles:
         self._idle_s = time.monotonic()
 
     def read_rows(self) -> list[dict[str, Any]]:
-        """All rows of the run, those before a resume included. Collective: call on every rank."""
+        """All rows of the run, including those from before a resume. Collective: call on every rank."""
         rows = self._rows if self._store is None else load_metrics(self._folder / METRICS_FILE)
         shared: list[list[dict[str, Any]]] = self._world.share(rows)
         return shared[0]
@@ -276,17 +288,17 @@ class RunFiles:
     def export(self, job: Job) -> None:
         """Write the trained weights under the names of the bare model, for other programs to load."""
         if self._store is not None:
-            (self._folder / WEIGHTS).unlink(missing_ok=True)  # of a finished run that was resumed for more epochs
+            (self._folder / WEIGHTS).unlink(missing_ok=True)  # exists if a finished run was resumed for more epochs
             module = job.learner.module
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def leave_world(self) -> Self:
-        """Hold no group of a world that is over. After that nothing but `close` may be called."""
+        """Drop the reference to a world that has ended. After this only `close` may be called."""
         del self._world
         return self
 
     def close(self, has_failed: bool = False) -> None:
-        """Wait until all is on disk, or raise why not, unless the run has failed itself; then unlock the folder."""
+        """Wait until everything is on disk, unless the run has failed; then unlock the folder."""
         try:
             if not has_failed:
                 self._finish_save()
@@ -302,7 +314,7 @@ class RunFiles:
 
 
 def build_meta(job: Job, position: Position) -> dict[str, Any]:
-    """Where a run is, and what must be the same where it continues."""
+    """The position of a run, and the properties that must be the same when it resumes."""
     model = job.learner.model
     plan = model.plan if isinstance(model, DataParallel) else None
     return dataclasses.asdict(position) | {
@@ -317,7 +329,7 @@ def _count_workers(state: dict[str, Any]) -> int:
 
 
 def find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:
-    """How to save and to load what the strategy of a model keeps, in our wrapper or in torch's."""
+    """Functions that save and load the state of a model's strategy, in our wrapper or in torch's."""
     if isinstance(model, DataParallel):
         return model.strategy_state, model.load_strategy_state
     if (hook := find_hook_state(model)) is not None:
@@ -326,7 +338,7 @@ def find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Calla
 
 
 def _get_random(device: torch.device) -> dict[str, Any]:
-    """The state of every source of random numbers of this rank, as tensors and plain values."""
+    """The states of all random number generators of this rank, as tensors and plain values."""
     name, keys, place, has_gauss, gauss = numpy.random.get_state(legacy=True)
     version, internal, spare = random.getstate()
     return {
@@ -337,7 +349,7 @@ def _get_random(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _say_growth(marks: Sequence[tuple[int, int]]) -> str:
+def _format_growth(marks: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"to {size} from sample {sample} on" for sample, size in marks) or "not at all"
 
 

@@ -1,6 +1,6 @@
 """What a run records while it trains: the steps of all ranks as rows of metrics, and the stop signal.
 
-Ranks exchange what they recorded about four times a second, not in every step, so that short steps do not pay for it.
+Ranks exchange their records about four times a second rather than in every step, so that short steps stay cheap.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     from paceline.training.checkpoints import Position
     from paceline.training.step import PhaseTimes, StepOutcome
 
-_EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
-# Rows that have the messages of their step, and the digits of what a row has of every rank: microseconds.
-_MOST_RECORDED, _DIGITS = 16, 6
+_EXCHANGE_EVERY_S = 0.25
+_MAX_STEPS = 100  # maximum number of steps between exchanges
+_MOST_RECORDED = 16  # maximum number of rows with message times
+_DIGITS = 6  # times per rank are rounded to microseconds
 
 
 @dataclass
 class StopRequest:
-    number: int = 0  # of the first signal that arrived
+    number: int = 0  # the first signal that arrived, or 0
 
 
 @contextlib.contextmanager
 def catch_stop() -> Iterator[StopRequest]:
-    """Record SIGTERM, SIGUSR1 and SIGINT instead of ending the process. A second one acts as it would without this.
+    """Record SIGTERM, SIGUSR1 and SIGINT instead of ending the process. A second signal has its usual effect.
 
-    A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the request on as SIGTERM. There
-    SIGUSR1 prints the stack; from Slurm it is the request to save before the time limit.
+    A rank of our own launcher ignores SIGINT: its parent forwards the request as SIGTERM. There SIGUSR1 prints the
+    stack; under Slurm it is the request to save before the time limit.
     """
     request = StopRequest()
     numbers = [signal.SIGTERM, signal.SIGINT]
@@ -61,7 +62,7 @@ def catch_stop() -> Iterator[StopRequest]:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One step of the loop as this rank saw it; `position` is the place in the run after it."""
+    """One step of the loop on this rank; `position` is the position in the run after it."""
 
     position: Position
     epoch: int
@@ -74,18 +75,18 @@ class TakenStep:
     is_last: bool
 
 
-# What a world that ends early leaves; see `Journal.list_unwritten`.
+# Unwritten records of a world that ended early; see `Journal.list_unwritten`.
 Unwritten = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
-# A step that is not yet exchanged: (loss sum, number of correct targets) on the host, its lap, its phases, exposed_s.
+# A step not yet exchanged: itself, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
 _Entry = tuple[TakenStep, "torch.Tensor", "PhaseTimes", "PhaseTimes", float | None]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What all ranks know after an exchange. `bad` is (step, rank, parameter) of the first loss that is not finite.
-    `is_left`: all are to leave this world after what follows the step, for a larger one.
+    """The result of an exchange, equal on all ranks. `bad` is (step, rank, parameter) of the first non-finite loss.
+    `is_left` tells all ranks to leave this world for a larger one once the step is finished.
 
-    Before, with `rows` of its own sums and times, it is what one rank sends.
+    The same class carries what one rank sends; `rows` then holds its own sums and times.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -97,22 +98,21 @@ class Exchange:
 
 @dataclass
 class Journal:
-    """Collects the steps of this rank until the next exchange. `every` (steps) is the same on all ranks."""
+    """Collects the steps of this rank until the next exchange, after `every` steps (the same on all ranks)."""
 
     world: World
     request: StopRequest
     every: int = 1
-    asked: tuple[int, ...] = ()  # the ranks that got the signal which ends the run
-    # The messages of a recent step, after how many others; see `loop.read_messages`.
+    asked: tuple[int, ...] = ()  # ranks that received the signal to stop
+    # Returns the age in steps and the message times of a recent step; see `loop.read_messages`.
     read_messages: Callable[[], tuple[int, dict[str, Any]] | None] = lambda: None
-    # Rows of the world before this one, which are not written yet; and those of the last exchange, which may not be.
-    carried: list[dict[str, Any]] = field(default_factory=list)
-    _last: list[dict[str, Any]] = field(default_factory=list)
+    carried: list[dict[str, Any]] = field(default_factory=list)  # unwritten rows of the previous world
+    _last: list[dict[str, Any]] = field(default_factory=list)  # rows of the last exchange, possibly unwritten
     _num_recorded: int = 0
     _entries: list[_Entry] = field(default_factory=list)
 
     def add(self, taken: TakenStep, lap: PhaseTimes, phases: PhaseTimes, exposed_s: float | None) -> None:
-        """`lap` has the time of the whole step, as `step`. Nothing here waits for the GPU or another rank."""
+        """Add a step. `lap` times the whole step, as `step`. Does not wait for the GPU or another rank."""
         import torch
 
         loss_sum, correct = taken.outcome.loss_sum, taken.outcome.num_correct
@@ -128,8 +128,7 @@ class Journal:
         return len(self._entries) >= self.every
 
     def exchange(self, is_save_due: bool, is_left: bool = False) -> Exchange:
-        """Combine the steps of all ranks. For `is_save_due` and `is_left` rank 0 decides. Collective: call on every
-        rank."""
+        """Combine the steps of all ranks; rank 0 decides `is_save_due` and `is_left`. Collective."""
         entries = self._entries
         sent, bad = self._read_entries()
         self._entries = []
@@ -138,14 +137,14 @@ class Journal:
             self._num_recorded += 1
             row, moments, times = sent[-1 - found[0]], entries[-1 - found[0]][2].moments, found[1]
             before_s, begin_s = max(0.0, row["times"]["step_s"] - times["over_s"]), times.pop("begin_s")
-            if moments and isinstance(moments[0][1], float):  # what a GPU did before is not on the host's clock
+            if moments and isinstance(moments[0][1], float):  # CUDA events are not on the host's clock
                 before_s = begin_s - moments[0][1]
             row["messages"] = {"before_s": before_s, **times}
         report = Exchange(tuple(sent), bad, self.request.number, is_save_due, is_left)
         try:
             reports: list[Exchange] = self.world.share(report)
         except BaseException:
-            self._entries = entries  # for the world after this one
+            self._entries = entries  # kept for the next world
             raise
         by_step = zip(*(report.rows for report in reports), strict=True)
         self._last, self.carried = [*self.carried, *(_build_row(ranks) for ranks in by_step)], []
@@ -159,18 +158,19 @@ class Journal:
         return Exchange(rows, bad, number, reports[0].is_save_due, reports[0].is_left)
 
     def _read_entries(self) -> tuple[list[dict[str, Any]], tuple[int, int, str] | None]:
-        """What this rank sends of its steps, and the first loss that is not finite."""
+        """The records of this rank's steps, and its first non-finite loss."""
         import torch
 
         if torch.cuda.is_initialized():
             with pulse.within(pulse.WAIT):
-                torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
-        sent, bad = [], None
+                torch.cuda.current_stream().synchronize()  # the copies to pinned memory were queued here
+        sent = []
+        bad = None
         for taken, values, lap, phases, exposed_s in self._entries:
             loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            parts_s = phases.read()  # a step of a user's own may load more data itself
+            parts_s = phases.read()  # includes data loading inside a user's own step
             waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
             times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
             times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}
@@ -181,12 +181,14 @@ class Journal:
         return sent, bad
 
     def list_unwritten(self) -> Unwritten:
-        """The rows that may not be written, the steps of this rank that were not exchanged, and of how many ranks."""
+        """Rows that may not be written yet, steps of this rank that were not exchanged, and the number of ranks."""
         return [*self.carried, *self._last], self._read_entries()[0], self.world.world_size
 
     def carry(self, mine: Unwritten | None, step: int) -> None:
-        """Take over what the ranks had not written in the world before this one, up to `step`. Of steps that no rank
-        has exchanged, what a lost one did is estimated by the others. Collective: call on every rank."""
+        """Take over the unwritten rows of the previous world, up to `step`. Collective: call on every rank.
+
+        For steps that were never exchanged, the share of a lost rank is estimated from the others.
+        """
         rows: dict[int, dict[str, Any]] = {}
         sent: dict[int, list[dict[str, Any]]] = {}
         size = 1
@@ -200,14 +202,18 @@ class Journal:
 
 
 def _build_row(ranks: Sequence[Mapping[str, Any]], num_ranks: int = 0) -> dict[str, Any]:
-    """One row of metrics: losses summed over ranks; times of the slowest rank; exposed communication on average; in
-    `ranks` the times of each, and in `messages`, of few steps, those of its buckets. Where the step was one of more
-    ranks (`num_ranks`) than are known, these stand for the others."""
+    """One row of metrics: losses summed over ranks, times of the slowest rank, mean exposed communication.
+
+    `ranks` has the times of each rank; `messages`, present in a few rows, the times of its buckets. If only some of
+    `num_ranks` ranks are known, sums are scaled up to all of them.
+    """
     each = {name: [round(rank["times"][name], _DIGITS) for rank in ranks] for name in ranks[0]["times"]}
     each["exposed_comm_s"] = [None if (s := rank["exposed_s"]) is None else round(s, _DIGITS) for rank in ranks]
     recorded = [rank["messages"] for rank in ranks if "messages" in rank]
     exposed = [rank["exposed_s"] for rank in ranks if rank["exposed_s"] is not None]
-    about, targets, more = ranks[0]["about"], ranks[0]["targets"], max(1.0, num_ranks / len(ranks))
+    about = ranks[0]["about"]
+    targets = ranks[0]["targets"]
+    more = max(1.0, num_ranks / len(ranks))
     known = [rank["correct"] for rank in ranks if rank["correct"] is not None]
     return {
         "step": about["step"], "epoch": about["epoch"],
@@ -221,14 +227,14 @@ def _build_row(ranks: Sequence[Mapping[str, Any]], num_ranks: int = 0) -> dict[s
 
 
 class EventsLog:
-    """The numbers of rows as scalars in TensorBoard's files; strings and empty values are left out."""
+    """Writes the numbers in rows as TensorBoard scalars; strings and empty values are skipped."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        """TensorBoard ignores what earlier files have of steps after this one."""
+        """Open a new event file; TensorBoard then ignores later steps in earlier files."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError("TensorBoard's files need tensorboard: install paceline[tensorboard]") from None
+            raise ConfigError("--tensorboard needs the tensorboard package: install paceline[tensorboard]") from None
         self._writer: Any = SummaryWriter(str(folder), purge_step=after_step + 1)  # type: ignore[no-untyped-call]
         self.close = self._writer.close
 

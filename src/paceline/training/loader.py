@@ -1,6 +1,6 @@
-"""Micro-batches on the device: gathered, pinned and copied ahead of time on CUDA, in place on the CPU.
+"""Loads micro-batches onto the device: gathered, pinned and prefetched on CUDA, used in place on the CPU.
 
-Which samples of a set belong to which rank is decided in `workloads.data.sharding`, and of a stream here.
+`workloads.data.sharding` assigns the samples of a data set to ranks; streams are divided here.
 """
 
 import collections
@@ -18,15 +18,15 @@ from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
-_AHEAD = 3  # windows that are copied ahead of time
+_AHEAD = 3  # windows to prefetch
 
-# From the samples of this rank in its next window (0: there is none) to those of all; 0 where some rank has none.
+# Maps the number of samples in this rank's next window (0 if there is none) to the total, or 0 if any rank has none.
 Agree = Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """A micro-batch on the device. `num_counted` is 0 for a filler, so that all ranks have equally many."""
+    """A micro-batch on the device. `num_counted` is 0 for a filler, which keeps the number equal on all ranks."""
 
     batch: Batch
     num_counted: int
@@ -34,7 +34,7 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class Window:
-    """One global batch as this rank sees it; `num_samples` counts those of all ranks."""
+    """This rank's part of one global batch; `num_samples` is the total over all ranks."""
 
     number: int
     num_samples: int
@@ -46,10 +46,10 @@ def load_windows(
     data: DataSet | OwnData, order: EpochOrder, start: int, rank: int, world_size: int,
     batch_size: int | tuple[int, ...], device: torch.device, agree: Agree | None = None,
 ) -> Generator[Window, None, None]:  # fmt: skip
-    """This rank's share of every window of the epoch, from window `start` on.
+    """This rank's part of every window of the epoch, starting with window `start`.
 
-    `batch_size` is the most samples of a micro-batch, in all windows or in each. With `agree`, ranks that have streams
-    of their own end their epochs together; it is called for each window, on every rank.
+    `batch_size` is the maximum size of a micro-batch: one value for all windows, or one for each. `agree` lets ranks
+    with separate streams end their epochs together; it is called for each window, on every rank.
     """
 
     def split(number: int) -> tuple[int, Sequence[MicroBatch]]:
@@ -82,10 +82,10 @@ def load_windows(
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(number: int) -> tuple[int, Sequence[MicroBatch], list[Batch], torch.cuda.Event]:
-        """Gather into pinned memory and copy on a stream of its own."""
+        """Gather into pinned memory and copy on a separate stream."""
         num_samples, micros = split(number)
         with torch.cuda.stream(stream):
-            # Contiguous: a part of each row (of tokens, of padded pairs) would first be copied into pageable memory.
+            # Slices of rows (tokens, padded pairs) must be made contiguous, or they pass through pageable memory.
             pinned = [data.take(micro.indices).map(lambda part: part.contiguous().pin_memory()) for micro in micros]
             batches = [batch.to(device, non_blocking=True) for batch in pinned]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -114,31 +114,34 @@ def _load_stream(
     data: OwnData, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device,
     agree: Agree | None,
 ) -> Generator[Window, None, None]:  # fmt: skip
-    """The windows of a stream, which is read up to the window `start`. An epoch ends with the last step for which every
-    rank has all its batches."""
+    """The windows of a stream, skipping those before `start`. An epoch ends with the last step for which every rank
+    has all its batches."""
     size = order.global_batch_size
     assert isinstance(size, int)
-    turn, others = (0, 1) if data.is_sharded else (rank, world_size)
-    count, number = size // (batch_size * world_size) * others, -1
+    offset, stride = (0, 1) if data.is_sharded else (rank, world_size)
+    count = size // (batch_size * world_size) * stride
+    number = -1
 
     def read() -> Generator[tuple[int, list[Any]], None, None]:
-        """The samples of all ranks in a window, and the batches of it that this rank reads."""
+        """For each window, the number of samples on all ranks, and the batches that this rank reads."""
         with contextlib.closing(data.read(order.epoch, count)) as found:
             while True:
                 group = next(found, [])
                 total = sum(len(OwnBatch(content)) for content in group) if len(group) == count else 0
-                if data.is_sharded:  # where nobody asks: as if all had as many
+                if data.is_sharded:  # without `agree`, assume equal shards
                     total = total * world_size if agree is None else agree(total)
                 if not total:
                     return
                 yield total, group
 
     with contextlib.closing(read()) as groups:
-        ahead = next(groups, None)  # one window, to know the last one
+        ahead = next(groups, None)  # look one window ahead to recognise the last one
         while ahead is not None:
-            (num_samples, group), ahead, number = ahead, next(groups, None), number + 1
+            num_samples, group = ahead
+            ahead = next(groups, None)
+            number += 1
             if number >= start:
-                mine = (OwnBatch(content).to(device) for content in group[turn::others])
+                mine = (OwnBatch(content).to(device) for content in group[offset::stride])
                 yield Window(number, num_samples, tuple(LoadedBatch(b, len(b)) for b in mine), ahead is None)
     what = f"data {data.name}, epoch {order.epoch + 1}: the stream ended before global batch {start + 1} of {size}"
     refuse((number < start, f"{what} samples on {world_size} ranks; use a smaller batch or fewer ranks"), code="empty")

@@ -1,6 +1,6 @@
-"""The training loop, top to bottom: `run_steps` is the loop, `train` a run that people keep.
+"""The training loop, top to bottom: `run_steps` is the bare loop, `train` adds metrics, evaluation and checkpoints.
 
-One step is in `step`, what ranks exchange in `journal`, what is on disk in `checkpoints`.
+A single step is in `step`, the exchange of metrics between ranks in `journal`, and files on disk in `checkpoints`.
 """
 
 import contextlib
@@ -45,20 +45,22 @@ from paceline.workloads.registry import describe_model
 
 START = Position(0, 0, 0)
 _NO_PHASES = NoPhases()
-# The memory of a forward pass without gradients is its outputs: for each token as many as the vocabulary has.
-_MAX_SAMPLES, _MAX_TARGETS = 64, 4096
-_PAUSE_S = 1800.0  # for a save, or for a batch of an evaluation, before it is a hang
+# Upper limits for an evaluation batch. Without gradients, memory is dominated by the logits: one per token and
+# vocabulary entry.
+_MAX_SAMPLES = 64
+_MAX_TARGETS = 4096
+_PAUSE_S = 1800.0  # hang timeout for a save or one evaluation batch
 
 
 def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) -> Iterator[TakenStep]:
-    """Train from `start` to the end of the job; every item is a step that was taken.
+    """Train from `start` to the end of the job, yielding each step as it is taken.
 
-    What happens between steps (evaluations, probes, checkpoints, progress) is up to the caller, and so is an early end.
+    The caller decides what happens between steps (evaluation, probes, checkpoints, progress) and may stop early.
     Nothing here waits for a GPU or another rank. Collective: iterate on every rank.
     """
     job.check_length()
     world, learner, position, num_steps = job.world, job.learner, start, job.schedule.num_steps
-    undoing = BufferGuard(learner.module) if job.settings.stays_in_memory else contextlib.nullcontext
+    restoring_buffers = BufferGuard(learner.module) if job.settings.stays_in_memory else contextlib.nullcontext
     learner.model.train()
     while position.step < num_steps:
         epoch = position.epoch
@@ -73,7 +75,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
                 job.seed_step(position.step)
-                with undoing():
+                with restoring_buffers():
                     outcome = take_step(learner, window.batches, num_targets, rate, phases)
                 pulse.complete_step()
                 ends = window.is_last
@@ -88,14 +90,14 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 begin_s = time.perf_counter()
         refuse(
             (position == begin,
-             f"epoch {epoch + 1} of {job.train.describe()} has no batch from number {begin.window} on, and "
-             f"{num_steps - position.step} steps are left: does it end sooner than before?"),
+             f"epoch {epoch + 1} of {job.train.describe()} has no batch {begin.window} or later, but "
+             f"{num_steps - position.step} steps remain: is the data shorter than before?"),
             error=TrainingError,
         )  # fmt: skip
 
 
 def _agree(world: World, num_samples: int) -> int:
-    """The samples of the next window of all ranks; 0 where some rank has none. Collective."""
+    """Total samples over all ranks in the next window, or 0 if any rank has none. Collective."""
     counts = torch.tensor([num_samples > 0, num_samples])
     dist.all_reduce(counts, group=world.control)
     return int(counts[1]) if counts[0] == world.world_size else 0
@@ -103,8 +105,10 @@ def _agree(world: World, num_samples: int) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Averages over all targets of all samples; no accuracy where numbers are predicted. `f1` is that of class 1 where
-    there are two: the harmonic mean of precision and recall, 0 where the class neither occurs nor is predicted."""
+    """Averages over all targets of all samples. `accuracy` is None for regression.
+
+    `f1` is the F1 score of class 1 in binary classification, and 0 if the class neither occurs nor is predicted.
+    """
 
     loss: float
     accuracy: float | None
@@ -114,19 +118,19 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluation:
-    """Loss and accuracy on a whole data set, each sample counted once. Collective: call on every rank.
+    """Loss and accuracy on a whole data set, counting each sample once. Collective: call on every rank.
 
-    Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
-    Replicas that differ between two syncs are made equal first.
+    Batches do not depend on the number of ranks, and neither do rounding and padding: each rank takes whole batches.
+    Replicas that have diverged since the last sync are synchronised first.
     """
     learner.sync_parameters()
     if any(is_torchs(model) for model in list_models(learner.model)):
-        # torch makes buffers equal only in the next training forward.
+        # torch's DDP broadcasts buffers only in the next training forward.
         for buffer in learner.module.buffers():
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    # Loss, correct, of class 1: predicted rightly, and predicted plus present; samples.
+    # Loss; correct predictions; true positives of class 1; its predictions plus its occurrences; samples.
     sums = torch.zeros((5,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     try:
@@ -140,25 +144,27 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
                 outcome = compute_outcome(learner.module, batch, learner.form)
             sums[0] += outcome.loss_sum.double()
             if outcome.predicted is not None and outcome.num_correct is not None:
-                said, there = outcome.predicted == 1, batch.split()[1].reshape(-1) == 1
+                predicted = outcome.predicted == 1
+                actual = batch.split()[1].reshape(-1) == 1
                 sums[1] += outcome.num_correct
-                sums[2] += (said & there).sum()
-                sums[3] += said.sum() + there.sum()
+                sums[2] += (predicted & actual).sum()
+                sums[3] += predicted.sum() + actual.sum()
     finally:
         learner.module.train(was_training)
     sums = sums.cpu()
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)
     loss_sum, num_correct, num_right, num_ones, num_samples = sums.tolist()
-    classes, count = learner.form.num_classes, max(1.0, num_samples * learner.form.targets_per_sample)
+    classes = learner.form.num_classes
+    count = max(1.0, num_samples * learner.form.targets_per_sample)
     f1 = 2 * num_right / max(1.0, num_ones) if classes == 2 else None
     return Evaluation(loss_sum / count, num_correct / count if classes else None, f1, int(num_samples))
 
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended, by `signal` if it is not 0, which the ranks `asked` got; `facts` of where it ran; `notes`,
-    reasons to look at it again."""
+    """How a run ended. `signal` is the signal that stopped it, or 0, and `asked` lists the ranks that received it;
+    `facts` describe where it ran; `notes` are remarks for the user."""
 
     step: int
     signal: int
@@ -171,13 +177,13 @@ class TrainOutcome:
 def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
     """Train; rank 0 writes into the run's folder, if there is one. Collective: call on every rank.
 
-    With `rows`, every rank gets the rows of the metrics; else they are in the folder alone.
+    With `rows`, every rank gets the rows of metrics; otherwise they exist only in the folder.
     """
     carried = Carried()
     if settings.stays_in_memory:
-        import_compiler()  # by the first optimizer, else
+        import_compiler()  # the first optimizer would import it in the middle of the run
         gc.collect()
-        gc.freeze()  # a rank that leaves its world looks for cycles, and only that world's count
+        gc.freeze()  # a rank that leaves its world collects garbage; keep older objects out of that scan
     is_lost = False
     with catch_stop() as request:
         if os.environ.pop(SPARE, ""):
@@ -190,23 +196,23 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
                 is_lost = not isinstance(error, MoreRanksError)
-            gc.collect()  # of groups that nothing uses any more: only then the others know that this rank has left
+            gc.collect()  # free unused process groups: only then do the other ranks notice that this one has left
             stand_by(carried.step, is_lost)
 
 
 def _train(
     settings: TrainSettings, folder: Path | None, resume: bool, rows: bool, request: StopRequest, carried: Carried
 ) -> TrainOutcome:
-    """Train in one world: from the begin, from the last file, or from the state that ranks bring along."""
+    """Train in one world: from the beginning, from the last checkpoint, or from the state in the ranks' memory."""
     with open_world(settings) as world, contextlib.ExitStack() as stack:
-        settings, source = carried.meet(settings, world)
+        settings, source = carried.agree_on_source(settings, world)
         settings.check()
         files = RunFiles(folder, settings, world)
         stack.push(lambda kind, error, _: _close(files, world, error, carried if settings.stays_in_memory else None))
         found = files.lock(resume and source is None)
         if source is not None:
-            found = carried.pass_on(world, source)
-        plan = found.meta.get("plan") if found is not None else None  # by which gradients were sent
+            found = carried.broadcast_state(world, source)
+        plan = found.meta.get("plan") if found is not None else None  # the bucket plan in use at the time
         sets, like = carried.find_sets(world), carried.module
         job = build_job(settings, world, None if plan is None else Plan.from_json(plan), sets, like)
         start = files.restore(job, found) if found is not None else START
@@ -217,12 +223,12 @@ def _train(
             stack.callback(carried.keep, job)
         if start.step > total:
             ends = "epochs" if settings.steps is None else "steps"
-            text = f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step"
-            raise ConfigError(f"{text} {start.step}: give more {ends}", code="mismatch")
+            text = f"--{ends} {getattr(settings, ends)} ends after step {total}, but the run is already at step"
+            raise ConfigError(f"{text} {start.step}: ask for more {ends}", code="mismatch")
         files.open(start.step)
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
-            notes = ("no checkpoint was saved yet: the run starts at the first step",)
+            notes = ("there is no checkpoint yet: the run starts from the first step",)
         if world.rank == 0 and source is None:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
@@ -233,9 +239,9 @@ def _train(
 
 
 def _close(files: RunFiles, world: World, error: BaseException | None, carried: Carried | None) -> None:
-    """All ranks wait until all is on disk: a launcher may end the others as soon as one of them has ended."""
+    """Wait on all ranks until everything is on disk: a launcher may kill the other ranks as soon as one exits."""
     if carried is not None and error is not None and may_stay(error):
-        # Closed later: a checkpoint may be on its way, and the others wait for this rank.
+        # Close the files later: a checkpoint may still be being written, and the other ranks wait for this one.
         carried.files = files.leave_world()
         return
     with pulse.slow("save", _PAUSE_S):
@@ -245,7 +251,9 @@ def _close(files: RunFiles, world: World, error: BaseException | None, carried: 
 
 
 def _describe(job: Job, start: Position) -> str:
-    batches, world, growth = job.batches, job.world, job.batch_schedule
+    batches = job.batches
+    world = job.world
+    growth = job.batch_schedule
     made_of = f"{batches.world_size} x {batches.batch_size}"
     if batches.accumulate > 1:
         made_of += f" x {batches.accumulate} micro-batches"
@@ -261,20 +269,22 @@ def _describe(job: Job, start: Position) -> str:
 
 
 def _describe_strategy(job: Job) -> str:
-    strategy, num = job.settings.parsed_strategy, job.world.world_size * job.settings.workers
+    strategy = job.settings.parsed_strategy
+    num = job.world.world_size * job.settings.workers
     if strategy.is_dense or num == 1:
         return ""
     gradients = read_replica(job.learner.module).gradients
     sent = strategy.count_sent_bytes(gradients, num, job.world.local_world_size)
-    return f"; strategy {strategy.text}, by which a rank sends {format_bytes(round(sent))} in a step"
+    return f"; strategy {strategy.text} (each rank sends {format_bytes(round(sent))} per step)"
 
 
 def _warn(job: Job) -> str:
-    """What a step of the user's own lacks."""
-    own, learner = job.learner.optimizer, job.learner
-    lacks = ["state, without which it cannot be resumed"] if isinstance(own, OwnState) and own.parts is None else []
-    lacks += ["evaluate, without which it is not tested"] if job.test is not None and not learner.can_evaluate else []
-    return f"{learner.name} returned no {', and no '.join(lacks)}" if lacks else ""
+    """A warning about optional parts that a user's own step does not provide, or an empty string."""
+    learner = job.learner
+    own = learner.optimizer
+    missing = ["state, so the run cannot be resumed"] if isinstance(own, OwnState) and own.parts is None else []
+    missing += ["evaluate, so it is not tested"] if job.test is not None and not learner.can_evaluate else []
+    return f"{learner.name} returned no {', and no '.join(missing)}" if missing else ""
 
 
 def _count_elements(module: nn.Module) -> int:
@@ -284,17 +294,22 @@ def _count_elements(module: nn.Module) -> int:
 def _run(
     job: Job, files: RunFiles, request: StopRequest, start: Position, carried: Carried
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Train to the end; returns the last step, the signal that ended the run there, or 0, and the ranks that got it."""
+    """Train to the end. Returns the last step, the signal that ended the run (or 0), and the ranks that received it."""
     read = functools.partial(read_messages, job.learner.model, job.world)
-    journal, clock = Journal(job.world, request, read_messages=read), PhaseClock(job.world.device)
+    journal = Journal(job.world, request, read_messages=read)
+    clock = PhaseClock(job.world.device)
     phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
-    step, number = start.step, 0
+    step = start.step
+    number = 0
     if job.settings.stays_in_memory:
-        number = _settle(job, files, journal, start, carried)
+        number = _finish_previous_world(job, files, journal, start, carried)
     clock.enter("step")
     for taken in run_steps(job, start, phases) if not number else ():
-        carried.position, carried.taken = taken.position, None
-        step, times, lap = taken.position.step, phases.end(), clock.end()
+        carried.position = taken.position
+        carried.taken = None
+        step = taken.position.step
+        times = phases.end()
+        lap = clock.end()
         clock.enter("step")
         journal.add(taken, lap, times, read_exposed(job.learner.model, job.world.world_size))
         if step == start.step + 1 and job.world.rank == 0:
@@ -306,7 +321,7 @@ def _run(
             carried.taken = None
             if number:
                 break
-            clock.end()  # the time between two steps belongs to neither
+            clock.end()  # time between two steps counts towards neither
             clock.enter("step")
     if not number:
         with pulse.slow("save", _PAUSE_S):
@@ -314,8 +329,8 @@ def _run(
     return step, number, journal.asked
 
 
-def _settle(job: Job, files: RunFiles, journal: Journal, start: Position, carried: Carried) -> int:
-    """Take over from the world before this one what follows its last step, and rows. Returns a signal, or 0."""
+def _finish_previous_world(job: Job, files: RunFiles, journal: Journal, start: Position, carried: Carried) -> int:
+    """Write the rows that the previous world left unwritten, and finish its last step. Returns a signal, or 0."""
     written = job.world.share(files.written)[0]
     journal.carry(carried.unwritten, start.step)
     carried.journal, carried.unwritten = journal, None
@@ -327,24 +342,24 @@ def _settle(job: Job, files: RunFiles, journal: Journal, start: Position, carrie
 
 
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
-    """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
+    """Exchange steps between ranks, then evaluate, write rows and save if due. Returns a signal, or 0. Collective."""
     step = taken.position.step
-    job.learner.check_last_step()  # a rank that has failed does not come to the exchange
+    job.learner.check_last_step()  # a failed rank would not take part in the exchange
     exchange = journal.exchange(files.is_due_by_time, job.settings.stays_in_memory and is_wanted())
     rows, is_due = list(exchange.rows), exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
     is_due = is_due or bool(exchange.signal) or taken.is_last
     if isinstance(job.learner.optimizer, ShardedOptimizer) and (is_due or taken.is_epoch_end or exchange.bad):
-        job.learner.optimizer.wait()  # for what reads the parameters here; elsewhere they arrive during the next step
+        job.learner.optimizer.wait()  # parameters are about to be read; otherwise they arrive during the next step
     if exchange.bad is not None:
         files.write_rows(rows)
         bad_step, rank, name = exchange.bad
         name = name or next(filter(None, job.world.share(find_bad_parameter(job.learner.module))), "")
-        name = name or "none: the loss alone"
-        found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
+        name = f"the first bad value in the model is {name}" if name else "all values in the model are finite"
+        found = f"the loss of rank {rank} is not finite, and {name}"
         raise _not_finite(files, bad_step, found)
     if taken.is_last:
         job.learner.sync_parameters()
-    ends = (taken.is_epoch_end or taken.is_last) and rows  # none: they were written in a world before
+    ends = (taken.is_epoch_end or taken.is_last) and rows  # no rows: the previous world wrote them
     if ends and job.test is not None and job.learner.can_evaluate:
         with pulse.slow("evaluate", _PAUSE_S):
             test = evaluate(job.learner, job.test, job.world)
@@ -356,24 +371,24 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
         post(Progress(step, total, label, line=line))
     if is_due:
-        # A finite loss can have gradients that are not: never save what they made of the model. Where replicas differ
-        # between two syncs, one rank may find it alone, and the others must not wait for it.
+        # A finite loss may still have non-finite gradients: never save a model that they have corrupted. Replicas may
+        # differ between syncs, so a single rank may find the problem; the others must not wait for it.
         names = job.world.share(find_bad_parameter(job.learner.module))
         if name := next(filter(None, names), ""):
             where = "" if all(names) else f" on rank {names.index(name)}"
-            raise _not_finite(files, step, f"{name} is not finite{where} after the update, and the loss was")
+            raise _not_finite(files, step, f"{name} is not finite{where} after the update, although the loss was")
         with pulse.slow("save", _PAUSE_S):
             files.save(job, taken.position)
     if exchange.is_left and not exchange.signal and not taken.is_last:
         job.world.barrier()
-        raise MoreRanksError(f"step {step}: more ranks can be had")
+        raise MoreRanksError(f"step {step}: more ranks are available")
     return exchange.signal
 
 
 def _not_finite(files: RunFiles, step: int, found: str) -> TrainingError:
-    files.close()  # what is kept must be there
-    kept = "no checkpoint was saved yet" if files.last is None else f"the checkpoint of step {files.last} is kept"
-    hint = f"{kept}; try a lower --lr, --clip, or look at the data and the model"
+    files.close()  # the error promises a checkpoint: make sure it is on disk
+    kept = "there is no checkpoint yet" if files.last is None else f"the checkpoint of step {files.last} is kept"
+    hint = f"{kept}; try a lower --lr or --clip, or check the data and the model"
     return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")
 
 
@@ -388,7 +403,7 @@ def _describe_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:
-    """Seconds of the last step in which this rank waited for communication; None where the wrapper does not say."""
+    """Seconds that this rank waited for communication in the last step; None if the wrapper does not report it."""
     if (models := list_models(model)) != [model]:
         parts = [read_exposed(part, world_size) for part in models]
         return None if None in parts else sum(filter(None, parts))
@@ -398,11 +413,14 @@ def read_exposed(model: nn.Module, world_size: int) -> float | None:
 
 
 def read_messages(model: nn.Module, world: World) -> tuple[int, dict[str, Any]] | None:
-    """When each bucket of a recent step was ready, sent and done on this rank, and after how many steps; None where the
-    wrapper did not record one, and where there is none."""
+    """When each bucket of a recent step was ready, sent and done on this rank, and how many steps ago that was.
+
+    None if nothing was recorded: the wrapper did not record a recent step, is not ours, or there is only one rank.
+    """
     if not isinstance(model, DataParallel) or world.world_size == 1:
         return None
-    found, plan = model.read_recorded(), model.plan
+    found = model.read_recorded()
+    plan = model.plan
     if found is None or plan is None:
         return None
     age, times = found

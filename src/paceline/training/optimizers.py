@@ -1,4 +1,4 @@
-"""LARS and LAMB, the optimizers for large batches, and the parameter groups that every optimizer gets."""
+"""LARS and LAMB, the optimizers for large batches, and the parameter groups that all optimizers use."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,43 +11,46 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError, refuse
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-# The numbers of a group, and what each must be below.
+# Numeric settings of a group with their exclusive upper bounds.
 _LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "trust_coefficient": math.inf, "momentum": 1.0}
 
 
 def _compute_norms(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of tensors of one device and dtype, as one tensor there; of low precision, summed in float32.
-    They are the parameters, or what belongs to them."""
+    """The 2-norms of tensors on one device and of one dtype, as one tensor; low precision is summed in float32.
+
+    `tensors` are the parameters or values that belong to them, such as gradients.
+    """
     dtype = torch.float32 if tensors[0].dtype in _LOW_PRECISION else None
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
 
 
 def _compute_ratios(wanted: Tensor, found: Tensor) -> tuple[Tensor, ...]:
-    """`wanted / found` of each layer, and 1 where one of the two is 0; they stay on the device."""
+    """`wanted / found` for each layer, or 1 if either is 0. The ratios stay on the device."""
     return torch.where((wanted > 0) & (found > 0), wanted / found, 1.0).unbind()
 
 
 class _LayerwiseOptimizer(Optimizer):
-    """An optimizer that works on lists of tensors: no loop over parameters, no wait for a GPU.
+    """An optimizer that works on lists of tensors: no loop over parameters, no GPU synchronisation.
 
-    A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are skipped, and sparse
-    ones refused. A child moves the tensors of one device and dtype in `_move`.
+    A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are skipped; sparse
+    gradients are refused. Subclasses implement `_update` for tensors of one device and dtype.
     """
 
-    # Replaced where a rank has ranges of the parameters alone.
+    # Replaced by sharded optimizers, where a rank holds only ranges of the parameters.
     compute_norms: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor] = staticmethod(_compute_norms)
 
-    def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        owner, group = type(self).__name__, {**self.defaults, **param_group}
+        owner = type(self).__name__
+        group = {**self.defaults, **param_group}
         betas = group.get("betas", (0.0, 0.0))
-        is_pair, is_still = isinstance(betas, tuple | list) and len(betas) == 2, group.get("momentum") == 0
+        is_pair = isinstance(betas, tuple | list) and len(betas) == 2
         refuse(
             (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: True or False is needed"),
             (not is_pair, f"{owner}: betas {betas!r}: two numbers are needed"),
-            (group.get("nesterov") and is_still,
+            (group.get("nesterov") and group.get("momentum") == 0,
              f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov"),
         )  # fmt: skip
         numbers = [(name, group[name], below) for name, below in _LIMITS.items() if name in group]
@@ -60,7 +63,7 @@ class _LayerwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _find_buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        """The tensors of this name in the state of each parameter; zeros at first."""
+        """The state tensors of this name for all parameters, initialised to zeros."""
         for param in params:
             if self.state[param].get(name) is None:
                 self.state[param][name] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -68,20 +71,20 @@ class _LayerwiseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it here, and the state would differ from what was saved
+        self.defaults.pop("differentiable", None)  # torch adds this key; the state would differ from the saved one
         for group in self.param_groups:
-            for name, value in self.defaults.items():  # the state of torch's optimizers has fewer
+            for name, value in self.defaults.items():  # states of torch's optimizers lack some of our keys
                 group.setdefault(name, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step; `closure` recomputes the loss and its gradients, and the loss is returned."""
+        """Take a step. `closure`, if given, recomputes the loss and its gradients; its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # By device and dtype: an operation takes one of each.
+            # Grouped by device and dtype, as foreach operations require.
             alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
             for param in group["params"]:
                 if param.grad is None:
@@ -89,28 +92,29 @@ class _LayerwiseOptimizer(Optimizer):
                 if param.grad.layout is not torch.strided:
                     raise ConfigError(
                         f"{type(self).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is "
-                        f"{param.grad.layout}: a dense one is needed (sparse=False of an embedding)"
+                        f"{param.grad.layout}: a dense one is needed (use sparse=False for an embedding)"
                     )
                 params, grads = alike.setdefault((param.device, param.dtype), ([], []))
                 params.append(param)
                 grads.append(param.grad)
             for params, grads in alike.values():
-                self._move(params, grads, group)
+                self._update(params, grads, group)
         return loss
 
 
 class LARS(_LayerwiseOptimizer):
-    """SGD with momentum and a trust ratio for each parameter, for batches so large that one rate does not fit all.
+    """SGD with momentum and a trust ratio per parameter, for batches so large that one rate does not fit all layers.
 
         ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
         u = momentum * u + ratio * (g + weight_decay * w)
         w = w - lr * u
 
-    The ratio is 1 where `|w|` or `|g|` is 0, and in groups with `adapt=False`, which then learn as with torch's SGD:
-    for biases and norms (`split_parameters`). With `nesterov`, w moves by momentum * u + ratio * (...).
+    The ratio is 1 if `|w|` or `|g|` is 0. It is also 1 in groups with `adapt=False`, which behave as in torch's SGD;
+    use them for biases and norms (`split_parameters`). With `nesterov`, w moves by momentum * u + ratio * (...).
 
-    The rate is not in u, as it is in the paper's v = momentum * v + lr * ratio * (...). So a rate that changes applies
-    to all of u at once, and needs no momentum correction (Goyal 2017). At a constant rate the two are the same.
+    The learning rate is not part of u, unlike in the paper's v = momentum * v + lr * ratio * (...). A change of the
+    rate therefore applies to all of u at once, and needs no momentum correction (Goyal 2017). At a constant rate the
+    two are the same.
     """
 
     def __init__(
@@ -123,16 +127,18 @@ class LARS(_LayerwiseOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        decay, momentum = group["weight_decay"], group["momentum"]
+    def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        decay = group["weight_decay"]
+        momentum = group["momentum"]
         moves = torch._foreach_add(grads, params, alpha=decay) if decay else list(grads)
         if group["adapt"]:
             norms = self.compute_norms(params, params)
-            wanted, found = group["trust_coefficient"] * norms, self.compute_norms(params, grads)
-            # A gradient of 0 has no direction of its own to trust, whatever the decay adds to it.
+            wanted = group["trust_coefficient"] * norms
+            found = self.compute_norms(params, grads)
+            # A zero gradient gets a ratio of 1: the direction would come from weight decay alone.
             found = torch.where(found > 0, found + decay * norms + group["eps"], 0.0)
             ratios = _compute_ratios(wanted, found)
-            # Not in place: without decay these are the gradients themselves.
+            # Not in place: without weight decay these are the gradients themselves.
             moves = torch._foreach_mul(moves, ratios)
         if momentum:
             velocities = self._find_buffers(params, "momentum_buffer")
@@ -145,13 +151,13 @@ class LARS(_LayerwiseOptimizer):
 class LAMB(_LayerwiseOptimizer):
     """Adam with a trust ratio for each parameter, for batches so large that one rate does not fit all layers.
 
-        m, v = the running means of g and g * g, by betas, each divided by 1 - beta ** step
+        m, v = running means of g and g * g with decay rates betas, each divided by 1 - beta ** step
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
-    The ratio `|w| / |r|` is 1 where `|w|` or `|r|` is 0, and in groups with `adapt=False`, which then learn as with
-    torch's AdamW: for biases and norms (`split_parameters`). The norm of w is not bounded: the paper's phi is the
-    identity.
+    The ratio `|w| / |r|` is 1 if `|w|` or `|r|` is 0. It is also 1 in groups with `adapt=False`, which behave as in
+    torch's AdamW; use them for biases and norms (`split_parameters`). The norm of w is not clipped: the paper's phi is
+    the identity.
     """
 
     def __init__(
@@ -160,13 +166,14 @@ class LAMB(_LayerwiseOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True})
 
-    def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         for param in params:
-            # A number on the host for each parameter: one without gradients for some steps has taken fewer.
+            # Counted on the host for each parameter: steps without a gradient do not count.
             self.state[param]["step"] = self.state[param].get("step", 0) + 1
         steps = [self.state[param]["step"] for param in params]
-        firsts, seconds = self._find_buffers(params, "exp_avg"), self._find_buffers(params, "exp_avg_sq")
+        firsts = self._find_buffers(params, "exp_avg")
+        seconds = self._find_buffers(params, "exp_avg_sq")
         torch._foreach_lerp_(firsts, grads, 1 - beta1)
         torch._foreach_mul_(seconds, beta2)
         torch._foreach_addcmul_(seconds, grads, grads, 1 - beta2)
@@ -184,8 +191,10 @@ class LAMB(_LayerwiseOptimizer):
 
 
 def match_strides(optimizer: Optimizer) -> None:
-    """Give what an optimizer keeps of each parameter the order in memory of that parameter: files have the usual one,
-    and with `channels_last` fused optimizers refuse it."""
+    """Give an optimizer's state tensors the strides of their parameters.
+
+    Checkpoint files store contiguous tensors, which fused optimizers refuse for `channels_last` parameters.
+    """
     for param, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
@@ -193,9 +202,9 @@ def match_strides(optimizer: Optimizer) -> None:
 
 
 def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: matrices and filters with decay and trust ratios, biases and norms with neither.
+    """Groups for an optimizer: matrices and filters with weight decay and trust ratios, biases and norms with neither.
 
-    Frozen parameters and empty groups are left out. Only LARS and LAMB read `adapt`; torch's optimizers carry it along.
+    Frozen parameters and empty groups are omitted. Only LARS and LAMB read `adapt`; torch's optimizers ignore it.
     """
     params = [param for param in module.parameters() if param.requires_grad]
     groups = [

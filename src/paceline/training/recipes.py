@@ -1,4 +1,4 @@
-"""Recipes for large batches: what each changes in the settings of a run, by name. Imports no torch."""
+"""Recipes for large batches: named changes to the settings of a run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_RECIPE = "none"
 
 @dataclass(frozen=True)
 class _Context:
-    """The base settings, the number of a switch, the batch over that of the settings, that one, and the updates."""
+    """What a switch needs to know. `value` is its number; `growth` is the batch size relative to the base batch."""
 
     settings: TrainSettings
     value: float
@@ -26,8 +26,10 @@ class _Context:
 
 
 def _grow(context: _Context) -> dict[str, Any]:
-    """From the base batch to this one by factors of up to four, from the share on; the rate stays constant, because
-    growth replaces its decay."""
+    """Grow from the base batch to the full one by factors of up to four, starting at this fraction of the run.
+
+    The learning rate stays constant, because growth replaces its decay.
+    """
     factors, factor = [], 1
     while factor < context.growth:
         factor = min(4 * factor, int(context.growth))
@@ -40,7 +42,7 @@ def _grow(context: _Context) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Switch:
-    """What a name in a recipe changes. `default` is its number where none is typed; NaN: the base batch size."""
+    """One named change in a recipe. `default` is its number if none is given; NaN means the base batch size."""
 
     default: float
     change: Callable[[_Context], dict[str, Any]]
@@ -49,19 +51,19 @@ class Switch:
 
 
 SWITCHES: Mapping[str, Switch] = {
-    # The rate times the growth of the batch, which keeps what an epoch does while gradients of a batch change little
-    # (Goyal 2017) and wants a warm-up; or times its root, which keeps the noise of a step (Krizhevsky 2014).
+    # Linear scaling keeps the progress per epoch as long as gradients change little within a batch; it needs a warm-up
+    # (Goyal 2017). Square-root scaling keeps the noise of a step (Krizhevsky 2014).
     "linear": Switch(1.0, lambda c: {"lr": c.settings.lr * c.growth * c.value}, ("sqrt", "lars", "lamb")),
     "sqrt": Switch(1.0, lambda c: {"lr": c.settings.lr * sqrt(c.growth) * c.value}, ("linear", "lars", "lamb")),
-    # A layer-wise optimizer needs its own rate: the number is that at the base batch. With LARS biases and norms have
-    # the rate but no trust ratio. So the coefficient is larger than the paper's, and the rate smaller by the same
-    # factor: layers step as far, and biases and norms not much farther than with SGD.
+    # A layer-wise optimizer needs its own learning rate; the number is the rate at the base batch. LARS applies the
+    # rate without a trust ratio to biases and norms. So the coefficient is larger than in the paper and the rate
+    # smaller by the same factor: layers move as far, and biases and norms not much farther than with SGD.
     "lars": Switch(
         0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.value * sqrt(c.growth)}, ("lamb",)
     ),
     "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.value * sqrt(c.growth)}, ("lars",)),
     "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),
-    # The others are rates for the large batch, and it starts with the small one.
+    # Excludes the switches that set a rate for the large batch: growth starts with the small one.
     "grow": Switch(0.4, _grow, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
     "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",)),
     "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",)),
@@ -71,21 +73,21 @@ SWITCHES: Mapping[str, Switch] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Switches that are on together, with their numbers: `linear+warmup:0.1`. None of them is `none`."""
+    """A combination of switches with their numbers, such as `linear+warmup:0.1`; `none` has no switches."""
 
     text: str
     switches: tuple[tuple[str, float], ...]
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        text = "".join(text.split())  # one recipe has one name, whatever its spaces
+        text = "".join(text.split())  # the name of a recipe does not depend on spaces
         if text == NO_RECIPE:
             return cls(text, ())
         found: list[tuple[str, float]] = []
         for part in text.split("+"):
             name, colon, number = part.strip().partition(":")
             if name not in SWITCHES:
-                raise ConfigError(f"recipe {text!r}: {name!r} is unknown; known are none, {', '.join(SWITCHES)}")
+                raise ConfigError(f"recipe {text!r}: {name!r} is unknown; use none, {', '.join(SWITCHES)}")
             try:
                 value = float(number) if colon else SWITCHES[name].default
             except ValueError:
@@ -95,9 +97,9 @@ class Recipe:
             typed = f"recipe {text!r}: {number} after {name}"
             refuse(
                 (is_odd, f"{typed}: a number above 0 is needed"),
-                (SWITCHES[name].is_share and value >= 1, f"{typed} is a share: below 1 is needed"),
+                (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: below 1 is needed"),
                 (name == "ghost" and colon and not is_size, f"{typed}: an integer of at least 2 is needed"),
-                (name == "sync" and colon, f"{typed}, which takes no number"),
+                (name == "sync" and colon, f"{typed}, which does not take a number"),
             )
             found.append((name, value))
         names = [name for name, _ in found]
@@ -113,19 +115,20 @@ class Recipe:
 
     @property
     def is_for_norms(self) -> bool:
-        """Whether it changes BatchNorm, so that a model without one cannot have it."""
+        """Whether it changes BatchNorm, and so needs a model that has one."""
         return not {"ghost", "sync"}.isdisjoint(self.names)
 
     @property
     def is_for_classes(self) -> bool:
-        """Whether it changes labels, so that a job that predicts numbers cannot have it."""
+        """Whether it changes class labels, and so does not apply to regression."""
         return "smoothing" in self.names
 
     def apply(
         self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
     ) -> TrainSettings:
-        """The base settings at this global batch with all switches on, in the order of `SWITCHES`."""
-        settings, values = replace(base, global_batch_size=global_batch_size), dict(self.switches)
+        """The base settings at this global batch with all switches applied, in the order of `SWITCHES`."""
+        settings = replace(base, global_batch_size=global_batch_size)
+        values = dict(self.switches)
         for name, switch in SWITCHES.items():
             if name in values:
                 value = float(base_batch_size) if math.isnan(values[name]) else values[name]
@@ -136,14 +139,16 @@ class Recipe:
 
 
 def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
-    """Cut the global batch into micro-batches of at most `most_at_once` samples on each rank, all of one size.
+    """Split the global batch into equal micro-batches of at most `most_at_once` samples on each rank.
 
-    A growing batch makes micro-batches larger as long as they fit, and then adds more of them.
+    A growing batch uses larger micro-batches if its largest one fits, and more micro-batches otherwise.
     """
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None
     if size % ranks:
-        raise ConfigError(f"a global batch of {size} cannot be shared by {ranks} ranks: use a multiple of {ranks}")
+        raise ConfigError(
+            f"a global batch of {size} cannot be divided evenly among {ranks} ranks: use a multiple of {ranks}"
+        )
     share = size // ranks
     accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
     largest = share * max((factor for _, factor in settings.batch_growth), default=1)

@@ -1,7 +1,7 @@
-"""A run that continues in a new world: what a process brings along, and how the ranks of that world agree on it.
+"""Continues a run in a new world: the state that a process keeps, and how the ranks of that world agree on it.
 
-After a fault ranks may be one step apart. The most advanced one has what all of them would have had, and the others get
-its state, as from a checkpoint: in memory it has the same form, and `RunFiles.restore` takes both.
+After a fault, ranks may be one step apart. The most advanced rank sends its state to the others. In memory the state
+has the same form as in a checkpoint, and `RunFiles.restore` accepts both.
 """
 
 from __future__ import annotations
@@ -34,39 +34,42 @@ from paceline.workloads.data.own import OwnData
 
 
 class MoreRanksError(PacelineError):
-    """All ranks leave their world after one step, for a larger one."""
+    """Raised on all ranks after the same step, to leave their world for a larger one."""
 
 
 def may_stay(error: BaseException) -> bool:
-    """Whether a rank that raised this may continue in another world: it has lost others, or more can be had."""
-    if isinstance(error, Exception) and has_lost_rank():  # aborted messages may be read as any error
+    """Whether a rank that raised this may continue in another world: it lost a peer, or more ranks are available."""
+    if isinstance(error, Exception) and has_lost_rank():  # an aborted message can cause any kind of error
         return True
     return isinstance(error, MoreRanksError) or find_code(error) == "peer-lost"
 
 
 def check_policy(job: Job) -> None:
-    """Refuse what only the built job shows. On every rank alike."""
+    """Refuse recovery policies that the built job does not support; the result is the same on every rank."""
     asked = f"--on-fault {job.settings.on_fault}"
     stream = job.train if isinstance(job.train, OwnData) and job.train.is_stream else None
     refuse(
         (job.learner.own_step is not None,
-         f"{asked}: the step of {job.learner.name} is its own, and may be half done when a rank is lost; use restart"),
+         f"{asked}: {job.learner.name} has its own step, which may be half done when a rank is lost; use restart"),
         (stream is not None and job.settings.on_fault == "shrink",
-         f"{asked}: {job.train.describe()}, of which other ranks cannot take a share within an epoch; use spare"),
+         f"{asked}: {job.train.describe()}, which cannot be divided anew within an epoch; use spare"),
         ("nccl" in job.world.backend and not pulse.is_open(),
-         f"{asked} on nccl, whose ranks do not notice that another is lost, and no monitor can tell them here: use "
+         f"{asked} on nccl, whose ranks cannot detect a lost peer, and there is no monitor here to tell them: use "
          "restart, or the backend gloo"),
         (stream is not None and stream.is_sharded,
-         f"{asked}: {job.train.describe()}, and only a rank itself knows its part; use restart"),
+         f"{asked}: {job.train.describe()}, and no other rank can read a lost rank's part; use restart"),
         code="on-fault",
     )  # fmt: skip
 
 
 @dataclass
 class Carried:
-    """What one process has of a run between two worlds. A spare has its data and an untrained model alone, and no
-    `position`. `taken` is the last step of which it had not done what follows a step. Nothing here may hold a group:
-    gloo closes its connections when the last reference goes, and only then the others know that this rank has left."""
+    """The state of a run that a process keeps between two worlds.
+
+    A spare has only the data and an untrained model, and no `position`. `taken` is the last step, if its follow-up work
+    (metrics, evaluation, saving) is not finished. Nothing here may reference a process group: gloo closes its
+    connections with the last reference, and only then do the other ranks notice that this one has left.
+    """
 
     sets: Sets | None = None
     module: nn.Module | None = None
@@ -85,7 +88,7 @@ class Carried:
         return -1 if self.position is None else self.position.step
 
     def keep(self, job: Job) -> None:
-        """Keep what a step or a world cannot take away; the wrapper, its buckets and groups go."""
+        """Keep the state that outlives a world; drop the wrapper with its buckets and groups."""
         learner = job.learner
         self.sets, self.module, self.device = (job.train, job.test), learner.module, learner.device
         if self.position is not None:
@@ -95,20 +98,21 @@ class Carried:
             self.state |= {"strategy": [[strategy]] if strategy else []}
         self.batches = self.batches or job.batches
         if self.journal is not None:
-            self.unwritten, self.journal = self.journal.list_unwritten(), None
+            self.unwritten = self.journal.list_unwritten()
+            self.journal = None
         learner.optimizer.zero_grad(set_to_none=True)
         if isinstance(learner.model, DataParallel):
             learner.model.stop()
 
     def find_sets(self, world: World) -> Sets | None:
-        """The data, where it is on the device of this rank: another number may mean another GPU."""
+        """The data, if it is on this rank's device; a new rank number may mean another GPU."""
         return self.sets if self.device == world.device else None
 
-    def meet(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:
-        """The settings for the ranks that are here, and the rank that has the state; None at the begin of a run.
+    def agree_on_source(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:
+        """The settings for the current number of ranks, and the rank that holds the state, or None in a new run.
         Collective: call on every rank."""
         files, self.files = self.files, None
-        if files is not None:  # before anybody opens them in this world
+        if files is not None:  # close them before any rank opens them in this world
             files.close()
         settings = dataclasses.replace(settings, ranks=world.world_size)
         if not settings.stays_in_memory:
@@ -125,8 +129,8 @@ class Carried:
         )
         return before.on_ranks(world.world_size), source
 
-    def pass_on(self, world: World, source: int) -> disk.Loaded:
-        """The state of the rank `source`, on every rank. Collective: call on every rank."""
+    def broadcast_state(self, world: World, source: int) -> disk.Loaded:
+        """The state of rank `source`, on every rank. Collective: call on every rank."""
         tensors: dict[str, torch.Tensor] = {}
         mine: Any = None
         if world.rank == source:
@@ -145,8 +149,8 @@ class Carried:
         return disk.Loaded(meta["step"], found["model"], state, meta, Path("the state in memory"))
 
     def agree_on_taken(self, world: World, step: int) -> TakenStep | None:
-        """The step after which some rank had not yet done what follows it, where all are now. Collective."""
-        nothing = StepOutcome(torch.zeros(()), None)  # what this rank alone saw is in `unwritten`
+        """The step that all ranks have reached, if some rank had not finished its follow-up work. Collective."""
+        nothing = StepOutcome(torch.zeros(()), None)  # this rank's own outcome is in `unwritten`
         mine = None if self.taken is None else dataclasses.replace(self.taken, outcome=nothing)
         found = [taken for taken in world.share(mine) if taken is not None and taken.position.step == step]
         self.taken = None
@@ -154,11 +158,11 @@ class Carried:
 
 
 def warm_up(settings: TrainSettings) -> Carried:
-    """Make this process ready to become a rank, in a world of its own: modules, data and model are there."""
+    """Prepare this process to become a rank: import modules and build data and model in a world of its own."""
     carried = Carried()
     if settings.batch_size or settings.global_batch_size or not (settings.is_whole or is_own_data(settings.data)):
-        settings = settings.on_ranks(1)  # as many steps as the run has
-    # It takes no step: nothing that depends on their number may be refused here.
+        settings = settings.on_ranks(1)  # keeps the number of steps
+    # A spare takes no steps here, so settings that depend on their number must not be refused.
     takes_none: dict[str, Any] = {"lr_warmup": 0, "batch_growth": (), "grow": "accumulate", "plan": None, "threads": 1}
     alone = dataclasses.replace(settings, ranks=1, wrapper="none", strategy="dense", **takes_none)
     with open_world(alone) as world:
@@ -168,7 +172,7 @@ def warm_up(settings: TrainSettings) -> Carried:
 
 
 class BufferGuard:
-    """Undoes what a step that failed has done to the buffers of a model, such as the statistics of BatchNorm."""
+    """Restores a model's buffers, such as BatchNorm statistics, when a step fails."""
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = list(module.buffers())
@@ -178,7 +182,7 @@ class BufferGuard:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         for place, buffer in enumerate(self._buffers):
-            # Most never change. Norms write their statistics, which are vectors, maybe without a new version.
+            # Most buffers never change. Norms may update their statistics, which are vectors, without a new version.
             if (buffer.dim() == 1 and buffer.is_floating_point()) or buffer._version != self._versions[place]:
                 self._kept[place], self._versions[place] = buffer.clone(), buffer._version
         try:

@@ -1,4 +1,4 @@
-"""Learning rates and global batches as pure functions of the step: nothing to save, so a resumed run cannot differ."""
+"""Learning rates and global batches as pure functions of the step: no state to save, so a resumed run cannot differ."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 
 
 def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") -> None:
-    """Refuse drops that are not increasing shares of a run, or of another schedule than piecewise."""
-    found, rises = f"{name} {','.join(map(str, drops)) or 'none'}", itertools.pairwise((0.0, *drops, 1.0))
+    """Refuse drops that are not increasing fractions of a run, or that are used without the piecewise schedule."""
+    found = f"{name} {','.join(map(str, drops)) or 'none'}"
+    rises = itertools.pairwise((0.0, *drops, 1.0))
     refuse(
         (bool(drops) != (shape == "piecewise"),
-         f"{found} with schedule {shape}: drops belong to piecewise, which needs them, as 0.5,0.75"),
-        (not all(a < b for a, b in rises), f"{found}: increasing shares of the run between 0 and 1 are needed"),
+         f"{found} with schedule {shape}: piecewise, and only piecewise, needs drops, such as 0.5,0.75"),
+        (not all(a < b for a, b in rises), f"{found}: increasing fractions of the run between 0 and 1 are needed"),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate that climbs linearly to `peak` over `warmup_steps`, and then has a shape.
+    """A learning rate that rises linearly to `peak` over `warmup_steps`, and then follows a shape.
 
-    It stays (constant), falls to 0 at `num_steps` (cosine, linear), or is divided by 10 at each of `drops`, which are
-    shares of all `num_steps`, those of the warm-up included (piecewise).
+    It stays there (constant), falls to 0 at `num_steps` (cosine, linear), or is divided by 10 at each of `drops`
+    (piecewise), which are fractions of all `num_steps`, including the warm-up.
     """
 
     shape: str
@@ -45,7 +46,7 @@ class Schedule:
     def __post_init__(self) -> None:
         steps, warmup, first = self.num_steps, self.warmup_steps, (*self.drops, math.inf)[0]
         refuse(
-            (self.shape not in SCHEDULES, f"unknown schedule {self.shape!r}: known are {', '.join(SCHEDULES)}"),
+            (self.shape not in SCHEDULES, f"unknown schedule {self.shape!r}: use one of {', '.join(SCHEDULES)}"),
             (not 0 <= self.peak < math.inf, f"peak {self.peak}: a finite number from 0 is needed"),
             (steps < 1 or warmup < 0, f"{steps} steps, {warmup} of warm-up: at least 1 and 0 are needed"),
         )
@@ -59,7 +60,8 @@ class Schedule:
         if self.shape == "constant":
             return self.peak
         if self.shape == "piecewise":
-            # The quotient is rounded once, as a share that was typed is: 0.55 of 100 steps is step 55, not 56.
+            # Divide rather than multiply: the quotient rounds exactly as the literal does, so 0.55 of 100 steps is
+            # step 55, not 56.
             return self.peak * 0.1 ** sum(step / self.num_steps >= drop for drop in self.drops)
         length = max(1, self.num_steps - self.warmup_steps)
         share = min(1.0, (step - self.warmup_steps) / length)
@@ -68,21 +70,21 @@ class Schedule:
         return self.peak * 0.5 * (1 + math.cos(math.pi * share))
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Give all groups of an optimizer the learning rate of a step, and return it."""
+        """Set the learning rate of a step in all groups of an optimizer, and return it."""
         rate = self.rate(step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         return rate
 
 
-# How a rank takes its share of a grown batch: in more micro-batches, or in larger ones.
+# How a rank computes its part of a grown batch: with more micro-batches, or with larger ones.
 GROWS = ("accumulate", "batch-size")
 
 Growths = tuple[tuple[float, int], ...]
 
 
 def parse_growths(text: str) -> Growths:
-    """Parse `0.5:4,0.75:16`: from each share of the run on, the first batch times the factor."""
+    """Parse `0.5:4,0.75:16`: from each fraction of the run on, the initial batch is multiplied by the factor."""
     growths = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
@@ -95,20 +97,20 @@ def parse_growths(text: str) -> Growths:
 
 
 def format_growths(growths: Growths) -> str:
-    """As it is typed; `none` where the batch does not grow."""
+    """The inverse of `parse_growths`; `none` if the batch does not grow."""
     return ",".join(f"{share}:{factor}" for share, factor in growths) or "none"
 
 
 def check_growths(growths: Growths) -> None:
-    """Refuse invalid growths: shares of the run must increase, and so must factors, from 2."""
+    """Refuse invalid growths: fractions of the run and factors must increase, and factors start at 2."""
     flag = f"--batch-growth {format_growths(growths)}:"
     for (before, least), (share, factor) in itertools.pairwise(((0.0, 1), *growths)):
         is_factor = type(factor) is int
         refuse(
-            (not 0 < share < 1, f"{flag} {share} is not a share of the run; above 0 and below 1 is needed"),
-            (not is_factor, f"{flag} {factor!r} is not a factor; an integer is needed, so that ranks can share"),
-            (share <= before, f"{flag} {share} comes after {before}; each share has to be larger than the last"),
-            (is_factor and factor <= least, f"{flag} {factor} times comes after {least} times; each has to be larger"),
+            (not 0 < share < 1, f"{flag} {share} is not a fraction of the run; above 0 and below 1 is needed"),
+            (not is_factor, f"{flag} factor {factor!r} must be an integer, so that ranks can divide the batch"),
+            (share <= before, f"{flag} {share} comes after {before}; fractions must increase"),
+            (is_factor and factor <= least, f"{flag} factor {factor} comes after {least}; factors must increase"),
         )
 
 
@@ -116,8 +118,8 @@ def check_growths(growths: Growths) -> None:
 class BatchSchedule:
     """The global batches of a run of `epochs` over `num_samples` each.
 
-    The batch grows at the first step that begins at or after a share of all samples of all epochs, also within an
-    epoch.
+    The batch grows at the first step that starts at or after the given fraction of all samples of all epochs, even
+    within an epoch.
     """
 
     global_batch_size: int
@@ -129,21 +131,21 @@ class BatchSchedule:
     def __post_init__(self) -> None:
         numbers = (self.global_batch_size, self.num_samples, self.epochs)
         if min(numbers) < 1:
-            raise ConfigError("batches of {} of {} samples, {} epochs: at least 1 of each is needed".format(*numbers))
+            raise ConfigError("batch size {}, {} samples, {} epochs: at least 1 of each is needed".format(*numbers))
         check_growths(self.growths)
 
     @cached_property
     def marks(self) -> tuple[tuple[int, int], ...]:
-        """Each growth as (the sample of the run from which on a step has it, its global batch)."""
+        """Each growth as (first sample of the run with this batch, global batch size)."""
         total = self.epochs * self.num_samples
-        # As it was typed: 0.1 of 30 samples is 3, and the float product is a little more.
+        # Use the exact decimal: 0.1 of 30 samples is 3, but the float product is slightly more.
         return tuple(
             (math.ceil(Fraction(repr(float(share))) * total), factor * self.global_batch_size)
             for share, factor in self.growths
         )
 
     def window_sizes(self, epoch: int) -> tuple[int, ...]:
-        """The size of every window that begins in the epoch; the last is its nominal size, even if it is short."""
+        """The size of every window that starts in the epoch; for a short last window, its nominal size."""
         sizes: list[int] = []
         at, end = epoch * self.num_samples, (epoch + 1) * self.num_samples
         while at < end:
@@ -160,14 +162,15 @@ class BatchSchedule:
 
     @cached_property
     def num_steps(self) -> int:
-        """Of the whole run."""
+        """Number of steps in the whole run."""
         steps = self.epochs * self.count_steps(0)
         return steps if not self.growths else sum(self.count_steps(epoch) for epoch in range(self.epochs))
 
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
-        """The first step of each growth, counted from 0; None for one that no step reaches."""
-        first, step = dict[int, int](), 0
+        """The first step of each growth, counted from 0; None if no step reaches it."""
+        first: dict[int, int] = {}
+        step = 0
         for epoch in range(self.epochs if self.growths else 0):
             sizes = self.window_sizes(epoch)[: self.count_steps(epoch)]
             first = {size: step + sizes.index(size) for size in set(sizes)} | first
@@ -177,11 +180,12 @@ class BatchSchedule:
     def check(self) -> None:
         """Refuse growths that do not fit this data, rather than train without them."""
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
-            flag, grown = f"--batch-growth {format_growths(self.growths)}:", f"{factor} times {self.global_batch_size}"
+            flag = f"--batch-growth {format_growths(self.growths)}:"
+            grown = f"{factor} x {self.global_batch_size}"
             refuse(
                 (size > self.num_samples,
                  f"{flag} {grown} is more than the {self.num_samples} samples of an epoch; use a smaller factor"),
                 (step is None,
-                 f"{flag} no step has the growth at {share}: it is too late, or the next replaces it; "
+                 f"{flag} no step uses the growth at {share}: it comes too late, or the next one replaces it; "
                  "move it, or leave it out"),
             )  # fmt: skip

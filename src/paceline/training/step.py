@@ -1,4 +1,4 @@
-"""One training step, top to bottom: forward, backward and optimizer, each a phase on a clock."""
+"""One training step, top to bottom: forward, backward and optimizer, each timed as a phase."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class PhaseTimes:
-    """Seconds of each phase of one step; a phase that occurs several times is added up."""
+    """Seconds of each phase of one step; a phase that occurs several times is summed."""
 
     def __init__(self, moments: Sequence[tuple[str, Any]] = ()) -> None:
         self.moments = moments
 
     def read(self) -> dict[str, float]:
-        """On a GPU the step must have finished: this reads events and does not wait for them."""
+        """Seconds by phase. On a GPU the step must have finished: this reads events without waiting for them."""
         seconds: dict[str, float] = {}
         for (phase, begin), (_, end) in itertools.pairwise(self.moments):
             seconds[phase] = seconds.get(phase, 0.0) + between_s(begin, end)
@@ -40,7 +40,7 @@ class PhaseTimes:
 
 
 class Phases(Protocol):
-    """Receives the begin of each phase of a step (`forward`, `backward` with its waits, `optimizer`), and its end."""
+    """Receives the start of each phase of a step (`forward`, `backward` with its waits, `optimizer`), and its end."""
 
     def enter(self, phase: str) -> None:
         return
@@ -54,7 +54,7 @@ class NoPhases(Phases):
 
 
 class PhaseClock:
-    """Records when each phase begins, on the host's clock or by events on a GPU, without waiting for the GPU."""
+    """Records when each phase starts, by the host's clock or by CUDA events, without waiting for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,9 +69,11 @@ class PhaseClock:
         return PhaseTimes(moments)
 
 
-def settled_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards. Else torch does
-    so in the middle of the first step, which a resumed run would compute by other kernels."""
+def fixed_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """Turn oneDNN off while open, if it does not support this precision on this CPU.
+
+    Otherwise torch turns it off in the middle of the first step, and a resumed run would use different kernels.
+    """
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
         return contextlib.nullcontext()
@@ -80,8 +82,10 @@ def settled_kernels(device: torch.device, precision: str) -> contextlib.Abstract
 
 @dataclass
 class Learner:
-    """What learns on one rank: the model in its wrapper, the bare module, its optimizer and how it computes. `name` is
-    that of the model. With a step of the user's own, `optimizer` is what that has of state."""
+    """Everything that one rank trains with: the wrapped model, the bare module, the optimizer and numeric settings.
+
+    `name` is the name of the model. With a user's own step, `optimizer` is an `OwnState`.
+    """
 
     model: nn.Module
     module: nn.Module
@@ -96,7 +100,7 @@ class Learner:
     name: str = ""
     own_step: Callable[..., Any] | None = None
     own_evaluate: Callable[..., Any] | None = None
-    workers: Any = None  # several that take their steps together: see `workers`
+    workers: Any = None  # several learners that step together: see `workers.Workers`
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -112,13 +116,14 @@ class Learner:
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def fill(self, loaded: LoadedBatch) -> Batch:
-        """Where a rank has no sample: one that does not count or, where norms over all ranks would count it, none."""
+        """The batch to compute. A rank without samples gets a filler with zero weight, or an empty batch if the model
+        has norms over all ranks, which would count the filler."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.map(lambda tensor: tensor[:0])
 
     def call_own(self, what: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """A step of the user's own, or its evaluation: the mean loss over the batch that it returned."""
+        """Call the user's own step or evaluation, and return its mean loss over the batch."""
         function: Any = {"step": self.own_step, "evaluate": self.own_evaluate}[what]
         with own_errors(self.name, always=True):
             loss = function(model, batch.content)
@@ -129,27 +134,27 @@ class Learner:
         raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
 
     def sync_parameters(self) -> None:
-        """Make all replicas equal, where a schedule lets them differ between two syncs. Collective."""
+        """Synchronise replicas whose schedule lets them differ between syncs. Collective."""
         for model in (*list_models(self.model), self.workers):
             if hasattr(model, "sync_parameters"):
                 model.sync_parameters()
 
     def check_last_step(self) -> None:
-        """Raise what another rank reported in the last step, which a GPU's wrapper reads late. Collective."""
+        """Raise errors that other ranks reported in the last step; on a GPU the wrapper reads them late. Collective."""
         for model in list_models(self.model):
             if isinstance(model, DataParallel):
                 model.check_last_step()
 
     def set_rate(self, rate: float) -> None:
-        """Before backward: a strategy scales what it has kept to the learning rate of the step."""
+        """Set the learning rate. Call before backward: strategies rescale their residuals to the rate of the step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def update(self) -> None:
-        """Apply the averaged gradients, and drop them."""
+        """Apply the averaged gradients, and clear them."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            if isinstance(self.model, DataParallel):  # which knows where gradients are
+            if isinstance(self.model, DataParallel):  # knows where the gradients are, also when they are sharded
                 self.model.clip_grad_norm_(self.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -160,7 +165,7 @@ class Learner:
 
 @dataclass
 class StepOutcome:
-    """What this rank saw in one step: sums over its own samples, still on the device."""
+    """The result of one step on this rank: sums over its own samples, still on the device."""
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
@@ -177,12 +182,12 @@ class StepOutcome:
 def take_step(
     learner: Learner, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases
 ) -> StepOutcome:
-    """Learn from this rank's micro-batches of one global batch, which has `num_targets` targets over all ranks.
+    """Train on this rank's micro-batches of one global batch, which has `num_targets` targets over all ranks.
 
-    Each loss is a sum, divided by the targets of the whole global batch: so micro-batches, ranks and a short tail count
-    by what they hold, and their gradients add up to the gradient of one big batch. The wrapper averages over ranks,
-    which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
-    rank, with the same number of micro-batches.
+    Each loss is a sum divided by the number of targets in the global batch. So micro-batches, ranks and a short tail
+    are weighted by their size, and their gradients add up to the gradient of one large batch. The wrapper averages
+    over ranks, which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective:
+    call on every rank, with the same number of micro-batches.
     """
     if learner.workers is not None:
         learner.workers.set_rate(rate)
@@ -198,8 +203,8 @@ def take_step(
 
 
 def compute_gradients(learner: Learner, window: Sequence[LoadedBatch], num_targets: int, phases: Phases) -> StepOutcome:
-    """Forward and backward of a step, as `take_step` says."""
-    # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
+    """Forward and backward of a step, as described in `take_step`."""
+    # A rank without samples in a short tail has 0 correct predictions, which is not the same as having no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
     total = StepOutcome(torch.zeros((), device=learner.device), correct)
     no_sync = getattr(learner.model, "no_sync", contextlib.nullcontext)
@@ -221,7 +226,7 @@ def compute_gradients(learner: Learner, window: Sequence[LoadedBatch], num_targe
 
 
 def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phases) -> StepOutcome:
-    """A step of the user's own: forward, backward and update with one batch."""
+    """Run a user's own step: forward, backward and update with one batch."""
     (loaded,) = window
     with mark_phases(learner.model, phases):
         loss = learner.call_own("step", learner.model, loaded.batch)
@@ -232,8 +237,8 @@ def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phas
 
 
 def list_models(model: nn.Module) -> list[nn.Module]:
-    """The models that a step gets: one, or those of an `nn.ModuleDict`, each of which has a wrapper of its own."""
-    # One that can be called is a model.
+    """The models that a step uses: one, or the entries of an `nn.ModuleDict`, each in its own wrapper."""
+    # A ModuleDict that defines forward is a model itself.
     if isinstance(model, nn.ModuleDict) and type(model).forward is nn.ModuleDict.forward:
         return list(model.values())
     return [model]
@@ -241,15 +246,15 @@ def list_models(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
-    """Mark the phases of a step that does not mark its own, by the model's forward, `torch.autograd.backward` and the
-    steps of optimizers. What comes before is `data_wait`."""
+    """Mark the phases of a user's own step by hooking the model's forward, `torch.autograd.backward` and optimizer
+    steps. The time before the first forward is `data_wait`."""
     if isinstance(phases, NoPhases):
         yield
         return
     phases.enter("data_wait")
     backward, depth = torch.autograd.backward, 0
     handles = [
-        # Before the hooks of a profile, whose times are part of forward.
+        # Prepended, so that the time of profiling hooks counts as forward.
         *(
             part.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True)
             for part in list_models(model)
@@ -280,12 +285,12 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
 
 
 def find_bad_parameter(module: nn.Module) -> str:
-    """The first parameter or buffer of the model that is not finite; else the first whose gradient is not."""
+    """The first non-finite parameter or buffer of the model; otherwise the first non-finite gradient, or ""."""
     params = list(module.named_parameters())
     grads = [(f"the gradient of {name}", param.grad) for name, param in params if param.grad is not None]
     tensors = [(name, tensor.detach()) for name, tensor in (*params, *module.named_buffers(), *grads) if tensor.numel()]
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    # One pass over all, and one wait for a GPU.
+    # One fused pass over all tensors, and one GPU synchronisation.
     norms = torch._foreach_norm([tensor for _, tensor in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
     return next((name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite), "")

@@ -1,7 +1,7 @@
-"""Several workers of a data-parallel job in one process: what a strategy costs in accuracy, studied on one device.
+"""Several workers of a data-parallel job in one process, to study the accuracy of a strategy on a single device.
 
-Each worker has a model and an optimizer, and computes its part of every batch. What ranks would exchange in messages,
-the same codecs exchange here.
+Each worker has a model and an optimizer, and computes its part of every batch. The codecs that ranks use for their
+messages also do the exchange here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ BuildCodec = Callable[[Strategy, int, int], Codec]
 
 
 class Workers:
-    """Learners that take their steps together, and what they have learned since they last were equal."""
+    """Learners that step together, with the state of their codecs and outer optimizers."""
 
     def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
-        self.learners, self.strategy, count = learners, strategy, len(learners)
+        self.learners = learners
+        self.strategy = strategy
+        count = len(learners)
         self._codecs = [build(strategy, rank, count) for rank in range(count)]
-        # Before a schedule begins, gradients are sent as they are.
+        # With an outer optimizer, gradients are sent uncompressed until local steps begin.
         self._senders = [build(DENSE, rank, count) for rank in range(count)] if strategy.outer else self._codecs
         named = learners[0].module.named_parameters()
         self._names = [name for name, param in named if param.requires_grad]
-        self._step, self._rate = 0, 0.0
+        self._step = 0
+        self._rate = 0.0
         self._outers = [
             Outer(strategy, self._names, learner.parameters, codec)
             for learner, codec in zip(learners, self._codecs, strict=True)
@@ -44,8 +47,9 @@ class Workers:
         ]
 
     def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
-        """One step of all workers, with equal parts of each micro-batch. They have the rate of the step already."""
-        count, total = len(self.learners), None
+        """One step of all workers, with equal parts of each micro-batch. Call `set_rate` first."""
+        count = len(self.learners)
+        total = None
         is_local = any(outer.is_local for outer in self._outers)
         for outer in self._outers:
             outer.begin_round()
@@ -62,7 +66,8 @@ class Workers:
         phases.enter("optimizer")
         for learner in self.learners:
             learner.update()
-        self._step, self._rate = self._step + 1, rate or self._rate
+        self._step += 1
+        self._rate = rate or self._rate
         if any([outer.count() for outer in self._outers]):
             self._run([outer.advance(self._lrs) for outer in self._outers])
         return total
@@ -72,7 +77,7 @@ class Workers:
         return [self._rate] * len(self._names)
 
     def _average_gradients(self, rate: float) -> None:
-        if rate > 0 and rate != self._rate > 0:  # errors are in units of gradients
+        if rate > 0 and rate != self._rate > 0:  # residuals have the unit of gradients
             for codec in self._senders:
                 codec.rescale(self._names, self._rate / rate)
         grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
@@ -90,7 +95,7 @@ class Workers:
             learner.set_rate(rate)
 
     def state(self) -> dict[str, Any]:
-        """What the next step depends on, without the model and the optimizer of the first worker."""
+        """The state that the next step depends on, except the model and the optimizer of the first worker."""
         memory = [outer.state() for outer in self._outers]
         memory = memory or [{"common": codec.common, "rank": codec.errors} for codec in self._codecs]
         others = [
@@ -106,9 +111,9 @@ class Workers:
         return [list(param.stride()) for param in self.learners[0].parameters]
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from this state, of as many workers."""
+        """Continue from this state, which must have the same number of workers."""
         if state["strides"] != self._strides:
-            text = "parameters have another order in memory here, as on another device, and so has what is left to send"
+            text = "parameters and residuals have a different memory layout here, as on another device"
             raise ConfigError(f"{text}: resume on the device that the run began on", code="mismatch")
         self._step, self._rate = state["step"], state["rate"]
         for learner, found in zip(self.learners[1:], state["others"], strict=True):
@@ -130,10 +135,10 @@ class Workers:
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
-    """The learner as the first of several workers, which start alike: a step of it is one of all of them."""
+    """The learner with `count` identical workers, itself the first: each of its steps is a step of all of them."""
     learners = [replace(learner, world_size=count * learner.world_size)]
     for _ in range(count - 1):
-        # Together, for one holds the other's tensors.
+        # Copied together, because the optimizer references the module's tensors.
         module, optimizer = copy.deepcopy((learner.module, learner.optimizer))
         learners.append(replace(learners[0], model=module, module=module, optimizer=optimizer))
     return replace(learners[0], workers=Workers(learners, strategy, build))
@@ -148,14 +153,14 @@ def average_statistics(modules: Sequence[nn.Module]) -> None:
     ]
     own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]
     if own[0]:
-        # Together: on a GPU each call is a launch.
+        # In one operation: on a GPU each call is a kernel launch.
         mean = torch.stack([torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in own]).mean(0)
         for buffers in own:
             torch._foreach_copy_(buffers, list(mean.split([buffer.numel() for buffer in buffers])))
 
 
 def _gradient(param: nn.Parameter) -> torch.Tensor:
-    """The gradient in the order of memory, as in a bucket of the wrapper, whatever the strides of the parameter."""
+    """The gradient in memory order, as in a bucket of the wrapper, regardless of the parameter's strides."""
     if param.grad is None or param.grad.stride() != param.stride():
         grad, param.grad = param.grad, torch.zeros_like(param)
         param.grad.copy_(grad if grad is not None else param.grad)
@@ -165,7 +170,7 @@ def _gradient(param: nn.Parameter) -> torch.Tensor:
 
 
 def _cut(loaded: LoadedBatch, number: int, count: int) -> LoadedBatch:
-    """The part of a micro-batch that one of `count` workers gets; where there is none, a sample that does not count."""
+    """One worker's part of a micro-batch that `count` workers divide; if it is empty, a filler that does not count."""
     size = len(loaded.batch)
     start, end = (size * place // count for place in (number, number + 1))
     batch = loaded.batch.map(lambda tensor: tensor[start:end] if end > start else tensor[:1])
