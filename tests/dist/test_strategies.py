@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import paceline
 from paceline.parallel import DDP, codecs
-from paceline.parallel.channel import Crossing
+from paceline.parallel.channel import PairExchange
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.strategies import start_message
 from paceline.strategy import Strategy, as_matrix
@@ -158,7 +158,7 @@ def run_crossings() -> None:
             if is_crossing:
                 assert group.calls.index("recv") < group.calls.index("send")
             work, gathered = start_message(codecs.GATHER, own + 7, group, 2)
-            assert isinstance(work, Crossing) == isinstance(swapped[0][0], Crossing) == is_crossing
+            assert isinstance(work, PairExchange) == isinstance(swapped[0][0], PairExchange) == is_crossing
             work.wait()
             assert torch.equal(gathered, torch.tensor([[7.0], [8.0]]).expand(2, elements))
             for k, (work, rows) in enumerate(swapped):

@@ -65,7 +65,7 @@ def test_all_ranks_meet():
     store, found = CountingStore(), dict[int, list[int]]()
 
     def meet(rank: int) -> None:
-        found[rank] = build_channel(store, rank, 3).meet("state", 30.0)
+        found[rank] = build_channel(store, rank, 3).wait_for_ranks("state", 30.0)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -78,17 +78,18 @@ def test_all_ranks_meet():
 def test_a_rank_that_waits_asks_rarely_and_looks_for_the_absent_ones_once(clock):
     store = CountingStore()
     store.set("7", "")
-    assert build_channel(store, 0, 512).meet("state", 10.0) == [rank for rank in range(1, 512) if rank != 7]
+    assert build_channel(store, 0, 512).wait_for_ranks("state", 10.0) == [rank for rank in range(1, 512) if rank != 7]
     assert store.requests.total() < 512 + 150
-    # Whoever comes later is told the same, and looks for nobody.
+    # A rank that comes later gets the same answer, and does not search.
     before = store.requests.total()
-    assert len(build_channel(store, 3, 512).meet("state", 10.0)) == 510 and store.requests.total() < before + 10
+    assert len(build_channel(store, 3, 512).wait_for_ranks("state", 10.0)) == 510
+    assert store.requests.total() < before + 10
 
 
 def test_one_rank_looks_for_the_absent_ones_and_another_if_that_one_dies(clock):
     store = CountingStore()
     store.add("late", 1)  # by a rank that died before it had looked
-    assert build_channel(store, 0, 3).meet("state", 10.0) == [1, 2] and clock[0] >= 11.0
+    assert build_channel(store, 0, 3).wait_for_ranks("state", 10.0) == [1, 2] and clock[0] >= 11.0
 
 
 def test_the_last_rank_may_arrive_while_others_look_for_it(clock, monkeypatch):
@@ -103,4 +104,4 @@ def test_the_last_rank_may_arrive_while_others_look_for_it(clock, monkeypatch):
             store.compare_set("end", "", "all")
 
     monkeypatch.setattr(module.time, "sleep", staticmethod(say_later))
-    assert build_channel(store, 0, 2).meet("state", 10.0) == []
+    assert build_channel(store, 0, 2).wait_for_ranks("state", 10.0) == []

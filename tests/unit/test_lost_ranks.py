@@ -167,7 +167,7 @@ def test_a_rank_with_an_error_of_its_own_may_not_stay():
 
 def test_a_step_is_settled_before_it_counts(lost):
     channel = Channel.__new__(Channel)
-    channel.settles_steps = False
+    channel.waits_for_gpu = False
     with pytest.raises(CollectiveError) as caught:
         channel.settle()
     assert caught.value.code == "peer-lost"

@@ -77,8 +77,8 @@ def test_ranks_have_equal_parts_of_a_model(world_size):
     [
         (torch.optim.Adafactor, "whole parameters"),
         (torch.optim.LBFGS, "whole parameters"),
-        (lambda params: _step(torch.optim.AdamW(params)), "has a state"),
-        (lambda params: _schedule(torch.optim.SGD(params, lr=1.0)), "a schedule already uses"),
+        (lambda params: _step(torch.optim.AdamW(params)), "already has state"),
+        (lambda params: _schedule(torch.optim.SGD(params, lr=1.0)), "a scheduler already uses"),
     ],
 )
 def test_optimizers_that_cannot_be_sharded(make, text):
