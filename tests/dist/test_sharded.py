@@ -338,7 +338,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
 def test_who_asks_alone_for_the_state_gets_an_error_or_what_was_put_together(on_ranks, backend):
     first, second = on_ranks(2, ask_alone, backend, timeout_s=60)
     kind, text = first["alone"]
-    assert kind == "ConfigError strategy" and "rank 1 did not call it within 0.3 s" in text
+    assert kind == "ConfigError strategy" and "rank 1 did not call it in 0.3 s" in text
     assert "consolidate_state_dict()" in text and first["late"] == second["late"] == first["alone"]
     assert first["same"] and first["rate"] == 0.5
     by_rank, count = first["states"]

@@ -23,7 +23,7 @@ def test_a_plan_has_rows_alone_or_with_another_part():
     alone = plan_like_torch(GRADIENTS, [2, 1, 0], [1000], [Rows(0, 3, True)])
     assert alone.partition == ((2, 1),) and alone.alone == {0} and not alone.is_split
     assert Plan.from_json(alone.to_json()) == alone
-    with pytest.raises(ConfigError, match="torch's wrapper cannot send the rows"):
+    with pytest.raises(ConfigError, match="embedding rows"):
         alone.as_torch_kwargs()
     shared = plan_like_torch(GRADIENTS, [0, 2, 1], [1000], [Rows(0, 3)])
     assert shared.partition == ((0,), (2, 1)) and not shared.alone

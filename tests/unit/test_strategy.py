@@ -44,40 +44,40 @@ def test_equal_strategies_have_one_text():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("foo", "'foo' is not known; known are dense"),
+        ("foo", "'foo' is unknown; use dense"),
         ("int8+bf16", "int8 and bf16 cannot be combined"),
         ("topk", "write topk:NUMBER"),
         ("bf16:3", "write bf16"),
         ("topk:2", "'2' must be a share, such as 0.01, from 0 to 1"),
         ("topk:1%", "'1%' must be a share, such as 0.01, from 0 to 1"),
-        ("powersgd:0", "must be a whole number from 1"),
+        ("powersgd:0", "must be an integer from 1"),
         ("topk:0.1,dgc=1", "a momentum of 1"),
         ("slowmo:8,momentum=1", "a momentum of 1"),
         ("topk:0.1,dgc,feedback=0", "leave out one of them"),
-        ("diloco:8,mixing=0.5", "give delay=STEPS"),
-        ("topk:0", "a share above 0"),
-        ("powersgd:1.5", "a rank is a whole number"),
+        ("diloco:8,mixing=0.5", "add delay=STEPS"),
+        ("topk:0", "a density above 0"),
+        ("powersgd:1.5", "the rank must be an integer"),
         ("topk:0.1,warmup", "write warmup=NUMBER"),
         ("slowmo:8,x=1", "no option 'x'"),
-        ("diloco:0", "must be a whole number from 1"),
-        ("diloco:nan", "must be a whole number"),
+        ("diloco:0", "must be an integer from 1"),
+        ("diloco:nan", "must be an integer"),
         ("zero1+int8", "exact sum"),
         ("diloco:10+zero1", "choose one of them"),
         ("diloco:10+topk:0.1", "use bf16, int8 or int4"),
         ("diloco:4,fragments=9", "more fragments than steps"),
-        ("localsgd:8+hosts", "each rank steps alone"),
-        ("diloco:8+int8+hosts", "each rank steps alone"),
-        ("zero1+hosts", "cuts the optimizer's state"),
-        ("", "'' is not known"),
+        ("localsgd:8+hosts", "leave out \\+hosts"),
+        ("diloco:8+int8+hosts", "leave out \\+hosts"),
+        ("zero1+hosts", "shards the optimizer state"),
+        ("", "'' is unknown"),
         ("diloco:8,lr=0", "above 0"),
         ("int8:", "write int8"),
         ("topk:", "must be a share"),
         ("int8,feedback=", "'' must be 0 or 1"),
-        ("topk:0.1,dgc,dgc=0.5", "dgc is there twice"),
-        (4, "give its text"),
-        (Strategy(codec="int9"), "not defined"),
-        (Strategy(codec="topk"), "a share above 0"),
-        (Strategy(codec="int8", period=4), "not defined"),
+        ("topk:0.1,dgc,dgc=0.5", "dgc is given twice"),
+        (4, "pass a text"),
+        (Strategy(codec="int9"), "not a valid combination"),
+        (Strategy(codec="topk"), "a density above 0"),
+        (Strategy(codec="int8", period=4), "not a valid combination"),
     ],
 )
 def test_what_is_not_defined_is_refused_in_one_line(text, words):
@@ -97,7 +97,7 @@ def test_a_list_keeps_options_with_the_strategy_before_them():
     found = parse_strategies("bf16,topk:0.01,dgc,warmup=5,diloco:10,lr=0.5+int8,bf16")
     assert [strategy.text for strategy in found] == ["bf16", "topk:0.01,dgc,warmup=5", "diloco:10,lr=0.5+int8"]
     assert [s.text for s in parse_strategies(["topk:0.1,dgc", "int8"])] == ["topk:0.1,dgc", "int8"]
-    with pytest.raises(ConfigError, match="'lr=2' is not known"):
+    with pytest.raises(ConfigError, match="'lr=2' is unknown"):
         parse_strategies("lr=2,bf16")
 
 
