@@ -1,13 +1,13 @@
-"""The errors that Paceline raises. A message says what was found, what is needed and what to do."""
+"""Paceline's exceptions. A message says what was found, what is needed and what to do."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class PacelineError(Exception):
-    """The parent of every error that Paceline raises on purpose.
+    """Base class of all exceptions that Paceline raises on purpose.
 
-    `code` is a short stable name for errors that code reacts to ("peer-lost", "timeout", "mismatch", ...), else empty.
+    `code` is a short, stable name for errors that code reacts to ("peer-lost", "timeout", "mismatch", ...), or empty.
     """
 
     code: str = ""
@@ -18,20 +18,20 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """The request is contradictory, unknown or impossible on this machine."""
+    """The request is contradictory, unknown, or impossible on this machine."""
 
 
 def refuse(*cases: tuple[object, str], code: str = "", error: type[PacelineError] = ConfigError) -> None:
-    """Raise the error of the first case (condition, message) whose condition holds."""
+    """Raise an error for the first case (condition, message) whose condition holds."""
     for condition, message in cases:
         if condition:
             raise error(message, code=code)
 
 
 class LaunchError(PacelineError, RuntimeError):
-    """Ranks could not be started, could not meet, or one of them failed.
+    """Ranks could not be started or connected, or one of them failed.
 
-    `rank` is the rank that failed first (None where no single one did), `rank_traceback` its traceback as text.
+    `rank` is the rank that failed first (None if it was not a single rank), and `rank_traceback` its traceback as text.
     """
 
     def __init__(self, message: str, rank: int | None = None, rank_traceback: str = "", code: str = "") -> None:
@@ -43,22 +43,22 @@ class LaunchError(PacelineError, RuntimeError):
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """A collective call failed or delivered wrong data."""
+    """A collective failed or delivered wrong data."""
 
 
 class MeasurementError(PacelineError, RuntimeError):
-    """A measurement cannot be made, or its result is not valid."""
+    """A measurement is impossible, or its result is invalid."""
 
 
 class RecordError(PacelineError, ValueError):
-    """A file of records is missing, damaged, of another version, or must not be overwritten."""
+    """A record file is missing, damaged, of another version, or must not be overwritten."""
 
 
 class TrainingError(PacelineError, RuntimeError):
-    """Training cannot continue, for example because the loss is not a number."""
+    """Training cannot continue, for example because the loss is NaN."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`did you mean NAME? `, or nothing where no known name is near."""
+    """`did you mean NAME? `, or an empty string if no known name is close."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]}? " if near else ""

@@ -1,4 +1,4 @@
-"""What this host has: cores, memory, GPUs, the loopback interface; and the names of backends. Imports no torch."""
+"""Host properties: cores, memory, GPUs, the loopback interface; and backend names. Imports no torch."""
 
 import ctypes
 import math
@@ -10,24 +10,24 @@ from pathlib import Path
 
 import psutil
 
-# This variable, set to 1, lets several NCCL ranks share a GPU, to test and measure with more ranks than GPUs.
+# If this variable is 1, several NCCL ranks may share a GPU, to test and measure with more ranks than GPUs.
 SHARE_GPUS = "PACELINE_SHARE_GPUS"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def canonical_backend(text: str) -> str:
-    """A backend as `World.backend` and records name it: `paceline` is `shm`, `cpu:paceline,cuda:nccl` is
-    `cpu:shm,cuda:nccl`. Anything else stays as it is; whether it exists is not checked here."""
+    """The backend name used in `World.backend` and in records: `paceline` becomes `shm`, and `cpu:paceline,cuda:nccl`
+    becomes `cpu:shm,cuda:nccl`. Anything else is unchanged, and need not exist."""
     parts = []
     for part in text.split(","):
         device, colon, name = part.strip().rpartition(":")
-        parts.append(device + colon + ("shm" if name.lower() == "paceline" else name))  # once called as the package is
+        parts.append(device + colon + ("shm" if name.lower() == "paceline" else name))  # the backend's former name
     return ",".join(parts)
 
 
 def name_host() -> str:
-    """A name that two processes share if they can share memory: they have one kernel and one user, and namespaces in
-    which they find each other."""
+    """A name that two processes have in common if they can share memory: the same kernel, user, and network and PID
+    namespaces."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return " ".join([boot, str(os.geteuid()), *(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))])
@@ -43,39 +43,39 @@ def _cgroup_value(name: str) -> str:
 
 
 def read_quota() -> float:
-    """Cores that the container's CPU quota allows at a time; infinite without one."""
+    """How many cores the container's CPU quota allows at a time; infinite without a quota."""
     quota = re.fullmatch(r"(\d+) (\d+)", _cgroup_value("cpu.max"))
     return int(quota[1]) / int(quota[2]) if quota else math.inf
 
 
 def count_cores() -> int:
-    """Cores that this process may use: its affinity, cut by the container's CPU quota."""
+    """How many cores this process may use: its affinity, limited by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return int(min(cores, max(1, read_quota())))
 
 
 def total_memory_bytes() -> int:
-    """Memory of the host or, if smaller, of the container."""
+    """Memory of the host or, if smaller, the container's limit."""
     total, limit = int(psutil.virtual_memory().total), _cgroup_value("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory_bytes() -> int:
-    """Memory that new allocations can take now without swapping, inside the container's limit."""
+    """Memory that can be allocated now without swapping, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
     return min(available, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else available
 
 
 def read_stolen_s() -> float:
-    """Seconds of all cores since boot that the host of this virtual machine gave to others; 0 where it does not say."""
+    """Stolen CPU time since boot, in seconds over all cores: time that the hypervisor gave to others; 0 if unknown."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def find_load() -> float | None:
-    """How many processes want to compute: the load average, or how many cores are busy now where those are fewer.
+    """The number of runnable processes: the load average or, if lower, the number of cores that are busy now.
 
-    The average remembers a minute, and with it what has ended since, such as the run before this one.
+    The average covers a minute, so it includes processes that have ended, such as the previous run.
     """
     if not hasattr(os, "getloadavg"):
         return None
@@ -84,19 +84,19 @@ def find_load() -> float | None:
 
 
 class StolenTime:
-    """The share of all cores' time, from its making on, that the host of this virtual machine gave to others."""
+    """The share of all cores' time since construction that the hypervisor gave to others."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic(), read_stolen_s()
 
     def read_share(self) -> float:
-        """Of a second at least, for the counter is coarse."""
+        """The stolen share, over at least a second because the counter is coarse."""
         since_s, stolen_s = self._begun_s
         return (read_stolen_s() - stolen_s) / (max(1.0, time.monotonic() - since_s) * (os.cpu_count() or 1))
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs visible to this process, asked of the driver itself so that it takes milliseconds."""
+    """The number of NVIDIA GPUs visible to this process. Asks the driver, which takes only milliseconds."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -108,17 +108,17 @@ def count_gpus() -> int:
 
 
 def can_serve_nccl(gpus: int, local_ranks: int) -> bool:
-    """Whether NCCL can run this host's ranks: with one GPU each, or with fewer if the user lets ranks share them."""
+    """Whether NCCL can run this host's ranks: one GPU each, or fewer if the user lets ranks share them."""
     return gpus >= local_ranks or (gpus > 0 and os.environ.get(SHARE_GPUS) == "1")
 
 
 def must_share_gpus(gpus: int, local_ranks: int) -> bool:
-    """Whether ranks of this host share a GPU now, or may do so in a later world (one GPU, and the user allows it)."""
+    """Whether ranks on this host share a GPU now, or may do so in a later world (one GPU, and sharing is allowed)."""
     return gpus < local_ranks or (gpus == 1 and os.environ.get(SHARE_GPUS) == "1")
 
 
 def gpu_name() -> str:
-    """The first visible GPU's name as the driver tells it; empty where there is none."""
+    """The first visible GPU's name according to the driver; empty without a GPU."""
     if not count_gpus():
         return ""
     driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(128)
@@ -128,7 +128,7 @@ def gpu_name() -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name as the kernel tells it, or the architecture where it does not."""
+    """The processor's name according to the kernel, otherwise the architecture."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -141,7 +141,7 @@ def cpu_name() -> str:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface (`lo`, `lo0`), which local ranks meet on."""
+    """The name of the loopback interface (`lo`, `lo0`), which local ranks use."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return str(name)

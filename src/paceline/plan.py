@@ -1,4 +1,4 @@
-"""What a bucket is: pure functions from gradients in ready order to a Plan, for the wrapper and for the simulator."""
+"""Buckets and plans: pure functions from gradients in ready order to a Plan, for the wrapper and the simulator."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from paceline.errors import ConfigError, RecordError
 from paceline.units import MIB, format_bytes
 
-# torch's DistributedDataParallel without `bucket_cap_mb`; an explicit cap is the first bucket's cap, too.
+# Defaults of torch's DistributedDataParallel. An explicit `bucket_cap_mb` also applies to the first bucket.
 TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
 FORMAT, VERSION = "paceline-plan", 1
-# Of a row of an embedding: the bytes of its number.
+# Bytes of a row index.
 INDEX_BYTES = 4
-# Rows are sent where they are at most this share of the dense bytes. If the gradient has another part, they are added
-# to the bytes of that.
+# Rows are sent if they take at most this share of the dense bytes. With other parts of the gradient, rows come on top
+# of the dense bytes.
 _WORTH_ALONE, _WORTH_WITH_OTHERS = 0.5, 0.25
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter. Only gradients of one dtype on one device can share a bucket. `shape` is empty
-    where it is not known."""
+    """The gradient of one parameter. Only gradients of one dtype and device can share a bucket. `shape` is empty if
+    unknown."""
 
     name: str
     num_bytes: int
@@ -71,9 +71,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Rows:
-    """The part of a gradient that lookups in an embedding make. It is sent after the last bucket, as the rows that the
-    batch has; of the rank with most of them, about `num_rows`. With `is_all` the gradient has no other part, and is in
-    no bucket."""
+    """The part of a gradient that comes from embedding lookups. It is sent after the last bucket, as the rows of the
+    batch; the rank with the most has about `num_rows`. With `is_all`, the gradient has no other part and is in no
+    bucket."""
 
     gradient: int
     num_rows: int
@@ -81,21 +81,21 @@ class Rows:
 
 
 def compare_rows(num_rows: int, row_bytes: int, dense_bytes: int, world_size: int) -> float:
-    """What each link carries if every rank has this many rows and they are gathered, over a dense all-reduce."""
+    """Bytes per link for gathering this many rows from each rank, relative to a dense all-reduce."""
     return world_size * num_rows * (row_bytes + INDEX_BYTES) / max(1, 2 * dense_bytes)
 
 
 def are_rows_worth(share: float, is_all: bool) -> bool:
-    """Whether a plan sends rows, if they are this share of the dense bytes."""
+    """Whether a plan sends rows that take this share of the dense bytes."""
     return share <= (_WORTH_ALONE if is_all else _WORTH_WITH_OTHERS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All gradients (in the model's order) and the buckets they are sent in, in the order of their launch.
+    """All gradients (in model order) and their buckets (in launch order).
 
-    Every byte of every gradient is in exactly one bucket, but for those that are sent as `rows` alone; `rule` says in
-    words how the plan was made.
+    Every byte of every gradient is in exactly one bucket, except for gradients that are sent only as `rows`. `rule`
+    describes how the plan was made.
     """
 
     gradients: tuple[Gradient, ...]
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def alone(self) -> frozenset[int]:
-        """The gradients that are in no bucket."""
+        """The gradients without a bucket."""
         return frozenset(part.gradient for part in self.rows if part.is_all)
 
     @property
@@ -146,16 +146,16 @@ class Plan:
 
     @property
     def is_split(self) -> bool:
-        """Whether some gradient is sent in several pieces."""
+        """Whether any gradient is sent in several pieces."""
         return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients) - len(self.alone)
 
     @property
     def partition(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the gradients in each bucket. Two caps that give the same partition are the same plan."""
+        """The gradient indices of each bucket. Two caps that give the same partition are the same plan."""
         return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
 
     def without_rows(self, gradients: Collection[int]) -> Plan:
-        """The same with these gradients whole, in a bucket."""
+        """The plan with these gradients whole, in a bucket."""
         buckets = list(self.buckets)
         for index in sorted(self.alone & set(gradients)):
             whole = Piece(index, 0, self.gradients[index].num_bytes)
@@ -173,7 +173,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote; RecordError says what is wrong with the text."""
+        """Read a plan written by `to_json`; RecordError says what is wrong with the text."""
         try:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):
@@ -188,17 +188,18 @@ class Plan:
             raise RecordError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def as_torch_kwargs(self) -> dict[str, Any]:
-        """The arguments that make torch's DistributedDataParallel use this plan, from its second iteration on.
+        """Arguments that make torch's DistributedDataParallel use this plan, from its second iteration on.
 
-        `bucket_cap_mb` where one cap does it, else `bucket_cap_mb_list` (torch 2.13). Raises ConfigError where torch
-        cannot express the plan: it never splits a gradient, and counts caps for each dtype apart.
+        `bucket_cap_mb` if one cap suffices, otherwise `bucket_cap_mb_list` (torch 2.13). Raises ConfigError if torch
+        cannot express the plan: it never splits a gradient, and applies caps to each dtype separately.
         """
         if self.rows:
-            raise ConfigError("torch's wrapper cannot send the rows of an embedding, and this plan does")
+            raise ConfigError("torch's wrapper cannot send embedding rows, but this plan does")
         if self.is_split:
-            raise ConfigError("torch's wrapper cannot split a gradient over buckets, and this plan does")
+            raise ConfigError("torch's wrapper cannot split a gradient over buckets, but this plan does")
         order = [index for indices in self.partition for index in indices]
-        # A bucket closes when its size reaches the cap: above all but its last gradient, and not above all of them.
+        # A bucket closes when its size reaches the cap: the cap is above its size without the last gradient, and not
+        # above its full size.
         low = max((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1 for bucket in self.buckets), default=1)
         high = min(self.bucket_bytes[:-1], default=max(low, self.num_bytes))
         uniform = [high] if low <= high else []
@@ -206,11 +207,11 @@ class Plan:
             if caps and plan_like_torch(self.gradients, order, caps).partition == self.partition:
                 sizes = [cap / MIB for cap in caps]  # exact: a division by a power of two
                 return {"bucket_cap_mb": sizes[0]} if caps is uniform else {"bucket_cap_mb_list": sizes}
-        raise ConfigError("torch's closing rule cannot make this plan for its mix of dtypes")
+        raise ConfigError("torch's bucketing rule cannot produce this plan for its mix of dtypes")
 
     @property
     def fits_torch(self) -> bool:
-        """Whether `as_torch_kwargs` has an answer."""
+        """Whether torch can express this plan (`as_torch_kwargs`)."""
         try:
             return bool(self.as_torch_kwargs())
         except ConfigError:
@@ -224,17 +225,17 @@ def plan_like_torch(
 ) -> Plan:  # fmt: skip
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
-    For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one
-    gradient and none is ever split. Each family goes through the caps on its own; the last cap serves from then on.
-    Buckets stand in the order in which they closed, those left open last. Gradients that are all `rows` have none.
-    Late rows are not sent, unless it `keeps_rows` (`drop_late_rows`).
+    For each dtype and device: append gradients, and close the bucket once its size reaches the cap. So a bucket
+    overshoots by up to one gradient, and no gradient is split. Each family goes through the caps separately, and the
+    last cap applies to all further buckets. Buckets are in closing order, followed by those that never closed.
+    Gradients that are sent only as `rows` have no bucket. Late rows are dropped unless `keeps_rows` (`drop_late_rows`).
     """
     if not caps_bytes or min(caps_bytes) < 1:
-        raise ConfigError(f"bucket caps {list(caps_bytes)}: at least one, and each at least 1 byte")
+        raise ConfigError(f"bucket caps {list(caps_bytes)}: give at least one, each of at least 1 byte")
     alone = {part.gradient for part in rows if part.is_all}
     order = [index for index in ready_order if index not in alone]
     if sorted([*order, *alone]) != list(range(len(gradients))):
-        raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, got {len(order)}")
+        raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, not {len(order)}")
     open_: dict[tuple[str, str], list[Piece]] = {}
     num_closed: Counter[tuple[str, str]] = Counter()
     buckets: list[Bucket] = []
@@ -252,26 +253,26 @@ def plan_like_torch(
 
 
 def find_late(partition: Sequence[Container[int]], last: int, tied: Iterable[int]) -> set[int]:
-    """Those of these gradients that are in the bucket of gradient `last`, which is ready last, or in a later one. In
-    two parts they are sent no sooner than as one tensor, as buckets leave in order, and with more bytes."""
+    """The `tied` gradients in the bucket of gradient `last`, which is ready last, or in a later one. Buckets are sent
+    in order, so sending such a gradient in two parts takes more bytes without being any earlier."""
     first = next((number for number, bucket in enumerate(partition) if last in bucket), len(partition))
     return {index for index in tied if any(index in bucket for bucket in partition[first:])}
 
 
 def drop_late_rows(plan: Plan, ready_order: Sequence[int]) -> Plan:
-    """The plan without rows that can only cost: gradients with another part are whole where that is late."""
+    """Drop row transfers that cannot pay off: gradients whose dense part is late are sent whole."""
     tied = [part.gradient for part in plan.rows if not part.is_all]
     return plan.without_rows(find_late(plan.partition, ready_order[-1], tied)) if tied else plan
 
 
 def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = ()) -> Plan:
-    """The buckets of torch's first iteration: one per dtype and device, before any order is known."""
+    """The buckets of torch's first iteration: one per dtype and device, before the ready order is known."""
     whole = plan_like_torch(gradients, range(len(gradients)), [sys.maxsize], rows)
     return replace(whole, buckets=whole.buckets[::-1], rule="torch's first iteration: one bucket per dtype")
 
 
 def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
-    """After how many gradients torch's rule ends buckets, if the first k of them have `totals[k]` bytes."""
+    """After how many gradients each bucket ends by torch's rule. `totals[k]` is the size of the first k gradients."""
     cuts, place, count = [], 0, len(totals) - 1
     while place < count:
         place = min(count, bisect.bisect_left(totals, totals[place] + cap_bytes, lo=place + 1))
@@ -280,7 +281,7 @@ def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
 
 
 def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, ...]:
-    """After how many gradients buckets of these sizes end; the nearest where gradients are ordered otherwise."""
+    """After how many gradients buckets of these sizes end; approximate if the gradients are in a different order."""
     count = len(totals) - 1
     ends = itertools.accumulate(bucket_bytes)
     return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
@@ -289,13 +290,13 @@ def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, .
 def plan_by_cuts(
     gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str, rows: Sequence[Rows] = ()
 ) -> Plan:
-    """The plan whose buckets end after the gradients at these places of the ready order (the last one included), which
-    does not name gradients that are all `rows`. Late rows are not sent (`drop_late_rows`)."""
+    """The plan whose buckets end after these numbers of gradients in ready order, which leaves out gradients that are
+    sent only as `rows`. Late rows are dropped (`drop_late_rows`)."""
     pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
     edges = [0, *sorted(set(cuts) | {len(pieces)})]
     buckets: list[Bucket] = []
     for start, end in itertools.pairwise(edges):
-        # Gradients of several dtypes cannot share a bucket: a cut makes one bucket for each.
+        # Gradients of different dtypes cannot share a bucket, so a cut makes one bucket per dtype.
         families: dict[tuple[str, str], list[Piece]] = {}
         for piece in pieces[start:end]:
             families.setdefault(gradients[piece.gradient].family, []).append(piece)

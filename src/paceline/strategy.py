@@ -1,8 +1,8 @@
-"""How a data-parallel step sends less: what is sent, when, and where the optimizer's state is. Imports no torch.
+"""Communication strategies: what a data-parallel step sends, when, and where the optimizer state is. Imports no torch.
 
-A strategy is written as parts joined by `+`, each a name with its number and options: `powersgd:4`, `topk:0.001,dgc`,
-`diloco:100,lr=0.7+int8`, `zero1+bf16`. What it sends follows from the sizes alone (`Strategy.traffic`), so that the
-simulator and the wrapper count the same bytes.
+A strategy is written as parts joined by `+`, each with an optional number and options: `powersgd:4`, `topk:0.001,dgc`,
+`diloco:100,lr=0.7+int8`, `zero1+bf16`. Its traffic depends only on sizes (`Strategy.traffic`), so the simulator and the
+wrapper count the same bytes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 from paceline.errors import ConfigError, refuse
 from paceline.plan import Gradient
 
-# Elements of a block of int8 and int4, which have one scale of 4 bytes.
+# Elements per block of int8 and int4. Each block has a scale of 4 bytes.
 BLOCK = 256
-# Bytes of a sent element of top-k: the value, and its place in its bucket.
+# Bytes per element that top-k sends: the value and its index in the bucket.
 ENTRY_BYTES = 8
-# Vectors with more elements are no biases or norms, and top-k chooses from them, too.
+# Longer vectors are not biases or norms, so top-k selects elements from them, too.
 _LARGEST_WHOLE = 1 << 16
-# Of a cache: no two ranks write in one, and the pieces of a sharded bucket begin where vectors of the processor do.
+# Cache line size. No two ranks write to one line, and shards of a bucket start at aligned addresses.
 LINE_BYTES = 64
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: `all-reduce`, `all-gather`, `all-to-all` or `reduce-scatter`, and the bytes that each rank passes
-    to it. With two levels, `ranks` take part in it, which are those of one host where it `is_inside`; 0: all do."""
+    """One collective (`all-reduce`, `all-gather`, `all-to-all` or `reduce-scatter`), and the bytes that each rank
+    passes to it. `ranks` is the number of participants with two levels (0: all); if it `is_inside`, they are on one
+    host."""
 
     kind: str
     num_bytes: int
@@ -37,23 +38,23 @@ class Message:
     is_inside: bool = False
 
     def sent_bytes(self, world_size: int) -> int:
-        """What a rank sends, and receives, if each byte takes the shortest way there is (a ring for an all-reduce)."""
+        """Bytes that a rank sends, and receives, in the optimal algorithm (a ring for an all-reduce)."""
         n = self.ranks or world_size
         parts = {"all-reduce": 2, "all-gather": n, "all-to-all": 1, "reduce-scatter": 1}
         return -(-parts[self.kind] * (n - 1) * self.num_bytes // n)
 
     def as_all_reduce(self, world_size: int) -> int:
-        """The bytes of the all-reduce that moves as much."""
+        """The size of the all-reduce that moves the same number of bytes."""
         n = self.ranks or world_size
         return math.ceil(self.sent_bytes(n) * n / (2 * (n - 1))) if n > 1 else self.num_bytes
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Three choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is the share of the
-    elements that top-k sends, or the rank of PowerSGD. `period`: 1 sends gradients in every step, more differences of
-    parameters every `period` steps, by `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and
-    updates its part of the optimizer's state (ZeRO-1). `between_hosts`: dense inside a host, the strategy between."""
+    """Four choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is top-k's density or
+    PowerSGD's rank. `period`: 1 sends gradients in every step; more sends parameter differences every `period` steps,
+    with the optimizer `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and updates its shard
+    of the optimizer state (ZeRO-1). `between_hosts`: dense inside a host, and the strategy between hosts."""
 
     codec: str = "dense"
     amount: float = 0.0
@@ -73,13 +74,13 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy | None) -> Strategy:
-        """The strategy that is written as this text; ConfigError says what is wrong with it."""
+        """Parse a strategy; ConfigError says what is wrong with the text."""
         if text is None:
             return cls()
         if isinstance(text, Strategy):
             return text._confirm()
         if not isinstance(text, str):
-            raise ConfigError(f"strategy {text!r}: give its text, such as 'int8', or a Strategy", code="strategy")
+            raise ConfigError(f"strategy {text!r}: pass a text such as 'int8', or a Strategy", code="strategy")
         found: dict[str, Any] = {}
         seen: dict[str, str] = {}
         for part in text.replace(" ", "").split("+"):
@@ -87,19 +88,19 @@ class Strategy:
             name, colon, number = head.partition(":")
             if name not in _PARTS:
                 known = ", ".join(_PARTS)
-                raise ConfigError(f"strategy {text!r}: {name!r} is not known; known are {known}", code="strategy")
+                raise ConfigError(f"strategy {text!r}: {name!r} is unknown; use {known}", code="strategy")
             known_part = _PARTS[name]
             if known_part.slot in seen:
                 twice = f"{seen[known_part.slot]} and {name} cannot be combined"
-                raise ConfigError(f"strategy {text!r}: {twice}, choose one", code="strategy")
+                raise ConfigError(f"strategy {text!r}: {twice}; choose one", code="strategy")
             seen[known_part.slot] = name
             found |= known_part.read(text, name, colon + number, options)
         strategy = cls(**found)
         refuse(
             (
                 "mixing" in found and not strategy.delay,
-                f"strategy {text!r}: mixing is of parameters that went on meanwhile; give delay=STEPS, too, or leave "
-                "it out",
+                f"strategy {text!r}: mixing needs a delay, in which the parameters move on; add delay=STEPS, or leave "
+                "mixing out",
             ),
             code="strategy",
         )
@@ -108,7 +109,7 @@ class Strategy:
 
     @property
     def text(self) -> str:
-        """How it is written: equal strategies have one text."""
+        """The canonical text: equal strategies have the same."""
         words: list[str] = []
         codec = "" if self.codec == "dense" else self.codec
         for name in (self.outer, "zero1" * self.is_sharded, codec, "hosts" * self.between_hosts):
@@ -123,66 +124,66 @@ class Strategy:
         return "+".join(words) or "dense"
 
     def _confirm(self) -> Strategy:
-        """Refuse one that was not read from a text, and that no text says."""
+        """Reject a Strategy that no text can express."""
         known = all(name in _PARTS for name in (self.codec, self.outer or self.codec))
         if not known or self.parse(self.text) != self:
-            raise ConfigError(f"{self!r}: this is not defined; use Strategy.parse('...')", code="strategy")
+            raise ConfigError(f"{self!r}: not a valid combination; use Strategy.parse('...')", code="strategy")
         return self
 
     def check(self) -> None:
-        """Refuse what is not defined."""
+        """Reject undefined combinations."""
         text = f"strategy {self.text!r}: "
         is_lossy = self.codec in ("topk", "powersgd")
         refuse(
             (
                 bool(self.outer and is_lossy),
-                f"{text}{self.codec} keeps an error between steps of gradients, and {self.outer} sends differences of "
-                "parameters; use bf16, int8 or int4 with it",
+                f"{text}{self.codec} keeps residuals of gradients between steps, but {self.outer} sends parameter "
+                "differences; use bf16, int8 or int4 with it",
             ),
             (
                 bool(self.outer and self.is_sharded),
-                f"{text}zero1 needs gradients in every step, and {self.outer} sends none; choose one of them",
+                f"{text}zero1 needs gradients in every step, but {self.outer} sends none; choose one of them",
             ),
             (
                 self.is_sharded and self.codec not in ("dense", "bf16"),
-                f"{text}zero1 updates each part from its exact sum; use it alone, or with bf16",
+                f"{text}zero1 updates each shard from its exact sum; use it alone or with bf16",
             ),
-            (self.codec == "topk" and not 0 < self.amount <= 1, f"{text}top-k sends a share above 0, and up to 1"),
+            (self.codec == "topk" and not 0 < self.amount <= 1, f"{text}top-k needs a density above 0 and at most 1"),
             (
                 self.codec == "powersgd" and (self.amount < 1 or self.amount % 1 > 0),
-                f"{text}a rank is a whole number from 1",
+                f"{text}the rank must be an integer of at least 1",
             ),
-            (self.delay >= self.period, f"{text}delay={self.delay} is not below the period of {self.period} steps"),
+            (self.delay >= self.period, f"{text}delay={self.delay} must be below the period of {self.period} steps"),
             (
                 self.dgc > 0 and not self.feedback,
-                f"{text}dgc is a momentum of what was not sent yet, and feedback=0 loses that; leave out one of them",
+                f"{text}dgc needs the residuals that feedback=0 drops; leave out one of them",
             ),
-            (max(self.dgc, self.momentum) >= 1, f"{text}a momentum of 1 grows without end; it must be below 1"),
+            (max(self.dgc, self.momentum) >= 1, f"{text}a momentum of 1 grows without bound; it must be below 1"),
             (
                 bool(self.between_hosts and self.outer),
-                f"{text}between two syncs of {self.outer} each rank steps alone, and gradients are averaged nowhere, "
-                "not even inside a host; leave out +hosts",
+                f"{text}between two syncs of {self.outer} gradients are not averaged, not even inside a host; leave "
+                "out +hosts",
             ),
             (
                 self.between_hosts and self.is_sharded,
-                f"{text}zero1 cuts the optimizer's state over all ranks, and +hosts leaves each rank the whole "
-                "average; choose one of them",
+                f"{text}zero1 shards the optimizer state over all ranks, but +hosts gives each rank the full average; "
+                "choose one of them",
             ),
-            (bool(self.outer) and not self.lr, f"{text}with lr=0 every round ends where it began; it must be above 0"),
+            (bool(self.outer) and not self.lr, f"{text}with lr=0 a round changes nothing; it must be above 0"),
             (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
             code="strategy",
         )
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is the plain all-reduce of every gradient in every step."""
+        """Whether it is a plain all-reduce of every gradient in every step."""
         return self == DENSE
 
     def count_sent_bytes(
         self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1, num_steps: int = 0
     ) -> float:
-        """What a rank sends in a step, if each dtype is one bucket: as a mean over a period, or over the first
-        `num_steps` of a run, of which some come before the schedule begins, or before top-k has its density."""
+        """Mean bytes per step that a rank sends, if each dtype is one bucket: over a period, or over the first
+        `num_steps` of a run, including those before the schedule begins or before top-k reaches its density."""
         families: dict[tuple[str, str], list[Gradient]] = {}
         for gradient in gradients:
             families.setdefault(gradient.family, []).append(gradient)
@@ -198,32 +199,32 @@ class Strategy:
         return later + sum(sizes[strategy] - later for strategy in early) / max(1, num_steps)
 
     def find_density(self, step: int) -> float:
-        """The share of the elements that top-k sends in a step. DGC's warm-up: from a quarter down to it, in equal
-        factors."""
+        """The share of elements that top-k sends in a step. DGC's warm-up decreases it from a quarter to `amount`, by a
+        constant factor per step."""
         amount, warmup = self.amount, self.warmup
         return max(amount, 0.25 * (amount / 0.25) ** (step / warmup)) if step < warmup else amount
 
     @property
     def is_hook(self) -> bool:
-        """Whether a communication hook can do it: it sends gradients in every step, and the optimizer is the user's."""
+        """Whether a communication hook can implement it: gradients in every step, and the user's own optimizer."""
         return not (self.outer or self.is_sharded)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the update is the one of the plain all-reduce."""
+        """Whether the update equals that of a plain all-reduce."""
         return self.codec == "dense" and not self.outer
 
     @property
     def is_plain_in_memory(self) -> bool:
-        """Whether ranks that share memory send every bucket as it is: they round to bfloat16 while they add up, and the
+        """Whether ranks that share memory all-reduce whole buckets: they round to bfloat16 while they sum, and the
         parameters of a sharded update are one copy."""
         return self.codec in ("dense", "bf16") and not (self.outer or self.between_hosts)
 
     def traffic(
         self, gradients: Sequence[Gradient], world_size: int, ranks_per_host: int = 1, in_memory: bool = False
     ) -> tuple[Message, ...]:
-        """The messages for gradients that are sent together (a bucket; with a period, the whole model, once in it).
-        `ranks_per_host` counts for two levels only. `in_memory`: between ranks that share memory."""
+        """The messages for gradients that are sent together: a bucket or, with a period, the whole model once per
+        period. `ranks_per_host` matters only for two levels. `in_memory`: the ranks share memory."""
         if self.between_hosts:
             return self._traffic_by_level(gradients, world_size, min(world_size, ranks_per_host))
         num = sum(gradient.num_elements for gradient in gradients)
@@ -240,7 +241,7 @@ class Strategy:
         if self.codec == "bf16":
             if world_size <= 2:
                 return (Message("all-reduce", 2 * num),)
-            part = 2 * -(-num // world_size)  # summed in float32 by one rank each: a ring would round at every hop
+            part = 2 * -(-num // world_size)  # summed in float32 by one rank: a ring would round at every hop
             return Message("all-to-all", part * world_size), Message("all-gather", part)
         if self.codec in QUANTIZED_BITS:
             part = count_shard_bytes(num, world_size, QUANTIZED_BITS[self.codec])
@@ -260,7 +261,7 @@ class Strategy:
         refuse(
             (
                 rest,
-                f"strategy {self.text!r}: {world_size} ranks do not fill hosts of {per_host}, and all need as many",
+                f"strategy {self.text!r}: {world_size} ranks do not fill hosts of {per_host} ranks each",
             ),
             code="strategy",
         )
@@ -281,20 +282,21 @@ class Strategy:
         )
 
     def cut(self, shape: Sequence[int], num: int) -> tuple[tuple[int, ...], bool]:
-        """The shape of each of `num` equal parts of a gradient, the last filled up with zeros, and whether it is turned
-        before. PowerSGD gets matrices, cut along the longer side: each sends the shorter one's factor whole."""
+        """The shape of each of `num` equal parts of a gradient (the last is padded with zeros), and whether the
+        gradient is transposed first. PowerSGD gets matrices, cut along the longer side: every part sends the shorter
+        side's factor whole."""
         rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
         if self.codec != "powersgd" or len(shape) < 2:
             flat = -(-rows * columns // num)
             return (flat,) if is_sent_whole(shape) else (flat, 1), False
-        is_turned = num > 1 and columns > rows > 0
-        long, short = (columns, rows) if is_turned else (rows, columns)
-        return (-(-long // num), short), is_turned
+        is_transposed = num > 1 and columns > rows > 0
+        long, short = (columns, rows) if is_transposed else (rows, columns)
+        return (-(-long // num), short), is_transposed
 
 
 def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
-    """The strategies of a list such as `bf16,topk:0.01,dgc,int8`, each once, by commas or semicolons. What is no part
-    is an option of the one before."""
+    """Parse a list such as `bf16,topk:0.01,dgc,int8`, separated by commas or semicolons, without duplicates. An item
+    that is not a part's name is an option of the previous one."""
     parts: list[str] = []
     for item in texts.replace(";", ",").split(",") if isinstance(texts, str) else texts:
         name = item.strip().partition("+")[0].partition(":")[0]
@@ -306,30 +308,30 @@ def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
 
 
 def count_each(num_elements: int, item_bytes: int, world_size: int) -> int:
-    """The elements of a bucket that each rank updates, of a sharded optimizer; the last ranks may have fewer."""
+    """How many elements of a bucket each rank updates with a sharded optimizer. The last ranks may have fewer."""
     line = max(1, LINE_BYTES // item_bytes)
     return -(-num_elements // (world_size * line)) * line
 
 
 def count_shard_bytes(num_elements: int, world_size: int, bits: int) -> int:
-    """The bytes of the part of a vector that one rank sums, in blocks with a scale each."""
+    """Bytes of the part of a vector that one rank sums, in blocks with one scale each."""
     blocks = -(-num_elements // (world_size * BLOCK))
     return blocks * (BLOCK * bits // 8 + 4)
 
 
 def count_kept(num_elements: int, density: float) -> int:
-    """How many elements top-k sends of a gradient: at least one, if there is one."""
+    """How many elements of a gradient top-k sends: at least one, unless it is empty."""
     return min(num_elements, max(1, math.ceil(density * num_elements))) if num_elements else 0
 
 
 def is_sent_whole(shape: Sequence[int]) -> bool:
-    """Whether top-k sends all of a gradient of this shape: a bias or a norm, which is small and should not wait. What
-    has no known shape is taken for a matrix."""
+    """Whether top-k sends all of a gradient of this shape: biases and norms, which are small and should not be delayed.
+    An unknown shape counts as a matrix."""
     return len(shape) == 1 and shape[0] <= _LARGEST_WHOLE
 
 
 def as_matrix(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """Rows, columns and the rank of a gradient as PowerSGD sends it; None where it is sent as it is."""
+    """Rows, columns and rank of a gradient for PowerSGD; None if it is sent uncompressed."""
     if len(shape) < 2 or 0 in shape:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
@@ -342,15 +344,15 @@ DENSE = Strategy()
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a strategy's text: what it chooses, and which options it takes with which defaults."""
+    """One part of a strategy's text: the choice it makes, and its options with their defaults."""
 
     slot: str
     fixed: Mapping[str, Any]
-    number: str = ""  # the field that `:NUMBER` sets, where there is one
-    options: Mapping[str, Any] = field(default_factory=dict)  # names to the values that they have without `=VALUE`
+    number: str = ""  # the field that `:NUMBER` sets, if any
+    options: Mapping[str, Any] = field(default_factory=dict)  # option names and their values without `=VALUE`
 
     def read(self, text: str, name: str, number: str, options: Sequence[str]) -> dict[str, Any]:
-        """`number` begins with its colon; empty where there is none."""
+        """Read the fields that a part sets. `number` includes its colon; empty if there is none."""
         found, seen = dict(self.fixed), set[str]()
         if bool(number) != bool(self.number):
             needs = f"{name}:NUMBER" if self.number else name
@@ -363,7 +365,7 @@ class _Part:
                 known = ", ".join(self.options) or "none"
                 raise ConfigError(f"strategy {text!r}: {name} has no option {key!r}; it has {known}", code="strategy")
             if key in seen:
-                raise ConfigError(f"strategy {text!r}: {key} is there twice: leave out one of them", code="strategy")
+                raise ConfigError(f"strategy {text!r}: {key} is given twice: leave out one of them", code="strategy")
             seen.add(key)
             default = self.options[key]
             if not sign and default is None:
@@ -372,7 +374,7 @@ class _Part:
         return found
 
 
-# The smallest and the largest value of each number.
+# The smallest and largest value of each number.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "topk": (0, 1), "powersgd": (1, 1 << 20), "period": (1, 10**9), "after": (0, 10**12), "warmup": (0, 10**9),
     "dgc": (0, 1), "lr": (0, 100), "momentum": (0, 1), "fragments": (1, 10**4), "delay": (0, 10**6), "mixing": (0, 1),
@@ -388,7 +390,7 @@ def _show(value: float) -> str:
     if not isinstance(value, float):
         return str(int(value))
     short = f"{value:.12g}"
-    return short if float(short) == value else repr(value)  # the text must give the same strategy again
+    return short if float(short) == value else repr(value)  # the text must parse to the same strategy
 
 
 def _read(text: str, name: str, value: str, part: str = "") -> Any:
@@ -399,8 +401,8 @@ def _read(text: str, name: str, value: str, part: str = "") -> Any:
         number = math.nan
     is_whole = number == int(number) if math.isfinite(number) else False
     if not least <= number <= most or (kind is not float and not is_whole):
-        what = "a whole number" if kind is int else "0 or 1" if kind is bool else "a number"
-        what = {"topk": "a share, such as 0.01,", "powersgd": "a whole number"}.get(part, what)
+        what = "an integer" if kind is int else "0 or 1" if kind is bool else "a number"
+        what = {"topk": "a share, such as 0.01,", "powersgd": "an integer"}.get(part, what)
         span = "" if kind is bool else f" from {least:g} to {most:g}"
         raise ConfigError(f"strategy {text!r}: {value!r} must be {what}{span}", code="strategy")
     return kind(number) if kind is not None else number

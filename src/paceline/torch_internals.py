@@ -1,8 +1,8 @@
-"""Every private name of torch that Paceline uses, each with what happens where it is missing.
+"""All private names of torch that Paceline uses, and what happens if one is missing.
 
-Names of modules are looked up here and used through this module. Without one that is needed, importing this raises one
-sentence; the others have a fallback. Members of torch's classes are used where they are, and listed in `MEMBERS`.
-`tests/unit/test_torch_internals.py` tries each on the installed torch; `paceline doctor` reports what it lacks.
+Module attributes are looked up here and used through this module. If a required one is missing, importing this module
+raises a one-line error; the others have a fallback. Class members are used directly, and listed in `MEMBERS`.
+`tests/unit/test_torch_internals.py` tests each on the installed torch, and `paceline doctor` reports missing ones.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _INSTALL = "pip install 'torch>=2.11,<2.16'"
 
 
 def _find(path: str) -> Any:
-    """What torch has at this dotted path; AttributeError where it has nothing there."""
+    """The object at this dotted path in torch; AttributeError if there is none."""
     parts = path.split(".")
-    # By the modules: torch.distributed.rendezvous is also a function.
+    # Look up modules first: torch.distributed.rendezvous is also a function.
     known = next(end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in sys.modules)
     return functools.reduce(getattr, parts[known:], sys.modules[".".join(parts[:known])])
 
 
 def _need(path: str) -> Any:
-    """The same; ConfigError where torch has nothing there."""
+    """The object at this dotted path; ConfigError if there is none."""
     try:
         return _find(path)
     except AttributeError:
@@ -42,9 +42,9 @@ def _need(path: str) -> Any:
         raise ConfigError(text, code="torch-version") from None
 
 
-# The options, works and backends of collectives, as classes; torch.distributed exports only some of them.
+# Options, works and backends of collectives. torch.distributed exports only some of these classes.
 c10d = _need("torch._C._distributed_c10d")
-# What C++ completes; torch.futures.Future is a subclass.
+# Futures completed by C++. torch.futures.Future is a subclass.
 Future = _need("torch._C.Future")
 JoinConfig = _need("torch.distributed.algorithms.join._JoinConfig")
 BufferHookLocation = _need("torch.nn.parallel.distributed._BufferCommHookLocation")
@@ -58,53 +58,53 @@ if TYPE_CHECKING:
 else:
     BatchNorm = _need("torch.nn.modules.batchnorm._BatchNorm")
 
-# Which backward runs (-1: none), whether it will reach a node, and the function that is on the stack while one runs.
+# The ID of the current backward (-1: none), whether it will reach a node, and the function on the stack while it runs.
 current_graph_task = _need("torch._C._current_graph_task_id")
 will_execute = _need("torch._C._will_engine_execute_node")
 run_backward = _need("torch.autograd.graph._engine_run_backward")
-# The end of backward: `queue_callback` of this.
+# Its `queue_callback` registers a callback for the end of backward.
 engine = _need("torch.autograd.Variable._execution_engine")
-count_storage_uses = _need("torch._C._storage_Use_Count")  # of `storage._cdata`
+count_storage_uses = _need("torch._C._storage_Use_Count")  # takes `storage._cdata`
 has_internal_overlap = _need("torch._debug_has_internal_overlap")
 tree_map_only = _need("torch.utils._pytree.tree_map_only")
 broadcast_coalesced = _need("torch.distributed._broadcast_coalesced")
 register_comm_hook = _need("torch.distributed._register_comm_hook")
 get_default_store = _need("torch.distributed.distributed_c10d._get_default_store")
-rendezvous_handlers = _need("torch.distributed.rendezvous._rendezvous_handlers")  # by their scheme
-gpu_sleep = _need("torch.cuda._sleep")  # for so many cycles
-_need("torch.distributed.distributed_c10d._world.pg_names")  # asked for anew: a program may replace it
+rendezvous_handlers = _need("torch.distributed.rendezvous._rendezvous_handlers")  # keyed by scheme
+gpu_sleep = _need("torch.cuda._sleep")  # takes a number of cycles
+_need("torch.distributed.distributed_c10d._world.pg_names")  # looked up on each use, because a program may replace it
 
-# With a fallback. The program is then taken for one that does not profile itself.
+# Names with a fallback. Without this one, programs count as not profiling themselves.
 is_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-# A buffer that a hook changes in place then counts as changed, and autograd may refuse a backward through it.
+# Without it, a buffer that a hook changes in place counts as changed, and autograd may reject a backward through it.
 keep_versions = getattr(torch.autograd, "_unsafe_preserve_version_counter", lambda _: contextlib.nullcontext())
-# Ranks that lost each other then wait for NCCL's own timeout.
+# Without it, ranks that lost contact wait for NCCL's own timeout.
 abort_process_group = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 _GROUP = "torch.distributed.ProcessGroup."
 _DDP = "torch.nn.parallel.DistributedDataParallel."
-# Members of classes, by what does not work without them. `torch._foreach_*` are operators, as public as the optimizers
-# that torch builds of them.
+# Class members, and what does not work without them. `torch._foreach_*` are operators, as public as the optimizers that
+# torch builds on them.
 MEMBERS = {
-    "torch.Tensor._version": "changes of gradients are not seen: the wrapper",
-    "torch.Tensor._indices": "embeddings as rows",
-    "torch.Tensor._values": "embeddings as rows",
-    "torch.Tensor._backward_hooks": "embeddings as rows",
-    "torch.nn.Module._parameters": "embeddings as rows",
+    "torch.Tensor._version": "the wrapper, which detects changed gradients",
+    "torch.Tensor._indices": "embedding rows",
+    "torch.Tensor._values": "embedding rows",
+    "torch.Tensor._backward_hooks": "embedding rows",
+    "torch.nn.Module._parameters": "embedding rows",
     "torch.UntypedStorage._cdata": "buckets without copies",
-    "torch.futures.Future._set_unwrap_func": "errors of the backend shm",
-    _GROUP + "_device_types": "the end of a world",
-    _GROUP + "_get_backend": "proofs between ranks",
-    _GROUP + "_get_sequence_number_for_group": "notebooks, and which rank made another collective on NCCL",
-    _GROUP + "_register_backend": "the backend shm",
-    _GROUP + "_set_default_backend": "the backend shm",
-    "torch._C._distributed_c10d.Backend.Options._timeout": "GPU tensors on the backend shm",
+    "torch.futures.Future._set_unwrap_func": "errors on the shm backend",
+    _GROUP + "_device_types": "closing a world",
+    _GROUP + "_get_backend": "authentication between ranks",
+    _GROUP + "_get_sequence_number_for_group": "notebooks, and naming the rank with a mismatched collective on NCCL",
+    _GROUP + "_register_backend": "the shm backend",
+    _GROUP + "_set_default_backend": "the shm backend",
+    "torch._C._distributed_c10d.Backend.Options._timeout": "GPU tensors on the shm backend",
     "torch.amp.GradScaler._unscale_grads_": "sharded optimizers with a GradScaler",
     "torch.distributed.algorithms.join.Joinable._join_config": "join()",
     _DDP + "_inside_ddp_forward": "torch.compile of a wrapped model",
-    _DDP + "_assign_modules_buffers": "hooks on buffers",
-    _DDP + "_register_builtin_comm_hook": "torch's built-in hooks on the backend shm",
-    _DDP + "_comm_hooks": "strategies as hooks of torch's wrapper",
+    _DDP + "_assign_modules_buffers": "buffer hooks",
+    _DDP + "_register_builtin_comm_hook": "torch's built-in hooks on the shm backend",
+    _DDP + "_comm_hooks": "strategies as communication hooks of torch's wrapper",
     _DDP + "_get_ddp_logging_data": "attaching to a program",
     _DDP + "_has_rebuilt_buckets": "attaching to a program",
     _DDP + "_remove_autograd_hooks": "trying bucket sizes in a program",
@@ -114,24 +114,24 @@ MEMBERS = {
     _DDP + "_set_static_graph": "trying bucket sizes in a program",
     "torch.utils.data.DataLoader._iterator": "data loaders with persistent workers",
 }
-# Looked for where torch, or a program, may have set them; what it means where they are not there.
+# Attributes that torch or a program may have set, and what their absence means.
 OPTIONAL = {
-    "_bucket_config": "torch before 2.13: its wrapper takes one cap",
+    "_bucket_config": "torch before 2.13, whose wrapper takes a single cap",
     "_ddp_params_and_buffers_to_ignore": "nothing is ignored",
     "_in_backward_optimizers": "the parameter is not updated in backward",
     "_orig_mod": "the model is not compiled",
-    "_shutdown_workers": "the data comes without worker processes",
+    "_shutdown_workers": "the data loader has no worker processes",
     "_torchdynamo_disable": "set by us",
 }
 
 
 def find_missing() -> dict[str, str]:
-    """The members that the installed torch lacks, with what does not work without them."""
+    """Members that the installed torch lacks, and what does not work without them."""
     return {path: why for path, why in MEMBERS.items() if not _has_member(path)}
 
 
 def _has_member(path: str) -> bool:
-    """Of the class, or used in one of its methods: some are set by its constructor."""
+    """Whether the class has the member, or one of its methods uses it: constructors set some of them."""
     owner, _, name = path.rpartition(".")
     try:
         kind = _find(owner)
@@ -145,23 +145,22 @@ def _has_member(path: str) -> bool:
 
 
 def list_groups() -> dict[Any, str]:
-    """The open groups that this rank is in, with their names."""
+    """The open groups of this rank, and their names."""
     return dict(distributed_c10d._world.pg_names)
 
 
 def find_counter(group: Any) -> Callable[[], int] | None:
-    """The function that counts the collectives that this rank has started in a group. Without it a rank that has
-    started one too many on NCCL is not named."""
+    """A function that counts the collectives this rank has started in a group. Without it, a rank that has started one
+    too many on NCCL is not named."""
     return getattr(group, "_get_sequence_number_for_group", None)
 
 
 def new_local_group(ranks: Sequence[int], backend: str) -> Any:
-    """A group of a part of the ranks. Collective: call on every rank of that part, and on no other.
+    """A group of a subset of ranks. Collective: call it on every rank of the subset, and on no other.
 
-    torch names such a group by its ranks and a count. Until 2.13 it was the number of groups alive in this process,
-    which may differ between ranks. Since 2.14 it is the count that names groups of the whole world: it advances on
-    these ranks only, and the next group of the world hangs. So this group gets a name of its own. Where torch names
-    groups elsewhere, that name stays.
+    torch names such a group by its ranks and a counter. Up to 2.13 this was the number of live groups in the process,
+    which may differ between ranks. Since 2.14 it is the counter of whole-world groups: it advances on these ranks only,
+    and the next whole-world group hangs. So this group gets its own name, unless torch moves the naming function.
     """
     digest = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     number = (get_default_store().add(f"paceline-groups/{digest}", 1) - 1) // len(ranks)
@@ -171,7 +170,7 @@ def new_local_group(ranks: Sequence[int], backend: str) -> Any:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Groups that this thread creates in this context have this name."""
+    """Groups that this thread creates in this context get this name."""
     module: Any = distributed_c10d
     thread, original = threading.get_ident(), getattr(module, "_process_group_name", None)
     if original is None:
@@ -192,8 +191,8 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def skip_frames(code: CodeType, with_calls: bool) -> None:
-    """Run this code as it is while a compiled step runs, with all that it calls or without it. Where torch cannot be
-    told so, a compiled step may fail in it."""
+    """Exclude this code from torch.compile, with or without what it calls. If torch offers no way to do so, a compiled
+    step may fail in it."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)
     action, strategy = getattr(frames, "_FrameAction", None), getattr(frames, "_FrameExecStrategy", None)
     if frames is not None and action is not None and strategy is not None:
@@ -201,19 +200,19 @@ def skip_frames(code: CodeType, with_calls: bool) -> None:
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile is at work in this process, on any thread. False where its count has another name: a long
-    compilation is then reported as a slow step. Imports nothing."""
+    """Whether torch.compile is running in this process, on any thread. Imports nothing. If torch renames its counter,
+    this is False, and a long compilation is reported as a slow step."""
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     return bool(getattr(handler, f"_{type(handler).__name__}__pending_callbacks_counter", 0))
 
 
 def import_compiler() -> None:
-    """Import torch.compile now, which takes a second or two."""
+    """Import torch.compile, which takes a second or two."""
     import torch._dynamo  # noqa: F401
 
 
 def raise_recompile_limit(limit: int) -> None:
-    """Let torch.compile compile a code object so often, at least."""
+    """Let torch.compile recompile a code object at least this often."""
     import torch._dynamo
 
     settings = torch._dynamo.config
@@ -221,5 +220,5 @@ def raise_recompile_limit(limit: int) -> None:
 
 
 def is_recording() -> bool:
-    """Whether a profiler of torch's records ranges. Where that is not known they are always made."""
+    """Whether a torch profiler is recording ranges; True if unknown."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))

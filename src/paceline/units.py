@@ -1,4 +1,4 @@
-"""Sizes, times and rates as people type and read them: MiB is 2^20, GB/s is 10^9. Nothing else formats a unit."""
+"""Parses and formats sizes, times and rates: MiB is 2^20, GB/s is 10^9. No other module formats units."""
 
 import math
 import re
@@ -14,12 +14,12 @@ _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_MOST_DIGITS = 30  # of a size that means anything
+_MAX_DIGITS = 30  # longest number in a size
 _YEAR_S = 365 * 24 * 3600
 
 
 def refuse_endless(least_s: float, **counts: int | None) -> None:
-    """Refuse numbers of steps or repetitions that take more than a year, even where each takes only `least_s`."""
+    """Reject numbers of steps or repetitions that would take more than a year at `least_s` each."""
     most = int(_YEAR_S / least_s)
     for name, count in counts.items():
         if count is not None and count > most:
@@ -28,30 +28,30 @@ def refuse_endless(least_s: float, **counts: int | None) -> None:
 
 
 def shorten(number: int) -> str:
-    """A number of any length for a message: 12 500, or 10^24 where its digits say nothing."""
+    """A number for an error message: 12 500, or a power of ten such as 10^24 if it has too many digits."""
     return format_count(number) if abs(number) < 10**12 else f"10^{len(str(abs(number))) - 1}"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `25MiB` (2^20) or `1MB` (10^6). The unit is not optional."""
+    """Bytes of a size such as `25MiB` (2^20) or `1MB` (10^6). The unit is required."""
     match = _SIZE.fullmatch(text)
     if not match:
         raise ConfigError(f"size {text!r} is not a number with a unit: write it like 25MiB, 1MB or 512B")
     number, unit = match.groups()
-    refuse((len(number) > _MOST_DIGITS, f"size {text[:40]!r} has {len(number)} digits: use a larger unit"))
+    refuse((len(number) > _MAX_DIGITS, f"size {text[:40]!r} has {len(number)} digits: use a larger unit"))
     if not unit:
         raise ConfigError(f"size {text!r} has no unit: write {number}MiB, {number}MB or {number}B")
     scale = _UNITS.get(unit.lower())
     if scale is None:
         raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, KiB, MiB or GiB")
-    size = Fraction(number) * scale  # exact: no float on the way
+    size = Fraction(number) * scale  # exact, unlike a float
     if size.denominator > 1:
-        raise ConfigError(f"size {text!r} is {float(size):.3f} bytes: a size is a whole number of bytes")
+        raise ConfigError(f"size {text!r} is {float(size):.3f} bytes: a size must be a whole number of bytes")
     return int(size)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of a comma-separated list of sizes, in the order given, without repeats."""
+    """Bytes of a comma-separated list of sizes, in the given order, without duplicates."""
     sizes = tuple(dict.fromkeys(parse_size(part) for part in text.split(",") if part.strip()))
     if not sizes:
         raise ConfigError(f"no size in {text!r}: write a list such as 1MiB,10MiB,100MiB")
@@ -61,14 +61,14 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int = 1) -> tuple[int, ...]:
-    """Sizes from first to last, each `factor` times the one before, as nccl-tests' -b -e -f.
+    """Sizes from first to last, each `factor` times the previous one, like nccl-tests' -b -e -f.
 
     Sizes after the first are rounded down to a `multiple`, so that they are whole numbers of elements.
     """
     ends = f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)}"
     refuse(
-        (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: begin above 0, and not above the end"),
-        (not 1 < factor < math.inf, f"{ends} by a factor of {factor:g}: it must be above 1"),
+        (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: it must begin above 0 and not above its end"),
+        (not 1 < factor < math.inf, f"{ends} by a factor of {factor:g}: the factor must be above 1"),
     )
     if math.log(last_bytes / first_bytes) > 1000 * math.log(factor):
         raise ConfigError(f"{ends} by a factor of {factor:g}: that makes more than 1000 sizes")
@@ -81,7 +81,7 @@ def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int =
 
 
 def parse_counts(text: str, what: str) -> tuple[int, ...]:
-    """The positive integers of a comma-separated list, in the order given, without repeats."""
+    """The positive integers of a comma-separated list, in the given order, without duplicates."""
     counts = []
     for part in text.split(","):
         if not re.fullmatch(r"\s*[0-9]{1,18}\s*", part) or int(part) < 1:
@@ -91,43 +91,44 @@ def parse_counts(text: str, what: str) -> tuple[int, ...]:
 
 
 def parse_duration(text: str, what: str) -> float:
-    """Seconds of a time such as `120s`, `90min`, `3h`, `2d` or `3 h 5 min`; `what` is the option, for errors. The unit
-    is not optional."""
+    """Seconds of a duration such as `120s`, `90min`, `3h`, `2d` or `3 h 5 min`. The unit is required. `what` names the
+    option in errors."""
     scales = {"d": 86400, "h": 3600, "min": 60, "s": 1}
     parts = (rf"(?:(\d{{1,15}}(?:\.\d{{1,15}})?)\s*{unit}\s*)?" for unit in scales)
     match = re.fullmatch(r"\s*" + "".join(parts), text)
     if match is None or not any(match.groups()):
-        raise ConfigError(f"{what} {text[:40]!r} is not a time with its unit: write it like 120s, 90min, 3h or 2d")
+        raise ConfigError(f"{what} {text[:40]!r} is not a time with a unit: write it like 120s, 90min, 3h or 2d")
     return sum(float(number) * scale for number, scale in zip(match.groups(), scales.values(), strict=True) if number)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for people: `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes print without decimals."""
+    """A size such as `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes have no decimals."""
     scale, unit = (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB") if num_bytes >= KIB else (1, "B")
     value = num_bytes / scale
     return f"{value:.0f} {unit}" if value == int(value) or scale == 1 else f"{value:.2f} {unit}"
 
 
 def format_memory(num_bytes: float) -> str:
-    """An amount of memory for people, in GiB."""
+    """An amount of memory in GiB."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 
 def format_count(count: int) -> str:
-    """An integer with thin groups of three digits: 15 000 000."""
+    """An integer in groups of three digits: 15 000 000."""
     return f"{count:,}".replace(",", " ")
 
 
 def format_ms(seconds: float) -> str:
-    """Milliseconds with about four significant digits and no unit, for the cells of a column in ms."""
+    """Milliseconds with about four significant digits and without the unit, for table columns in ms."""
     ms = seconds * 1e3
     return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 10 else f"{ms:.4f}"
 
 
 def format_duration(seconds: float) -> str:
-    """A time with its unit, chosen by magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`, `3 h 5 min`, `2 d`."""
+    """A duration with a unit that suits its magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`, `3 h 5 min`, `2
+    d`."""
     for limit_s, scale, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (60, 1, "s")):
-        if seconds < limit_s:  # what rounds up to 1000 of a unit is 1 of the next
+        if seconds < limit_s:  # what would round to 1000 of a unit becomes 1 of the next
             return f"{seconds * scale:.3g} {unit}"
     if seconds < 7200:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
@@ -137,13 +138,13 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """GB/s (10^9) with three significant digits and no unit, for the cells of a column in GB/s."""
+    """GB/s (10^9) with about three significant digits and without the unit, for table columns in GB/s."""
     rate = bytes_per_s / GB
     return f"{rate:.1f}" if rate >= 100 else f"{rate:.2f}" if rate >= 1 else f"{rate:.4f}"
 
 
 def format_speed(per_s: float) -> str:
-    """Samples per second and the like: whole numbers, and decimals where there are few."""
+    """A rate such as samples per second: an integer, or with decimals if it is small."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 10 else f"{per_s:.2f}"
 
 

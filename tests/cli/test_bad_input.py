@@ -39,7 +39,7 @@ def _no_gpu_no_launcher(monkeypatch):
         ((*ALLREDUCE, "--sizes", "1MiB", "-b", "1MiB", "-e", "2MiB"), "--sizes with --min-size"),
         ((*ALLREDUCE, "-b", "1MiB"), "needs --min-size (-b) and --max-size (-e)"),
         ((*ALLREDUCE, "-b", "2MiB", "-e", "1MiB"), "is empty"),
-        ((*ALLREDUCE, "-b", "1MiB", "-e", "2MiB", "-f", "1"), "it must be above 1"),
+        ((*ALLREDUCE, "-b", "1MiB", "-e", "2MiB", "-f", "1"), "must be above 1"),
         ((*ALLREDUCE, "-b", "8B", "-e", "1GiB", "-f", "1.000001"), "more than 1000 sizes"),
         ((*ALLREDUCE, "--backend", ","), "no backend given"),
         ((*ALLREDUCE, "--dtype", "float31"), "dtype 'float31' is unknown: did you mean float32?"),

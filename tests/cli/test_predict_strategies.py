@@ -58,10 +58,10 @@ def test_two_levels_on_nodes(predict):  # noqa: F811
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("--network", "1gbe", "--strategy", "int9"), "'int9' is not known"),
+        (("--network", "1gbe", "--strategy", "int9"), "'int9' is unknown"),
         (("--network", "1gbe", "--strategy", "int8", "--gradients", "bf16"), "--gradients bf16 with --strategy"),
         (("--network", "1gbe", "--strategy", "int8", "--ranks", "1"), "one rank"),
-        (("--network", "1gbe", "--strategy", "diloco:8+hosts"), "each rank steps alone"),
+        (("--network", "1gbe", "--strategy", "diloco:8+hosts"), "leave out +hosts"),
         (("--network", "a100-hdr", "--strategy", "int8+hosts", "--ranks", "16"), "--ranks-per-node"),
         (("--network", "1gbe", "--strategy", "hosts", "--ranks-per-node", "4", "--ranks", "6"), "do not fill hosts"),
     ],

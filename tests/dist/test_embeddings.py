@@ -206,7 +206,7 @@ def test_ranks_without_tokens_and_with_many(job, name):
 def send_one_bucket() -> None:
     with paceline.init(backend="gloo", announce=None) as world:
         for how, name, wanted in (
-            ("auto", "tied", "is sent whole: the bucket of its other part is complete last"),
+            ("auto", "tied", "is sent whole: the bucket with its dense part"),
             ("rows", "tied", "in the buckets"),
             ("auto", "untied", "sends rows"),
         ):

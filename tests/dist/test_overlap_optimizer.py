@@ -80,7 +80,7 @@ def misuse() -> None:
             optimizer.step()
         backward(model, head)
         optimizer.param_groups[1]["lr"] = 3.0
-        with expect("options of the optimizer changed"):
+        with expect("optimizer options changed"):
             optimizer.step()
         backward(model, head)
         with expect("second synchronised backward"):

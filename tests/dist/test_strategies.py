@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import paceline
 from paceline.parallel import DDP, codecs
-from paceline.parallel.channel import Crossing
+from paceline.parallel.channel import PairExchange
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.strategies import start_message
 from paceline.strategy import Strategy, as_matrix
@@ -158,7 +158,7 @@ def run_crossings() -> None:
             if is_crossing:
                 assert group.calls.index("recv") < group.calls.index("send")
             work, gathered = start_message(codecs.GATHER, own + 7, group, 2)
-            assert isinstance(work, Crossing) == isinstance(swapped[0][0], Crossing) == is_crossing
+            assert isinstance(work, PairExchange) == isinstance(swapped[0][0], PairExchange) == is_crossing
             work.wait()
             assert torch.equal(gathered, torch.tensor([[7.0], [8.0]]).expand(2, elements))
             for k, (work, rows) in enumerate(swapped):
@@ -647,7 +647,7 @@ def use_torchs_wrapper() -> None:
         theirs = DistributedDataParallel(Mixed())
         theirs.register_comm_hook(*paceline.comm_hook("int8", Mixed()))
         kind, message = error_of(lambda: loss(theirs, world.rank, 0).backward())
-        assert kind == "ConfigError strategy" and "another model" in message
+        assert kind == "ConfigError strategy" and "different model" in message
         kind, message = error_of(lambda: DDP(Mixed(), strategy="int8" if world.rank else "int4"))
         assert kind == "ConfigError mismatch" and "'int4' on rank 0 and 'int8' on rank 1" in message
         state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)

@@ -156,7 +156,7 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
             return "trained", str(len(values))
     except LaunchError as error:
         return error.code, str(error)
-    except RuntimeError as error:  # of gloo: the other rank has refused a stranger, and left
+    except RuntimeError as error:  # gloo's: the other rank has rejected a connection, and left
         return find_code(error), str(error)
     finally:
         rendezvous.agree_on_backend = agree
@@ -167,7 +167,7 @@ def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set
     for how, text in found:
         # A stranger that is first can stop the job; it cannot be part of it.
         assert how in ("trained", "stranger", "peer-lost"), text
-        assert how != "stranger" or "refused a stranger" in text
+        assert how != "stranger" or "unauthenticated connection" in text
     assert {file.name for file in attacker.glob("reached *")} == {"reached tcp", "reached unix"}
     assert not (attacker.parent / "owned").exists(), "a pickle of another user was read"
     assert not (attacker / "joined").exists()

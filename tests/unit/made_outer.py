@@ -1,4 +1,4 @@
-"""Replicas of one model in this process, with a schedule between them."""
+"""Replicas of one model in one process, with an outer schedule between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 class Replicas:
-    """Each has a model, an optimizer and batches of its own, and between them is the schedule."""
+    """Replicas with their own model, optimizer and batches, and the schedule between them."""
 
     def __init__(
         self,

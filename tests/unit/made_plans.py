@@ -1,4 +1,4 @@
-"""Plans that no planner of ours makes but the wrapper takes: strict caps, and gradients that are split over buckets."""
+"""Plans that our planners never make but the wrapper accepts: strict caps, and gradients split over buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.units import MIB
 
 
 def pack(gradients: Sequence[Gradient], pieces: Iterable[Piece], cap_bytes: int) -> list[Bucket]:
-    """Fill buckets in order, one per dtype at a time, closing each before it would exceed the cap."""
+    """Fill buckets in order, one open bucket per dtype, and close each before it would exceed the cap."""
     open_: dict[tuple[str, str], list[Piece]] = {}
     closed: list[Bucket] = []
     for piece in pieces:
@@ -25,7 +25,7 @@ def pack(gradients: Sequence[Gradient], pieces: Iterable[Piece], cap_bytes: int)
 
 
 def plan_by_cap(gradients: Sequence[Gradient], ready_order: Iterable[int], cap_bytes: int) -> Plan:
-    """Buckets of at most `cap_bytes`; a gradient larger than that has a bucket of its own."""
+    """Buckets of at most `cap_bytes`; a larger gradient gets its own bucket."""
     pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
     return Plan(tuple(gradients), tuple(pack(gradients, pieces, cap_bytes)), "at most")
 
@@ -33,7 +33,7 @@ def plan_by_cap(gradients: Sequence[Gradient], ready_order: Iterable[int], cap_b
 def plan_in_pieces(
     gradients: Sequence[Gradient], ready_order: Iterable[int], cap_bytes: int, tail_bytes: int = MIB
 ) -> Plan:
-    """Gradients larger than the cap in equal parts, and a small last bucket for each dtype."""
+    """Split gradients larger than the cap into equal pieces, and end with a small bucket for each dtype."""
     pieces = [piece for index in ready_order for piece in split(gradients[index], index, cap_bytes)]
     tails: dict[tuple[str, str], list[Piece]] = {}
     body: list[Piece] = []
@@ -52,7 +52,7 @@ def plan_in_pieces(
 
 
 def split(gradient: Gradient, index: int, cap_bytes: int) -> list[Piece]:
-    """The fewest parts of at most the cap, as equal as the elements allow."""
+    """The fewest pieces of at most the cap, as equal as the element size allows."""
     elements = gradient.num_bytes // gradient.item_bytes
     parts = max(1, math.ceil(elements / max(1, cap_bytes // gradient.item_bytes)))
     edges = [elements * part // parts * gradient.item_bytes for part in range(parts + 1)]

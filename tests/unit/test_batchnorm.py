@@ -1,4 +1,4 @@
-"""SyncBatchNorm without a process group: it is torch's BatchNorm, and `convert` keeps what a layer had."""
+"""SyncBatchNorm without a process group is torch's BatchNorm, and `convert` keeps a layer's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None, "eps": 0.1}]
 )
-def test_without_a_process_group_it_is_torchs(options):
+def test_sync_batchnorm_without_a_process_group_is_torchs_batchnorm(options):
     x = torch.randn(4, 3, 5, 2)
     for got, wanted in zip(train(SyncBatchNorm(3, **options), x), train(nn.BatchNorm2d(3, **options), x), strict=True):
         assert torch.equal(got, wanted)
@@ -37,7 +37,7 @@ def test_a_wrong_shape_is_named():
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
-def test_a_root_becomes_a_new_layer_with_the_same_state(kind):
+def test_a_root_module_becomes_a_new_layer_with_the_same_state(kind):
     old = kind(3, eps=0.1, momentum=None).eval()
     old.weight.requires_grad_(False)
     new = SyncBatchNorm.convert(old)
@@ -48,7 +48,7 @@ def test_a_root_becomes_a_new_layer_with_the_same_state(kind):
     assert set(new.state_dict()) == set(old.state_dict())
 
 
-def test_everything_else_in_the_tree_stays():
+def test_convert_leaves_other_modules_unchanged():
     norm, instance = nn.BatchNorm2d(3), nn.InstanceNorm2d(3)
     inner = nn.Sequential(norm, instance, nn.BatchNorm2d(3, affine=False, track_running_stats=False))
     model = nn.ModuleDict({"a": norm, "b": inner, "again": inner, "none": nn.Sequential()})
@@ -56,7 +56,7 @@ def test_everything_else_in_the_tree_stays():
     names = list(model.state_dict())
     parameters = list(model.parameters())
     assert SyncBatchNorm.convert_sync_batchnorm(model) is model
-    assert model["a"] is model["b"][0] and type(model["a"]) is SyncBatchNorm  # one layer at two places
+    assert model["a"] is model["b"][0] and type(model["a"]) is SyncBatchNorm  # one layer in two places
     assert model["again"] is model["b"] is inner and inner[1] is instance
     assert type(inner[2]) is SyncBatchNorm and inner[2].weight is None and inner[2].running_mean is None
     assert list(model.state_dict()) == names
@@ -85,7 +85,7 @@ def test_a_group_is_kept_unless_another_is_given():
     layers = list(model)
     SyncBatchNorm.convert(model, second)
     assert [layer.process_group for layer in model] == [second, second]
-    assert list(model) == layers  # what is converted is not replaced again
+    assert list(model) == layers  # a converted layer is not replaced again
 
 
 class Activated(nn.BatchNorm2d):

@@ -1,4 +1,4 @@
-"""Running statistics in the words: whoever reads the sum gets the average over those that wrote, or keeps its own."""
+"""Running statistics in the control words: reading the sum gives the average over the ranks that wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that meet in the store, without a message, and how often they ask it."""
+"""Ranks that wait for each other through the store, without messages, and how many requests they make."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.parallel.channel import Channel
 
 
 class CountingStore:
-    """A store in this process that counts requests."""
+    """An in-process store that counts requests."""
 
     def __init__(self) -> None:
         self.values, self.requests, self._lock = dict[str, bytes](), Counter[str](), threading.Lock()
@@ -50,7 +50,7 @@ def build_channel(store: CountingStore, rank: int, world_size: int) -> Channel:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only `sleep` moves; `now[0]` is its time."""
+    """A clock that only `sleep` advances; `now[0]` is its time."""
     now = [0.0]
 
     class Time:
@@ -61,11 +61,11 @@ def clock(monkeypatch):
     return now
 
 
-def test_all_ranks_meet():
+def test_all_ranks_arrive():
     store, found = CountingStore(), dict[int, list[int]]()
 
     def meet(rank: int) -> None:
-        found[rank] = build_channel(store, rank, 3).meet("state", 30.0)
+        found[rank] = build_channel(store, rank, 3).wait_for_ranks("state", 30.0)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -75,25 +75,26 @@ def test_all_ranks_meet():
     assert found == {0: [], 1: [], 2: []}
 
 
-def test_a_rank_that_waits_asks_rarely_and_looks_for_the_absent_ones_once(clock):
+def test_a_waiting_rank_polls_rarely_and_searches_for_absent_ranks_once(clock):
     store = CountingStore()
     store.set("7", "")
-    assert build_channel(store, 0, 512).meet("state", 10.0) == [rank for rank in range(1, 512) if rank != 7]
+    assert build_channel(store, 0, 512).wait_for_ranks("state", 10.0) == [rank for rank in range(1, 512) if rank != 7]
     assert store.requests.total() < 512 + 150
-    # Whoever comes later is told the same, and looks for nobody.
+    # A rank that comes later gets the same answer, and does not search.
     before = store.requests.total()
-    assert len(build_channel(store, 3, 512).meet("state", 10.0)) == 510 and store.requests.total() < before + 10
+    assert len(build_channel(store, 3, 512).wait_for_ranks("state", 10.0)) == 510
+    assert store.requests.total() < before + 10
 
 
-def test_one_rank_looks_for_the_absent_ones_and_another_if_that_one_dies(clock):
+def test_one_rank_searches_for_absent_ranks_and_another_takes_over_if_it_dies(clock):
     store = CountingStore()
-    store.add("late", 1)  # by a rank that died before it had looked
-    assert build_channel(store, 0, 3).meet("state", 10.0) == [1, 2] and clock[0] >= 11.0
+    store.add("late", 1)  # from a rank that died before it searched
+    assert build_channel(store, 0, 3).wait_for_ranks("state", 10.0) == [1, 2] and clock[0] >= 11.0
 
 
-def test_the_last_rank_may_arrive_while_others_look_for_it(clock, monkeypatch):
+def test_the_last_rank_may_arrive_during_the_search(clock, monkeypatch):
     store = CountingStore()
-    store.set("1", "")  # it has arrived, and not said yet that all have
+    store.set("1", "")  # it has arrived, but has not set "end" yet
     sleep, num_sleeps = module.time.sleep, [0]
 
     def say_later(seconds: float) -> None:
@@ -103,4 +104,4 @@ def test_the_last_rank_may_arrive_while_others_look_for_it(clock, monkeypatch):
             store.compare_set("end", "", "all")
 
     monkeypatch.setattr(module.time, "sleep", staticmethod(say_later))
-    assert build_channel(store, 0, 2).meet("state", 10.0) == []
+    assert build_channel(store, 0, 2).wait_for_ranks("state", 10.0) == []

@@ -1,4 +1,4 @@
-"""Codecs of replicas in one process: what is averaged, what is sent, what is left over, and what must not be kept."""
+"""Codecs of replicas in one process: averages, messages, residuals, and state that must not be kept."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.transport import native
 
 LOSSY = ("int8", "int4", "topk:0.05", "powersgd:2")
 ALL = ("dense", "bf16", *LOSSY, "topk:0.05,dgc,warmup=3")
-# One dimension, four, odd, empty, a scalar, zero columns, one row; none a multiple of a block.
+# Shapes with one and four dimensions, odd, empty, scalar, without columns, with one row; none is a multiple of a block.
 SHAPES = ((37, 29), (13,), (5, 3, 3, 3), (0, 4), (), (4, 0), (1, 300), (301,))
 NAMES = tuple(f"p{index}" for index in range(len(SHAPES)))
-# In float32, relative to the largest number.
+# Tolerances in float32, relative to the largest number.
 ROUNDING = 1e-5
 
 
@@ -47,7 +47,7 @@ def mean(grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 @pytest.fixture(params=["core", "torch", "gpu"])
 def either(request, monkeypatch):
-    """With the compiled core, without, and as on a GPU: each bucket is one vector, and nobody waits for a number."""
+    """Run with the compiled core, without it, and as on a GPU: each bucket is one vector, and the host never waits."""
     if request.param == "torch":
         monkeypatch.setattr(codecs, "_library", lambda: None)
     elif request.param == "gpu":
@@ -77,7 +77,7 @@ def test_all_ranks_get_the_same_average_near_the_mean(text, num_ranks, either):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_top_k_of_everything_is_the_all_reduce(num_ranks, either):
+def test_top_k_with_density_1_is_the_all_reduce(num_ranks, either):
     grads = draw(num_ranks)
     wanted = copy.deepcopy(grads)
     average(build("topk:1", num_ranks), grads)
@@ -85,8 +85,8 @@ def test_top_k_of_everything_is_the_all_reduce(num_ranks, either):
     assert all(map(torch.equal, grads[0], wanted[0]))
 
 
-def test_top_k_sends_signed_values_to_their_own_places(either):
-    """Each rank's largest is elsewhere: a sum of values in the order of their sizes would be wrong."""
+def test_top_k_keeps_signs_and_indices(either):
+    """Each rank's largest elements are elsewhere, so summing values in order of size would be wrong."""
     grads = [[torch.tensor([[0.1, -5.0, 0.2, 0.3]])], [torch.tensor([[0.1, 0.2, 0.3, 3.0]])]]
     average(build("topk:0.25", 2), grads, names=("p",))
     assert grads[0][0].tolist() == [[0, -2.5, 0, 1.5]]
@@ -94,7 +94,7 @@ def test_top_k_sends_signed_values_to_their_own_places(either):
 
 @pytest.mark.parametrize("num_large", [0, 1])
 def test_top_k_sends_biases_and_norms_whole(num_large, either):
-    """With DGC their momentum is that of an optimizer, which nothing delays."""
+    """With DGC their momentum is that of an optimizer, without delay."""
     names, shapes = ("m", "b", "c")[1 - num_large :], ((9, 7), (5,), (300,))[1 - num_large :]
     ranks, twice = build("topk:0.01", 2), build("topk:0.01,dgc=0.5", 2)
     speed = [torch.zeros(shape).double() for shape in shapes]
@@ -111,7 +111,7 @@ def test_top_k_sends_biases_and_norms_whole(num_large, either):
     assert set(ranks[0].errors) == {"m"} & set(names)
 
 
-def test_top_k_sends_the_error_of_a_bias_from_before_it_was_sent_whole(either):
+def test_top_k_sends_the_residual_of_a_bias_from_an_old_checkpoint(either):
     ranks = build("topk:0.01", 2)
     for codec in ranks:
         codec.errors = {"b": torch.full((5,), 2.0)}
@@ -121,8 +121,8 @@ def test_top_k_sends_the_error_of_a_bias_from_before_it_was_sent_whole(either):
         assert grads[0][0].tolist() == [wanted] * 5
 
 
-def test_power_sgd_of_full_rank_is_the_mean(either):
-    """Of a product of thin matrices, whose rank is as small as what is sent."""
+def test_power_sgd_of_sufficient_rank_is_the_mean(either):
+    """For a product of thin matrices, whose rank is no larger than that of the factors that are sent."""
     generator = torch.Generator().manual_seed(3)
     left = torch.randn(40, 3, generator=generator)
     grads = [[left @ torch.randn(3, 30, generator=generator), torch.randn(7, generator=generator)] for _ in range(3)]
@@ -134,7 +134,7 @@ def test_power_sgd_of_full_rank_is_the_mean(either):
 
 @pytest.mark.parametrize("text", LOSSY)
 def test_nothing_is_lost_or_counted_twice_over_200_steps(text, either):
-    """What was applied and the mean of what is left are the sum of the mean gradients."""
+    """The applied updates plus the mean residual equal the sum of the mean gradients."""
     num_ranks, shapes, names = 3, ((24, 17), (31,)), ("m", "b")
     ranks, applied, given = build(text, num_ranks), None, None
     for step in range(200):
@@ -151,7 +151,7 @@ def test_nothing_is_lost_or_counted_twice_over_200_steps(text, either):
 
 
 @pytest.mark.parametrize("text", ["topk:0.05,feedback=0", "int4,feedback=0", "powersgd:1,feedback=0"])
-def test_without_feedback_there_is_no_memory(text, either):
+def test_without_feedback_there_are_no_residuals(text, either):
     ranks = build(text, 2)
     for step in range(2):
         average(ranks, draw(2, step), step)
@@ -160,7 +160,7 @@ def test_without_feedback_there_is_no_memory(text, either):
 
 @pytest.mark.parametrize("num_ranks", [2, 5])
 @pytest.mark.parametrize("text", [text for text in ALL if "warmup" not in text] + ["powersgd:100", "topk:1"])
-def test_the_messages_are_those_that_the_strategy_promises(text, num_ranks, either):
+def test_messages_match_the_strategys_traffic(text, num_ranks, either):
     strategy, found = Strategy.parse(text), []
 
     def watch(exchange):
@@ -183,8 +183,8 @@ def test_the_messages_are_those_that_the_strategy_promises(text, num_ranks, eith
         assert message.sent_bytes(num_ranks) == math.ceil(sizes[kind] * num_bytes - 1e-9)
 
 
-def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_twice_at_most(either):
-    """Of 64 equal numbers a ring of bfloat16 would lose most; in parts they are added in float32."""
+def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_at_most_twice(either):
+    """A ring of bfloat16 would lose most of 64 equal numbers; the shards are summed in float32."""
     grads = [[torch.full((7,), 1.0 + 2**-7)] for _ in range(64)]
     average(build("bf16", 64), grads, names=("p",))
     assert torch.equal(grads[0][0], torch.full((7,), 1.0 + 2**-7))
@@ -192,8 +192,8 @@ def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_twice_at_most(eithe
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 @pytest.mark.parametrize("text", ALL)
-def test_a_number_that_is_not_finite_reaches_all_ranks_and_no_memory(text, bad, either):
-    """Also not the memory of other buckets of the same step: no rank applies any of them."""
+def test_a_non_finite_number_reaches_all_ranks_but_no_residual(text, bad, either):
+    """Nor the memory of other buckets of the same step, because no rank applies any of them."""
     ranks = build(text, 2)
     for step in range(2):
         average(ranks, draw(2, step), step)
@@ -219,8 +219,8 @@ def test_a_number_that_is_not_finite_reaches_all_ranks_and_no_memory(text, bad, 
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_errors_belong_to_parameters_and_not_to_buckets(text, either):
-    """A parameter keeps its error in another bucket, behind other parameters."""
+def test_residuals_belong_to_parameters_not_to_buckets(text, either):
+    """A parameter keeps its residual when it moves to another bucket, after other parameters."""
     ranks = build(text, 2)
     average(ranks, draw(2), 0)
     left = [{name: error.clone() for name, error in codec.errors.items()} for codec in ranks]
@@ -238,7 +238,7 @@ def test_errors_belong_to_parameters_and_not_to_buckets(text, either):
             torch.testing.assert_close(found.double().view(-1) + new, applied[index].view(-1) + old, rtol=0, atol=1e-5)
 
 
-def test_channels_last_and_half_precision_gradients_are_averaged_by_their_elements(either):
+def test_channels_last_and_half_precision_gradients_are_averaged_elementwise(either):
     for text in ALL:
         plain, other = ([[torch.randn(4, 3, 5, 5, generator=g)] for g in _generators(2)] for _ in range(2))
         turned = [[grad.to(memory_format=torch.channels_last) for grad in mine] for mine in other]
@@ -256,7 +256,7 @@ def _generators(num: int) -> list[torch.Generator]:
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_a_gradient_of_zeros_stays_one(text, either):
+def test_a_zero_gradient_stays_zero(text, either):
     ranks, grads = build(text, 2), [[torch.zeros(shape) for shape in SHAPES] for _ in range(2)]
     for step in range(3):
         average(ranks, grads, step)
@@ -264,7 +264,7 @@ def test_a_gradient_of_zeros_stays_one(text, either):
     assert not any(error.any() for error in ranks[0].errors.values())
 
 
-def test_the_random_start_is_equal_on_all_ranks_and_not_the_users(either):
+def test_the_random_start_is_equal_on_all_ranks_and_leaves_the_users_generator_alone(either):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     ranks = build("powersgd:2", 2)
@@ -275,26 +275,26 @@ def test_the_random_start_is_equal_on_all_ranks_and_not_the_users(either):
     assert not torch.equal(firsts[0], ranks[0]._first("other", torch.empty(9, 7), 2))
 
 
-def test_dgc_is_momentum_before_sending():
-    """With everything sent, it is the gradient with a momentum that starts again at what was sent."""
+def test_dgc_applies_momentum_before_sending():
+    """If everything is sent, it is the gradient with a momentum that restarts at the sent elements."""
     ranks = build("topk:1,dgc=0.9", 1)
     grads = [[torch.ones(3, 1)]]
     average(ranks, grads, 0, ("p",))
     torch.testing.assert_close(grads[0][0], torch.full((3, 1), 1.9))
     assert not ranks[0].errors["momentum p"].any()
-    ranks = build("topk:0.34,dgc=0.5", 1)  # two of three
+    ranks = build("topk:0.34,dgc=0.5", 1)  # two of three elements
     applied = torch.zeros(3)
     for step in range(3):
         grads = [[torch.tensor([[4.0, 2.0, 1.0]])]]
         average(ranks, grads, step, ("p",))
         applied += grads[0][0][0]
-    # Speeds of the last two: 2 and 1, 2 and 1.5, 3 and 1. They add 3 and 1.5 (the second is sent), 3 and 1.75 (the
-    # third: 1.5 + 1.75), 3.5 and 1.5 (the second: 3 + 3.5).
+    # The last two elements have velocities of 2 and 1, then 2 and 1.5, then 3 and 1. They contribute 3 and 1.5 (the
+    # second is sent), 3 and 1.75 (the third is sent: 1.5 + 1.75), 3.5 and 1.5 (the second is sent: 3 + 3.5).
     assert applied.tolist() == [18, 9.5, 3.25]
     assert ranks[0].errors["p"].tolist() == [0, 0, 1.5] and ranks[0].errors["momentum p"].tolist() == [0, 0, 1]
 
 
-def test_dgc_of_what_is_sent_whole_is_sgd_with_momentum(either):
+def test_dgc_of_whole_gradients_is_sgd_with_momentum(either):
     codec, mine, theirs = build("topk:0.1,dgc=0.9", 1), torch.ones(4), torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True)
     for step in range(5):
@@ -306,7 +306,7 @@ def test_dgc_of_what_is_sent_whole_is_sgd_with_momentum(either):
     torch.testing.assert_close(mine, theirs.detach())
 
 
-def test_the_density_warms_up_from_a_quarter_in_equal_factors():
+def test_the_density_decreases_from_a_quarter_by_equal_factors():
     strategy = Strategy.parse("topk:0.001,dgc,warmup=4")
     found = [strategy.find_density(step) for step in range(6)]
     assert found[0] == 0.25 and found[4] == found[5] == 0.001
@@ -316,7 +316,7 @@ def test_the_density_warms_up_from_a_quarter_in_equal_factors():
 
 @pytest.mark.parametrize("size", [100_000, 300_001])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
-def test_the_largest_of_many_are_found_by_a_sample(size, density, either):
+def test_the_largest_elements_are_found_by_sampling(size, density, either):
     values, errors = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
     count = math.ceil(size * density)
     for error in (errors, torch.zeros(0)):
@@ -329,7 +329,7 @@ def test_the_largest_of_many_are_found_by_a_sample(size, density, either):
     assert 7 in codecs.add_and_find(values, errors, torch.empty(size), count)
 
 
-def test_where_all_are_alike_the_sample_does_not_decide(either):
+def test_equal_elements_do_not_rely_on_the_sample(either):
     values, into = torch.ones(100_000), torch.empty(100_000)
     assert codecs.add_and_find(values, torch.zeros(100_000), into, 50).unique().numel() == 50
 
@@ -387,23 +387,23 @@ def test_memory_is_counted():
     shapes, names = ((100, 30),), ("m",)
     for step in range(2):
         average(ranks, draw(2, step, shapes), step, names)
-    # The error, memory for the next one, and the message of 12 blocks with their scales.
+    # The residual, memory for the next one, and the message of 12 blocks with their scales.
     assert ranks[0].memory_bytes in (2 * 4 * 3000, 2 * 4 * 3000 + 12 * 260)
 
 
-def test_errors_are_rescaled_by_name():
+def test_residuals_are_rescaled_by_name():
     codec = build("topk:0.5,dgc=0.9", 1)[0]
     average([codec], [[torch.tensor([[1.0, 8.0]]), torch.tensor([[3.0, 4.0]])]], 0, ("a", "b"))
     codec.rescale(["a", "unknown"], 4.0)
     assert codec.errors["a"].tolist() == pytest.approx([7.6, 0]) and codec.errors["b"].tolist() == pytest.approx(
         [5.7, 0]
     )
-    assert codec.errors["momentum a"].tolist() == [1, 0]  # as the momentum of an optimizer
+    assert codec.errors["momentum a"].tolist() == [1, 0]  # like the momentum of an optimizer
 
 
 @pytest.mark.parametrize("text", [*LOSSY, "topk:0.05,dgc"])
-def test_what_is_not_applied_is_not_sent(text, either):
-    """Of some parameters, or of a whole step; and two averages of one name in a step are not mistaken for one."""
+def test_discarded_averages_count_as_not_sent(text, either):
+    """For some parameters, or for a whole step. Two averages of one name in a step are not confused."""
     ranks, names, shapes = build(text, 2), ("m", "b"), ((24, 17), (31,))
     average(ranks, draw(2, 0, shapes), 0, names)
     before = [copy.deepcopy((codec.errors, codec.common)) for codec in ranks]
@@ -435,7 +435,7 @@ def test_what_is_not_applied_is_not_sent(text, either):
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_bases_of_many_matrices_are_orthonormal_or_empty(rank):
+def test_bases_of_many_matrices_are_orthonormal_or_zero(rank):
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(3, 40, rank, generator=generator), torch.randn(2, 7, rank, generator=generator) * 1e-18]
     thin = torch.randn(1, 9, min(rank, 2), generator=generator)
@@ -444,7 +444,7 @@ def test_bases_of_many_matrices_are_orthonormal_or_empty(rank):
         torch.testing.assert_close(base.mT @ base, one, rtol=0, atol=1e-6)
         scale = float(matrix.abs().max())
         torch.testing.assert_close(base @ (base.mT @ matrix), matrix, rtol=0, atol=1e-5 * scale)
-    # Columns that depend on each other: the base still holds what there is, and nothing grows.
+    # With dependent columns the basis still spans the column space, and nothing grows.
     flat = matrices[0][:, :, :1].repeat(1, 1, 3) + 1e-7 * torch.randn(3, 40, 3, generator=generator)
     for matrix in (flat, torch.zeros(1, 5, 3)):
         (base,) = codecs.orthonormalize_all([matrix])
@@ -453,7 +453,7 @@ def test_bases_of_many_matrices_are_orthonormal_or_empty(rank):
     assert not torch.isfinite(codecs.orthonormalize_all([torch.full((1, 4, 2), math.nan)])[0]).any()
 
 
-def test_memory_of_messages_follows_the_buckets():
+def test_message_memory_follows_the_buckets():
     codec, grads = build("bf16", 1)[0], [torch.ones(1000), torch.ones(24)]
     average([codec], [grads], 0, ("a", "b"))
     for step in (1, 2):
@@ -463,7 +463,7 @@ def test_memory_of_messages_follows_the_buckets():
 
 
 class NewMemory(TorchDispatchMode):
-    """Counts the bytes that operations return in storages of their own."""
+    """Counts the bytes of new storages that operations return."""
 
     num_bytes = 0
 
@@ -477,7 +477,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_takes_no_memory_besides_its_message(dtype, either):
-    """And none where the gradients are the message: then the result is where they are, too."""
+    """And none if the gradients are the message: the result is then in place."""
     flat = torch.randn(1200, generator=torch.Generator().manual_seed(1)).to(dtype)
     grads, codec = [flat[:900].view(30, 30), flat[900:]], build("bf16", 2)[0]
     wanted = ((flat.float() / 2).bfloat16() * 2).to(dtype)
@@ -485,17 +485,17 @@ def test_bf16_takes_no_memory_besides_its_message(dtype, either):
         with NewMemory() as new:
             exchange = codec.average(("a", "b"), grads, step)
             _, sent = exchange.send(None)
-        sent *= 2  # the other rank has the same, and it is added where it is
+        sent *= 2  # the other rank's equal values are added in place
         with NewMemory() as after, pytest.raises(StopIteration):
             exchange.send(sent)
         assert after.num_bytes == 0
-        # On a GPU torch keeps the memory of the last step; else it is kept here.
+        # On a GPU, torch's allocator keeps the memory of the last step; elsewhere the codec keeps it.
         is_new = dtype == torch.float32 and (step == 0 or either == "gpu")
         assert new.num_bytes == (2 * flat.numel() if is_new else 0), (step, either)
         assert torch.equal(flat, wanted)
 
 
-def test_gradients_in_bfloat16_are_averaged_as_those_in_float32(either):
+def test_bfloat16_gradients_are_averaged_like_float32(either):
     for num_ranks in (2, 3):
         grads = [[grad.bfloat16() for grad in mine] for mine in draw(num_ranks)]
         precise = [[grad.float() for grad in mine] for mine in grads]

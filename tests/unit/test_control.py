@@ -1,4 +1,4 @@
-"""The control words: a sum over ranks must give back what every rank wrote, in every dtype."""
+"""The control words: the sum over ranks must return what every rank wrote, in every dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_sum_of_all_slots_is_every_ranks_report(reports, dtype):
     assert ControlWords(0, len(reports)).read_reports(summed.tolist()) == reports
 
 
-def test_a_kept_slot_is_not_changed_by_what_is_summed_into_it():
+def test_a_cached_slot_is_not_changed_by_the_sum():
     control, words = ControlWords(0, 1), torch.zeros(SLOT_WORDS)
     control.write_report(words, RankReport(samples=5))
     words += 1
@@ -37,7 +37,7 @@ def test_a_kept_slot_is_not_changed_by_what_is_summed_into_it():
     assert control.read_reports(words.tolist()) == [RankReport(samples=5)]
 
 
-def test_use_counts_and_statistics_have_their_places():
+def test_use_counts_and_statistics_have_separate_words():
     control = ControlWords(1, 2, num_used=3, num_statistics=4)
     words = torch.zeros(control.num_words)
     control.write_used(words, [1])

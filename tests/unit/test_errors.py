@@ -1,4 +1,4 @@
-"""The error types: their parents, and their way through a pipe between processes."""
+"""The error types: their base classes, and pickling them between processes."""
 
 import pickle
 

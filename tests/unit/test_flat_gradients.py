@@ -1,4 +1,4 @@
-"""Where gradients lie: every element once, in plan order, in the parameter's own strides."""
+"""Layout of gradients in memory: every element once, in plan order, with the parameter's own strides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER = list(reversed(range(len(REPLICA.params))))
 
 
 @pytest.mark.parametrize("cap", [16, 64, 10_000])
-def test_every_element_has_a_place_of_its_own_inside_its_bucket(cap):
+def test_every_element_has_its_own_place_in_its_bucket(cap):
     plan = plan_in_pieces(REPLICA.gradients, ORDER, cap, 8)
     flat = FlatGradients(REPLICA, plan, num_words=7)
     for index, view in flat.views.items():
@@ -42,13 +42,13 @@ def test_every_element_has_a_place_of_its_own_inside_its_bucket(cap):
         assert param.numel() < 2 or view.stride() == param.stride()
         view.fill_(1)
     assert flat.words.numel() == 7 and flat.words.float().abs().sum() == 0
-    # Ones as often as there are elements: no two views share one, and all lie in ranges. What is between is zero.
+    # As many ones as elements: no two views overlap, and all are inside ranges. The padding is zero.
     assert sum(int((span == 1).sum()) for span in flat.ranges) == sum(param.numel() for param in REPLICA.params)
     assert all(((span == 1) | (span == 0)).all() for span in flat.ranges)
     assert flat.messages[-1].nbytes >= flat.ranges[-1].nbytes + 7 * flat.words.element_size()
 
 
-def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
+def test_buckets_and_large_gradients_are_aligned():
     plan = plan_by_cap(REPLICA.gradients, ORDER, 10_000)
     flat = FlatGradients(REPLICA, plan, num_words=7, separate={0})
     assert all(span.storage_offset() * span.element_size() % 64 == 0 for span in flat.ranges)
@@ -64,14 +64,14 @@ def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
         (plan_by_cap(REPLICA.gradients, ORDER, 10_000), (0, 1, 4), True),
     ],
 )
-def test_a_message_is_its_gradients_and_its_extra_bytes(plan, separate, has_gaps):
+def test_a_message_consists_of_gradients_and_extra_bytes(plan, separate, has_gaps):
     flat = FlatGradients(REPLICA, plan, num_words=7, separate=separate)
     left = [message.nbytes - extra for message, extra in zip(flat.messages, flat.extra_bytes, strict=True)]
     assert left == list(plan.bucket_bytes)
     assert (sum(flat.extra_bytes) > flat.messages[-1].nbytes - flat.ranges[-1].nbytes) == has_gaps
 
 
-def test_a_write_through_a_view_counts_in_its_bucket_alone():
+def test_a_write_through_a_view_changes_only_its_buckets_version():
     plan = plan_by_cap(REPLICA.gradients, ORDER, 1)
     flat = FlatGradients(REPLICA, plan, num_words=0)
     before = [span._version for span in flat.ranges]
@@ -79,7 +79,7 @@ def test_a_write_through_a_view_counts_in_its_bucket_alone():
     assert [span._version - old for span, old in zip(flat.ranges, before, strict=True)] == [1, 0, 0, 0, 0, 0]
 
 
-def test_loose_gradients_have_no_room():
+def test_uncopied_gradients_take_no_space():
     plan = plan_by_cap(REPLICA.gradients, ORDER, 1)
     flat = FlatGradients(REPLICA, plan, 0, uncopied={0})
     assert 0 not in flat.views and sum(span.numel() for span in flat.ranges) == sum(
@@ -87,7 +87,7 @@ def test_loose_gradients_have_no_room():
     )
 
 
-def test_parts_in_another_order_than_their_elements_are_refused():
+def test_pieces_out_of_order_are_refused():
     replica = read_replica(nn.Linear(2, 1, bias=False))
     plan = Plan(replica.gradients, (Bucket((Piece(0, 4, 8),)), Bucket((Piece(0, 0, 4),))))
     with pytest.raises(ConfigError, match="weight") as caught:
@@ -115,7 +115,7 @@ def clear(params: list[nn.Parameter]) -> None:
         param.grad = None
 
 
-def test_a_pack_holds_the_gradients_and_the_words_behind_them():
+def test_a_pack_holds_gradients_followed_by_control_words():
     params = build_params()
     pack = Pack(params, torch.empty(0), 7)
     set_gradients(params, 1.0)
@@ -130,7 +130,7 @@ def test_a_pack_holds_the_gradients_and_the_words_behind_them():
     assert pack.build_zeros().shape == message.shape and not pack.find_words(pack.build_zeros()).any()
 
 
-def test_words_behind_complex_gradients_are_real_numbers():
+def test_control_words_after_complex_gradients_are_real():
     params = [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]
     pack = Pack(params, torch.empty(0, dtype=torch.complex64), 7)
     set_gradients(params, 1.0)
@@ -138,7 +138,7 @@ def test_words_behind_complex_gradients_are_real_numbers():
     assert words.shape == (7,) and words.dtype == torch.float32 and pack.message.numel() == 4 + 4
 
 
-def test_the_memory_of_a_pack_is_freed_while_no_gradient_is_in_it():
+def test_a_packs_memory_is_freed_while_no_gradient_uses_it():
     params = build_params()
     pack = Pack(params, torch.empty(0), 0)
     views = []
@@ -156,7 +156,7 @@ def test_the_memory_of_a_pack_is_freed_while_no_gradient_is_in_it():
     assert views[0] is views[1] is views[2]
 
 
-def test_the_memory_of_large_gradients_goes_with_them(monkeypatch):
+def test_memory_of_large_gradients_is_freed_with_them(monkeypatch):
     monkeypatch.setattr(flat, "_LASTING_BYTES", 8)
     params = build_params()
     pack = Pack(params, torch.empty(0), 0)
@@ -168,7 +168,7 @@ def test_the_memory_of_large_gradients_goes_with_them(monkeypatch):
         pack.end_step()
         assert pack.views == [] and [param.grad.mean() for param in params] == [step, step + 1, step + 2]
         params[0].sum().backward()
-        pack.fill(1.0)  # what is there is added to
+        pack.fill(1.0)  # the existing gradient is accumulated into
         pack.end_step()
         assert [param.grad.mean() for param in params] == [step + 1, step + 1, step + 2]
         clear(params)
@@ -201,7 +201,7 @@ def test_memory_that_the_program_still_uses_is_left_to_it(how, frees):
     assert ((held if isinstance(held, torch.Tensor) else other.grad) == 1.0).all()
 
 
-def test_gradients_that_are_in_the_pack_are_added_to_there():
+def test_gradients_in_the_pack_are_accumulated_in_place():
     params = build_params()
     pack = Pack(params, torch.empty(0), 0)
     set_gradients(params, 1.0)
@@ -209,12 +209,12 @@ def test_gradients_that_are_in_the_pack_are_added_to_there():
     views, held = pack.views, params[1].grad
     (3 * params[0].sum() + 4 * params[1].sum()).backward()
     params[2].grad = None
-    pack.fill(0.5)  # as torch does, also where the program holds the gradient
+    pack.fill(0.5)  # as in torch, even if the program holds the gradient
     assert [param.grad.unique().tolist() for param in params] == [[2.0], [3.0], [0.0]]
     assert pack.views is views and held is params[1].grad
 
 
-def test_gradients_that_change_after_they_were_packed_are_found():
+def test_gradients_that_change_after_packing_are_found():
     params = build_params()
     pack = Pack(params, torch.empty(0), 0)
     set_gradients(params, 1.0)

@@ -1,4 +1,4 @@
-"""GhostBatchNorm against a loop over sub-batches, forward, backward and running statistics; and what convert keeps."""
+"""GhostBatchNorm compared with a loop over sub-batches: forward, backward, running statistics, and `convert`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(layer, x: torch.Tensor, forward) -> list[torch.Tensor]:
 
 
 def expect(layer: GhostBatchNorm, x: torch.Tensor, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """A loop over sub-batches of these sizes, and the averages of their means and unbiased variances by samples."""
+    """A loop over sub-batches of these sizes, with their means and unbiased variances averaged by samples."""
 
     def forward(leaf):
         return torch.cat([F.batch_norm(part, None, None, layer.weight, layer.bias, True) for part in leaf.split(sizes)])
@@ -55,7 +55,7 @@ def expect(layer: GhostBatchNorm, x: torch.Tensor, sizes: list[int]) -> tuple[li
         (3, 4, [3]),
     ],
 )
-def test_it_is_a_loop_over_sub_batches(samples, ghost_size, sizes, space):
+def test_ghost_batchnorm_equals_a_loop_over_sub_batches(samples, ghost_size, sizes, space):
     x = torch.randn(samples, CHANNELS, *space, dtype=torch.float64) * 2 + 5
     layer = make(ghost_size)
     reference = copy.deepcopy(layer)
@@ -68,7 +68,7 @@ def test_it_is_a_loop_over_sub_batches(samples, ghost_size, sizes, space):
 
 
 @pytest.mark.parametrize(("space", "sizes"), [((), [4, 5]), ((1, 1), [4, 5]), ((1, 2), [4, 4, 1])])
-def test_a_last_sample_with_one_value_joins_the_part_before_it(space, sizes):
+def test_a_last_sample_with_one_value_joins_the_previous_sub_batch(space, sizes):
     x = torch.randn(9, CHANNELS, *space, dtype=torch.float64)
     layer = make(4)
     wanted, averages = expect(copy.deepcopy(layer), x, sizes)
@@ -79,7 +79,7 @@ def test_a_last_sample_with_one_value_joins_the_part_before_it(space, sizes):
 
 @pytest.mark.parametrize("samples", [8, 7])
 @pytest.mark.parametrize(("space", "layout"), [((4, 5), torch.channels_last), ((2, 4, 5), torch.channels_last_3d)])
-def test_layout_stays(samples, space, layout):
+def test_the_memory_format_is_preserved(samples, space, layout):
     x = torch.randn(samples, CHANNELS, *space, dtype=torch.float64)
     layer, other = make(4), make(4)
     ours = train(layer, x.contiguous(memory_format=layout), layer)
@@ -94,8 +94,8 @@ def test_layout_stays(samples, space, layout):
 @pytest.mark.parametrize(
     "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.3, "eps": 0.1}]
 )
-def test_options_are_torchs(options):
-    """Equal halves: torch's BatchNorm on either gives what the ghost gives on both."""
+def test_options_work_as_in_torch(options):
+    """With two equal halves, torch's BatchNorm on one half gives what GhostBatchNorm gives on both."""
     half = torch.randn(4, CHANNELS, 2, dtype=torch.float64)
     layer = make(4, **options)
     plain = nn.BatchNorm1d(CHANNELS, dtype=torch.float64, **options)
@@ -104,14 +104,14 @@ def test_options_are_torchs(options):
         torch.testing.assert_close(layer(torch.cat([half, half]))[:4], plain(half))
     for (name, found), wanted in zip(layer.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(found, wanted, msg=name)
-    plain.load_state_dict(layer.state_dict())  # what is equal but for rounding
+    plain.load_state_dict(layer.state_dict())  # equal up to rounding
     layer.eval(), plain.eval()
     x = torch.randn(9, CHANNELS, 2, dtype=torch.float64)
     assert torch.equal(layer(x), plain(x))
 
 
 @pytest.mark.parametrize("samples", [8, 7, 3])
-def test_bfloat16_of_autocast_is_normalised(samples):
+def test_bfloat16_under_autocast_is_normalised(samples):
     layer = GhostBatchNorm(CHANNELS, 4)
     x = torch.randn(samples, CHANNELS, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -120,12 +120,12 @@ def test_bfloat16_of_autocast_is_normalised(samples):
     torch.testing.assert_close(out.float(), GhostBatchNorm(CHANNELS, 4)(x), rtol=0.05, atol=0.05)
 
 
-def test_what_cannot_be_normalised_is_refused():
+def test_invalid_inputs_and_sizes_are_refused():
     for size in (1, 0, -3):
         with pytest.raises(ConfigError, match=f"ghost_size={size}: at least 2"):
             GhostBatchNorm(CHANNELS, size)
         with pytest.raises(ConfigError, match=f"ghost_size={size}: at least 2"):
-            GhostBatchNorm.convert(nn.Linear(3, 3), size)  # though there is nothing to replace
+            GhostBatchNorm.convert(nn.Linear(3, 3), size)  # even though there is nothing to replace
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         GhostBatchNorm(CHANNELS, 2)(torch.randn(1, CHANNELS))
     for shape in ((3,), (4, 2)):

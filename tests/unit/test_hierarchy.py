@@ -1,4 +1,4 @@
-"""All-reduces over several hosts, while their group closes: every one of them is concluded."""
+"""All-reduces over several hosts while their group closes: every one of them ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.transport.hierarchy import TwoLevels
 
 
 class Inside:
-    """Shared memory of a host in which nothing ever arrives, until it is closed."""
+    """A host's shared memory to which nothing ever arrives until it is closed."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
@@ -46,7 +46,7 @@ def check_closed(levels: TwoLevels, submit: Any) -> None:
     assert caught.value.code == "closed"
 
 
-def test_work_that_was_submitted_before_the_end_fails(levels):
+def test_work_submitted_before_closing_fails(levels):
     works = [levels.submit(build_operation(torch.ones(4)), 30.0) for _ in range(3)]
     levels.close()
     for work in works:
@@ -54,11 +54,11 @@ def test_work_that_was_submitted_before_the_end_fails(levels):
     check_closed(levels, lambda: levels.submit(build_operation(torch.ones(4)), 30.0))
 
 
-def test_work_that_is_submitted_while_the_group_closes_fails(levels):
+def test_work_submitted_while_the_group_closes_fails(levels):
     closer, put = threading.Thread(target=levels.close), levels._works.put
 
     class Works:
-        """Lets another thread close the group between the decision to submit and the submission."""
+        """Lets another thread close the group between the check and the submission."""
 
         def put(self, work: Any) -> None:
             if work is not None:

@@ -1,4 +1,4 @@
-"""Parts of gradients for the ranks of a host: cut, joined, and the traffic of two levels."""
+"""Parts of gradients for the ranks of a host: cutting, joining, and the traffic of two levels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def place(text: str, num_hosts: int, per_host: int, rank: int) -> Levels:
 
 @pytest.mark.parametrize("text", ["int8+hosts", "powersgd:2+hosts"])
 @pytest.mark.parametrize("per_host", [1, 2, 3, 8])
-def test_the_parts_of_a_host_are_the_whole(text, per_host):
+def test_the_parts_of_a_host_make_up_the_whole(text, per_host):
     torch.manual_seed(3)
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
     whole = {f"momentum {name}" if name == "a" else name: torch.randn(shape) for name, shape in shapes.items()}
@@ -30,7 +30,7 @@ def test_the_parts_of_a_host_are_the_whole(text, per_host):
     for name, shape in shapes.items():
         cut, _ = Strategy.parse(text).cut(shape, per_host)
         assert {part[f"momentum {name}" if name == "a" else name].numel() for part in parts} == {math.prod(cut)}
-    for part in parts[per_host:]:  # on the other host, twice as much; and what it does not know is zero
+    for part in parts[per_host:]:  # twice as much on the other host; missing entries are zero
         for value in part.values():
             value.mul_(2)
         del part["g"]
@@ -39,7 +39,7 @@ def test_the_parts_of_a_host_are_the_whole(text, per_host):
         torch.testing.assert_close(joined[name], value * (0.5 if name == "g" else 1.5))
 
 
-def test_what_belongs_to_another_model_is_refused_by_name():
+def test_state_of_another_model_is_refused_by_name():
     levels, shapes = place("int8+hosts", 2, 2, 0), {"a": torch.Size((4,))}
     for parts in ({"b": torch.zeros(2)}, {"a": torch.zeros(3)}):
         with pytest.raises(ConfigError, match=f"for {next(iter(parts))}, which") as caught:
@@ -52,10 +52,10 @@ def test_messages_of_both_levels():
     for text, between in {
         "hosts": [("all-reduce", 4 * (1500 + 4))],
         "bf16+hosts": [("all-to-all", 3 * 1004), ("all-gather", 1004)],
-        # 1504 numbers in two blocks for each of three hosts: 256 bytes and a scale each.
+        # 1504 numbers in two blocks for each of three hosts, with 256 bytes and a scale each.
         "int8+hosts": [("all-to-all", 3 * 2 * 260), ("all-gather", 2 * 260)],
         "topk:0.01+hosts": [("all-gather", 8 * 15 + 4 * 4)],
-        # Two matrices of 50 x 30, and a vector that is sent as it is.
+        # Two matrices of 50 x 30, and a vector that is sent uncompressed.
         "powersgd:4+hosts": [("all-reduce", 4 * (50 * 4 + 4)), ("all-reduce", 4 * 30 * 4)],
     }.items():
         first, *middle, last = Strategy.parse(text).traffic([matrix, vector], 6, 2)
@@ -72,7 +72,7 @@ def test_messages_of_both_levels():
     assert first.sent_bytes(6) == 4 * 1504 and last.as_all_reduce(6) == 4 * 1504
 
 
-def test_with_one_level_the_messages_are_those_of_it():
+def test_with_one_level_the_messages_are_those_of_the_plain_strategy():
     gradients, strategy = [Gradient("a", 4000, shape=(100, 10))], Strategy.parse("int8+hosts")
     assert strategy.traffic(gradients, 4) == Strategy.parse("int8").traffic(gradients, 4)
     assert strategy.traffic(gradients, 4, 4) == strategy.traffic(gradients, 4, 8) == (Message("all-reduce", 4000),)

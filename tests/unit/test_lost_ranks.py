@@ -1,4 +1,4 @@
-"""Ranks whose collectives never fail, as those of NCCL: how they learn that another rank is lost or desynchronised."""
+"""Ranks whose collectives never fail, as with NCCL: how they learn that another rank is lost or out of sync."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lost() -> Any:
 
 
 def look_for(seconds: float, *ranks: RankSnapshot) -> Suspicion | None:
-    """What is found of ranks that stay as they are, after 100 steps of 50 ms."""
+    """What a hang detector finds in `seconds` of polling ranks whose state does not change."""
     detector = HangDetector()
     for look in range(round(seconds / 0.1)):
         snapshots = {rank: one._replace(beat_ns=look, cpu_s=0.1 * look) for rank, one in enumerate(ranks)}
@@ -46,7 +46,7 @@ def make_snapshot(phase: int = WAIT, num_started: int = 0, **changes: Any) -> Ra
     return RankSnapshot("R", 0.0, phase=phase, num_steps=100, p99_s=0.05, num_started=num_started, **changes)
 
 
-def test_a_rank_that_spins_in_a_collective_of_its_own_is_asked_for_its_stack():
+def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
     assert look_for(10.0, make_snapshot(), make_snapshot(BETWEEN)) is None  # it computes
     found = look_for(10.0, make_snapshot(num_started=70), make_snapshot(BETWEEN))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
@@ -55,7 +55,7 @@ def test_a_rank_that_spins_in_a_collective_of_its_own_is_asked_for_its_stack():
 @pytest.mark.parametrize(
     ("counts", "rank"), [((70, 71), 1), ((71, 70), 0), ((70, 70, 69, 70), 2), ((70, 71, 70, 70), 1)]
 )
-def test_the_rank_with_another_number_of_collectives_is_named(counts, rank):
+def test_the_rank_with_a_different_number_of_collectives_is_named(counts, rank):
     found = look_for(5.0, *(make_snapshot(num_started=count) for count in counts))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronised", rank, True)
 
@@ -74,13 +74,13 @@ def test_an_unfinished_kernel_comes_before_the_number_of_collectives():
 
 
 @has_monitor
-def test_the_page_tells_a_rank_until_it_has_left(monkeypatch):
+def test_the_page_notifies_a_rank_until_it_has_left(monkeypatch):
     monkeypatch.setattr(pulse, "BEAT_S", 0.01)
     calls: list[str] = []
 
     def leave() -> bool:
         calls.append(threading.current_thread().name)
-        return len(calls) == 2  # the first time there is no group yet
+        return len(calls) == 2  # the first time, there is no group yet
 
     monkeypatch.setattr(pulse, "_on_lost", None)
     with Monitor([0], 1) as monitor:
@@ -100,23 +100,23 @@ def test_the_page_tells_a_rank_until_it_has_left(monkeypatch):
             assert calls == ["paceline-beat"] * 2
         finally:
             pulse.close_page()
-        assert pulse._count_started is None  # a group that is held does not go with its world
+        assert pulse._count_started is None  # a group that is referenced does not disappear with its world
 
 
 class Group:
-    """A group whose collectives end by an abort alone."""
+    """A group whose collectives only end when aborted."""
 
     def __init__(self, together: threading.Barrier, error: bool = False) -> None:
         self.aborted, self._together, self._error = threading.Event(), together, error
 
     def abort(self) -> None:
-        self._together.wait(20)  # all at once, or none of them ends
+        self._together.wait(20)  # they must be aborted together, otherwise none of them ends
         self.aborted.set()
         if self._error:
             raise RuntimeError("it is being destroyed")
 
 
-def test_all_groups_that_do_not_notice_are_aborted_at_once(monkeypatch):
+def test_all_groups_that_cannot_detect_it_are_aborted_together(monkeypatch):
     together = threading.Barrier(2)
     groups = [Group(together), Group(together, error=True), Group(together), Group(together)]
     names = ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:shm"]
@@ -139,13 +139,13 @@ def call(error: Exception | None) -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("NCCL error"), ValueError("half written")])
-def test_what_follows_an_abort_is_a_lost_peer(lost, error):
+def test_errors_after_an_abort_name_a_lost_peer(lost, error):
     with pytest.raises(CollectiveError) as caught:
         call(error)
     assert caught.value.code == "peer-lost" and caught.value.__cause__ is error
 
 
-def test_without_an_abort_errors_are_what_they_are():
+def test_without_an_abort_errors_are_unchanged():
     call(None)
     with pytest.raises(ValueError, match="half"):
         call(ValueError("half"))
@@ -155,31 +155,31 @@ def test_without_an_abort_errors_are_what_they_are():
 
 
 @pytest.mark.parametrize("error", [ValueError("garbage"), CollectiveError("drift", code="drift")])
-def test_a_rank_with_aborted_messages_may_stay_whatever_it_read(lost, error):
+def test_a_rank_with_aborted_messages_may_continue(lost, error):
     assert may_stay(error) and not may_stay(KeyboardInterrupt())
 
 
-def test_a_rank_with_an_error_of_its_own_may_not_stay():
+def test_a_rank_with_its_own_error_may_not_continue():
     assert not may_stay(ValueError("a bad sample")) and may_stay(MoreRanksError("one more"))
     text = "[1]: NCCL communicator was aborted on rank 1."
     assert find_code(RuntimeError(text)) == "peer-lost" and may_stay(RuntimeError(text))
 
 
-def test_a_step_is_settled_before_it_counts(lost):
+def test_a_step_is_checked_for_aborts_before_it_counts(lost):
     channel = Channel.__new__(Channel)
-    channel.settles_steps = False
+    channel.waits_for_gpu = False
     with pytest.raises(CollectiveError) as caught:
         channel.settle()
     assert caught.value.code == "peer-lost"
 
 
-def test_only_ranks_that_stay_keep_torchs_watchdog_from_ending_them():
+def test_only_ranks_that_continue_disable_torchs_watchdog():
     kept = Recovery("shrink", 2, (), lambda *_: None).variables
     assert kept[RECOVERS] == "1" and kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert Recovery("restart", 2, (), lambda *_: None).variables == {}
 
 
-def test_nccl_needs_somebody_who_tells_that_a_rank_is_lost(monkeypatch):
+def test_nccl_needs_a_monitor_to_detect_lost_ranks(monkeypatch):
     learner = SimpleNamespace(own_step=None, name="cnn")
     data = SimpleNamespace(describe=lambda: "synthetic")
     where = SimpleNamespace(backend="nccl")

@@ -1,4 +1,4 @@
-"""What the host has, inside a container's limits, on a made-up host."""
+"""Host properties within a container's limits, on a simulated host."""
 
 import ctypes
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from paceline import machine
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    """A host of 8 cores, 1000 bytes of memory and 600 free, in a container whose limits the test writes."""
+    """A host with 8 cores and 1000 bytes of memory, 600 of them free, in a container whose limits the test sets."""
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=600))
@@ -29,7 +29,7 @@ def cgroup(tmp_path, monkeypatch):
         ("nonsense", 8),
     ],
 )
-def test_cores_are_the_affinity_cut_by_the_quota(cgroup, quota, cores):
+def test_cores_are_the_affinity_limited_by_the_quota(cgroup, quota, cores):
     if quota is not None:
         cgroup("cpu.max", quota)
     assert machine.count_cores() == cores
@@ -103,7 +103,7 @@ def test_gpus_are_counted_by_the_driver_unless_it_fails(monkeypatch, init, get_c
         ("", "aarch64"),
     ],
 )
-def test_the_processor_is_named_as_the_kernel_tells_it(monkeypatch, cpuinfo, name):
+def test_the_processor_has_the_kernels_name_for_it(monkeypatch, cpuinfo, name):
     monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
     with monkeypatch.context() as patch:
         patch.setattr(machine.Path, "read_text", lambda path: cpuinfo)
@@ -122,12 +122,12 @@ def test_a_backend_has_one_name(given, canonical):
 
 
 @pytest.mark.parametrize(("times", "stolen_s"), [({"user": 9.0, "steal": 2.5}, 2.5), ({"user": 9.0}, 0.0)])
-def test_time_that_the_host_took_is_none_where_the_system_does_not_say(monkeypatch, times, stolen_s):
+def test_stolen_time_is_zero_if_the_system_does_not_report_it(monkeypatch, times, stolen_s):
     monkeypatch.setattr(machine.psutil, "cpu_times", lambda: SimpleNamespace(**times))
     assert machine.read_stolen_s() == stolen_s
 
 
-def test_the_share_that_the_host_took_is_of_all_cores_and_of_a_second_at_least(monkeypatch):
+def test_the_stolen_share_is_over_all_cores_and_at_least_a_second(monkeypatch):
     now_s, stolen_s = iter((10.0, 10.1, 14.0)), iter((5.0, 6.0, 7.0))
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     monkeypatch.setattr(machine, "read_stolen_s", lambda: next(stolen_s))
@@ -137,7 +137,7 @@ def test_the_share_that_the_host_took_is_of_all_cores_and_of_a_second_at_least(m
 
 
 @pytest.mark.parametrize(("average", "percent", "load"), [(0.4, 90.0, 0.4), (3.0, 5.0, 0.1), (1.0, 100.0, 1.0)])
-def test_work_that_has_ended_is_no_load(monkeypatch, average, percent, load):
+def test_finished_work_does_not_count_as_load(monkeypatch, average, percent, load):
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (average, 0.0, 0.0))
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine.psutil, "cpu_percent", lambda interval: percent)

@@ -1,4 +1,4 @@
-"""Memory over one step, from made-up allocations in bytes and µs, of which the tests know what they are for."""
+"""Memory over one step, from synthetic allocations in bytes and µs whose purpose the tests know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.made_traces import MadeTrace
 
 
 class MadeMemory:
-    """Marks, and allocations by address. `kind` is the type of the device: 0 the CPU, 1 a GPU."""
+    """Marks, and allocations by address. `kind` is the device type: 0 is the CPU, 1 a GPU."""
 
     def __init__(self, kind: int = 0) -> None:
         self.kind, self.events, self.marks = kind, list[dict[str, Any]](), list[MemoryMark]()
@@ -44,8 +44,8 @@ class MadeMemory:
 
 
 def make_step() -> MadeMemory:
-    """Parameters at 1 (100 bytes) and momentum at 2 (100) were there before, an unknown block at 3 since the last
-    step. Peak: 100 + 100 + 7 + 20 of data + 40 of activations + 100 of gradients + 30."""
+    """Parameters at 1 (100 bytes) and momentum at 2 (100) existed before; a block of unknown use at 3 exists since the
+    last step. Peak: 100 + 100 + 7 + 20 of data + 40 of activations + 100 of gradients + 30."""
     known = {"parameters": (1, 100), "optimizer": (2, 100)}
     made = MadeMemory().change(5, 3, 7)
     made.mark(10, "data", **known).change(11, 10, 20).change(12, 11, 5).change(13, 11, -5)
@@ -57,7 +57,7 @@ def make_step() -> MadeMemory:
     return made.mark(50, "end", **known).change(55, 10, -20).change(56, 27, 1000)
 
 
-def test_a_block_is_what_it_is_seen_as_or_what_its_life_says():
+def test_a_block_is_classified_by_its_use_or_its_lifetime():
     memory = make_step().build()
     rows = {row.category: row for row in list_memory(memory)}
     assert {name: row.begin_bytes for name, row in rows.items() if row.begin_bytes} == {
@@ -90,21 +90,21 @@ def test_gradients_in_a_bucket_count_once_and_inputs_from_before_are_data():
     assert (rows["activations"].largest_bytes, rows["activations"].end_bytes) == (8, 0)
 
 
-def test_inputs_in_memory_that_another_thread_took_are_not_counted_twice():
+def test_inputs_allocated_by_another_thread_are_not_counted_twice():
     made = MadeMemory().mark(0, "data").change(1, 9, 100).change(2, 9, -100).mark(3, "forward", data=(9, 16))
     totals = made.change(4, 8, 1).mark(5, "end").build().totals
     assert max(totals) == 100 and totals[-1] == 17
 
 
-def test_memory_that_another_thread_freed_ends_where_it_is_allocated_again():
+def test_memory_freed_by_another_thread_ends_at_its_next_allocation():
     made = MadeMemory().mark(0, "data").change(1, 9, 100).change(2, 9, 30).mark(3, "end")
     assert made.build().totals == [0, 100, 30, 30]
 
 
-def test_on_a_gpu_the_sum_is_the_allocators_and_what_is_unknown_is_other():
+def test_on_a_gpu_the_total_is_the_allocators_and_unknown_memory_is_other():
     made = MadeMemory(1).mark(0, "data", parameters=(1, 100)).mark(1, "forward")
     made.change(2, 5, 512, 1712).change(2.5, 7, 4096, 9999, index=1).mark(3, "backward").change(4, 5, -512, 1200)
-    made.change(5, 77, -200, 1000)  # of before, and never seen
+    made.change(5, 77, -200, 1000)  # allocated before the trace, and never seen
     made.events.append(dict(made.events[1], cat="gpu_user_annotation", ts=1e6))
     memory = made.mark(6, "end").build(1200)
     assert memory.totals == [1200, 1712, 1200, 1000, 1000]
@@ -114,7 +114,7 @@ def test_on_a_gpu_the_sum_is_the_allocators_and_what_is_unknown_is_other():
     assert MadeMemory(1).mark(0, "data", parameters=(1, 100)).mark(1, "end").build(300).totals == [300, 300]
 
 
-def test_of_a_batch_in_a_larger_storage_what_it_spans_is_data():
+def test_only_the_span_of_a_batch_in_a_larger_storage_is_data():
     corpus, cpu = torch.zeros(1000, dtype=torch.int64), torch.device("cpu")
     address, batch = corpus.data_ptr(), (corpus[100:164], corpus[101:165].view(8, 8))
     assert list_blocks({"data": batch}, cpu) == ((address, 65 * 8, "data"),)
@@ -125,7 +125,7 @@ def test_of_a_batch_in_a_larger_storage_what_it_spans_is_data():
     assert list_blocks({"data": [corpus[:0], None]}, cpu) == list_blocks({"data": corpus}, torch.device("meta")) == ()
 
 
-def test_the_inputs_of_a_sparse_embedding_are_no_gradients():
+def test_the_inputs_of_a_sparse_embedding_are_not_gradients():
     embedding, ids, seen = torch.nn.Embedding(9, 4, sparse=True), torch.tensor([1, 3, 5]), list[Any]()
     node, cpu = get_gradient_edge(embedding.weight).node, torch.device("cpu")
     node.register_prehook(lambda grads: seen.append(list_blocks({"gradients": grads, "data": ids}, cpu)))
@@ -134,7 +134,7 @@ def test_the_inputs_of_a_sparse_embedding_are_no_gradients():
     assert len(seen[0]) == 2
 
 
-def test_the_time_of_listing_belongs_to_no_phase():
+def test_the_time_of_the_snapshot_belongs_to_no_phase():
     made = MadeMemory().mark(100, "data", took=50).change(160, 1, 8).mark(170, "forward", took=30)
     made.mark(210, took=5).change(225, 2, 8).mark(230, "backward", took=10).mark(250, "end", took=40)
     memory = made.build()
@@ -158,7 +158,7 @@ def test_the_peak_names_the_innermost_operator_of_its_thread():
     )
 
 
-def test_a_long_timeline_is_thinned_and_keeps_its_peak_and_the_most_of_each_category():
+def test_a_long_timeline_is_thinned_but_keeps_its_peak_and_each_categorys_maximum():
     made = MadeMemory().mark(0, "data", parameters=(1, 1000)).mark(1, "forward")
     for number in range(5000):
         size = 77 if number == 4321 else 1 + number % 50
@@ -168,16 +168,16 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak_and_the_most_of_each_cate
     assert {one.category: one.largest_bytes for one in memory.held}["temporary"] == 500
 
 
-def test_a_thinned_timeline_does_not_hold_what_is_free():
+def test_a_thinned_timeline_does_not_hold_freed_memory():
     made = MadeMemory().mark(0, "data").change(1, 9, 900).change(2, 9, -900)
-    for number in range(1000):  # nothing is larger, so the first interval has its highest moment at its begin
+    for number in range(1000):  # nothing is larger, so the first interval peaks at its start
         made.change(10 + number, 8, 1).change(10.5 + number, 8, -1)
     memory = made.mark(5000, "end").build()
     assert max(total for time_s, total in zip(memory.times_s, memory.totals, strict=True) if time_s > 1e-6) == 1
     assert min(memory.totals[memory.peak : memory.peak + 3]) == 0
 
 
-def test_the_most_of_a_category_is_kept_where_the_sum_is_low():
+def test_a_categorys_maximum_is_kept_even_where_the_total_is_low():
     made = MadeMemory().mark(0, "data").mark(1, "backward")
     for number in range(2000):
         made.change(2 + number, 9, 900).change(2.5 + number, 9, -900)
@@ -226,6 +226,6 @@ def test_each_category_has_its_largest_of_each_phase():
         [40, 40, 0], [0, 100, 100], [8, 30, 9],
     ]  # fmt: skip
     assert rows["data"] == dict.fromkeys(("data", *names), 20)
-    # Of several micro-batches the largest.
+    # The largest over several micro-batches.
     again = replace(memory, phases=(*memory.phases, replace(memory.phases[1], largest_bytes=(1,) * 8 + (500,))))
     assert list_memory(again)[-1].by_phase["forward"] == 500 and list_memory(again)[5].by_phase["forward"] == 40

@@ -15,8 +15,8 @@ from paceline.transport import native
 
 PROGRAM = Path(__file__).parents[1] / "native" / "fuzz.c"
 SOURCES = Path(native.__file__).parent / "native"
-COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]  # as setup.py
-QUICK = ("-O0",)  # to compile: the kernels are long
+COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]  # as in setup.py
+QUICK = ("-O0",)  # compiler timeout: the kernels are long
 MEMORY = (*QUICK, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -31,7 +31,7 @@ def find_compiler() -> list[str]:
 def build(
     folder: Path, flags: tuple[str, ...] = (), core: Path = SOURCES, *, compiler: str = "", emulator: str = ""
 ) -> Path:  # fmt: skip
-    """The fuzz program with the core in that folder; skips where programs with these flags cannot be had."""
+    """The fuzz program with the core in that folder; skips if it cannot be compiled with these flags."""
     compile_ = [compiler] if compiler else find_compiler()
     run = [emulator] if emulator else []
     (folder / "probe.c").write_text("int main(void) { return 0; }\n")
@@ -47,13 +47,14 @@ def build(
 
 
 def fuzz(program: Path, ranks: str, seconds: int, emulator: str = "") -> subprocess.CompletedProcess[str]:
-    # Looking for leaks takes longer than the rest: `make sanitize` does.
+    # Leak detection takes longer than the rest, and is left to `make sanitize`.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
     command = [*([emulator] if emulator else []), str(program), ranks, str(seconds)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
+    # The shipped flags take half a minute to compile.
 
-# What is shipped takes half a minute to compile.
+
 @pytest.mark.parametrize(
     ("flags", "seconds"),
     [
@@ -62,7 +63,7 @@ def fuzz(program: Path, ranks: str, seconds: int, emulator: str = "") -> subproc
         pytest.param(MEMORY, 3, id="sanitized", marks=pytest.mark.slow),
     ],
 )
-def test_random_operations_give_what_the_reference_gives(tmp_path, flags, seconds):
+def test_random_operations_match_the_reference(tmp_path, flags, seconds):
     program = build(tmp_path, flags)
     for ranks in ("threads", "processes"):
         done = fuzz(program, ranks, seconds)
@@ -71,7 +72,7 @@ def test_random_operations_give_what_the_reference_gives(tmp_path, flags, second
 
 
 @pytest.mark.slow
-def test_the_core_for_the_other_processor_gives_the_same(tmp_path):
+def test_the_core_for_the_other_architecture_gives_the_same(tmp_path):
     machine = {"x86_64": "aarch64", "aarch64": "x86_64"}.get(platform.machine())
     compiler, emulator = shutil.which(f"{machine}-linux-gnu-gcc"), shutil.which(f"qemu-{machine}-static")
     if not compiler or not emulator:
@@ -83,7 +84,7 @@ def test_the_core_for_the_other_processor_gives_the_same(tmp_path):
         assert "none wrong" in done.stdout
 
 
-def test_a_core_that_rounds_otherwise_is_found(tmp_path):
+def test_a_core_that_rounds_differently_is_found(tmp_path):
     core = shutil.copytree(SOURCES, tmp_path / "core")
     kernels = (core / "kernels.inc").read_text()
     broken = kernels.replace("half = vdupq_n_u32(0x7fff)", "half = vdupq_n_u32(0x7ffe)").replace("0x7fff +", "0x7ffe +")

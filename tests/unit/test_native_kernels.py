@@ -27,7 +27,7 @@ REAL = [dtype for dtype in DTYPES if DTYPES[dtype].is_floating_point]
 HALVES = [native.BF16, native.F16]
 SOURCES = Path(native.__file__).parent / "native"
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Around the bytes of a vector of every kind of processor, and around the groups of vectors that a loop takes at once.
+# Lengths around the vector size of every kind of processor, and around the groups of vectors of an unrolled loop.
 EDGES = sorted({0, 1, 2, 3, *(unit + d for unit in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1)), 1000, 4099})
 
 library = native.load_library()
@@ -36,7 +36,7 @@ CPUS = [name for name in ("neon", "sse2", "portable", "avx2", "avx512") if not l
 
 @pytest.fixture(autouse=True)
 def _best_kernels() -> Iterator[None]:
-    """Each test begins and ends with those that were chosen when the core was loaded: the last of the list."""
+    """Start and end each test with the kernels chosen when the core was loaded: the last of the list."""
     library.pln_use_cpu(CPUS[-1].encode())
     yield
     library.pln_use_cpu(CPUS[-1].encode())
@@ -52,10 +52,10 @@ def reduce(dtype: int, op: int, out: Sequence[torch.Tensor], sources: Sequence[t
 
 
 def expected(op: int, sources: Sequence[torch.Tensor], divisor: int = 0) -> torch.Tensor:
-    """In the order of the sources; two-byte types in float32, rounded once. Written with torch's single operations."""
+    """In source order; two-byte types in float32, rounded once. Written with torch's elementary operations."""
     dtype, divisor = sources[0].dtype, divisor or len(sources)
     wide = [source.float() if dtype in (torch.bfloat16, torch.float16) else source for source in sources]
-    # Of two zeros the later one stays; torch's own minimum leaves their signs to the processor.
+    # Of two zeros the later one is kept; torch's own minimum leaves their signs to the processor.
     lower, higher = (
         (lambda a, b: torch.where((a < b) | (a != a), a, b)),
         (lambda a, b: torch.where((a > b) | (a != a), a, b)),
@@ -68,7 +68,7 @@ def expected(op: int, sources: Sequence[torch.Tensor], divisor: int = 0) -> torc
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As whole numbers, with every NaN alike: which one comes out is the processor's affair."""
+    """The bits as integers, with all NaNs made equal, because the processor chooses which NaN results."""
     if tensor.dtype.is_floating_point:
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
     return tensor.view(BITS[tensor.element_size()])
@@ -95,7 +95,7 @@ def draw(dtype: int, count: int, seed: int, special: bool = True) -> torch.Tenso
         info = torch.finfo(kind)
         values = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, info.max, -info.max, info.tiny]
         values += [-info.tiny, info.tiny / 4, info.smallest_normal * info.eps]  # the last two are subnormal
-        # Every other element, so that each value meets every other one in some pair of sources.
+        # Every other element, so that each value is paired with every other value in some pair of sources.
         where = torch.randint(0, 2 * len(values), (count,), generator=random)
         for number, value in enumerate(values):
             made[where == number] = value
@@ -118,11 +118,11 @@ def test_every_length_and_number_of_sources(cpu, dtype, op):
                 for place in out:
                     assert_same(place, wanted, cpu, OPS[op], count, num_sources, num_out)
             copies = [source.clone() for source in sources]
-            reduce(dtype, op, copies, copies)  # in place, everywhere
+            reduce(dtype, op, copies, copies)  # every source in place
             for place in copies:
                 assert_same(place, wanted, cpu, OPS[op], count, num_sources, "in place")
             mixed = [source.clone() for source in sources]
-            out = [torch.empty_like(wanted), mixed[-1]]  # as a rank does: its own vector, and its place for the others
+            out = [torch.empty_like(wanted), mixed[-1]]  # as on a rank: its own vector, and its slot
             reduce(dtype, op, out, mixed)
             for place in out:
                 assert_same(place, wanted, cpu, OPS[op], count, num_sources, "into the last source")
@@ -158,7 +158,7 @@ def test_an_average_in_bfloat16_rounds_each_share_and_the_sum(cpu, num_sources):
 
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
-def test_any_address_and_nothing_around_it(cpu, dtype):
+def test_any_alignment_works_without_writing_out_of_bounds(cpu, dtype):
     library.pln_use_cpu(cpu.encode())
     wide = DTYPES[dtype].itemsize
     for offset, count in itertools.product((1, 2, 3, 5, 7, 9, 15, 31, 33), (1, 31, 66, 517)):
@@ -180,7 +180,7 @@ def test_any_address_and_nothing_around_it(cpu, dtype):
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", REAL, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
 @pytest.mark.parametrize("op", OPS, ids=OPS.get)
-def test_a_nan_stays_wherever_it_comes_from(cpu, dtype, op):
+def test_a_nan_from_any_source_is_kept(cpu, dtype, op):
     library.pln_use_cpu(cpu.encode())
     kind = DTYPES[dtype]
     for num_sources, where in [(1, 0), (2, 0), (2, 1), (5, 0), (5, 2), (5, 4)]:
@@ -194,7 +194,7 @@ def test_a_nan_stays_wherever_it_comes_from(cpu, dtype, op):
 
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
-def test_every_number_of_two_bytes_is_kept(cpu, dtype):
+def test_every_two_byte_number_is_preserved(cpu, dtype):
     library.pln_use_cpu(cpu.encode())
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
     for op in (native.SUM, native.MIN, native.MAX):
@@ -206,8 +206,8 @@ def test_every_number_of_two_bytes_is_kept(cpu, dtype):
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("op", [native.SUM, native.AVG], ids=["sum", "avg"])
-def test_sums_of_two_bytes_round_as_torch_does(cpu, dtype, op):
-    """Every number with others near and far: ties, overflow to infinity and subnormal results are all among them."""
+def test_sums_of_two_byte_numbers_round_as_in_torch(cpu, dtype, op):
+    """Every number with others near and far, which covers ties, overflow to infinity and subnormal results."""
     library.pln_use_cpu(cpu.encode())
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
     found: set[str] = set()
@@ -223,7 +223,7 @@ def test_sums_of_two_bytes_round_as_torch_does(cpu, dtype, op):
 
 
 def describe_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> set[str]:
-    """What a conversion had to do, so that a test knows whether it tested it."""
+    """Which cases a conversion covered, to make sure that the test exercised them."""
     tiny = (rounded != 0) & (rounded.abs() < torch.finfo(rounded.dtype).tiny)
     up, down = rounded.double().abs() > exact.abs(), rounded.double().abs() < exact.abs()
     cases = {"up": up & rounded.isfinite(), "down": down, "subnormal": tiny, "to infinity": up & rounded.isinf()}
@@ -234,7 +234,7 @@ def describe_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> set[str]:
 def test_bfloat16_overflows_to_infinity_by_rounding(cpu):
     library.pln_use_cpu(cpu.encode())
     largest = torch.full((40,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    half_a_step = torch.full((40,), 2.0**119, dtype=torch.bfloat16)  # the sum is a tie that float32 holds
+    half_a_step = torch.full((40,), 2.0**119, dtype=torch.bfloat16)  # the sum is a tie that float32 represents
     out = torch.empty_like(largest)
     reduce(native.BF16, native.SUM, [out], [largest, half_a_step])
     assert out.isinf().all()
@@ -253,7 +253,7 @@ def test_integers_wrap_around():
 
 @pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
-def test_averages_divide_by_what_they_are_told(cpu, dtype):
+def test_averages_divide_by_the_given_divisor(cpu, dtype):
     library.pln_use_cpu(cpu.encode())
     for divisor in (1, 2, 3, 4, 5, 6, 7, 10, 64, 100, 256):
         sources = [draw(dtype, 200, seed) for seed in (4, 5)]
@@ -262,7 +262,7 @@ def test_averages_divide_by_what_they_are_told(cpu, dtype):
         assert_same(out, expected(native.AVG, sources, divisor), divisor)
 
 
-def test_the_order_of_the_sources_counts():
+def test_sources_are_summed_in_order():
     one, large = torch.full((50,), 1.0), torch.full((50,), 2.0**24)
     out = torch.empty(50)
     reduce(native.F32, native.SUM, [out], [one, one, large])
@@ -271,8 +271,8 @@ def test_the_order_of_the_sources_counts():
     assert (out == 2.0**24).all()
 
 
-def test_how_the_calling_thread_rounds_does_not_matter():
-    """A rank may have called `torch.set_flush_denormal`, or round in its own way; the ranks must agree all the same."""
+def test_the_calling_threads_rounding_mode_does_not_matter():
+    """A rank may have called `torch.set_flush_denormal` or changed the rounding mode; ranks must agree nevertheless."""
     libm = ctypes.CDLL("libm.so.6")
     before = libm.fegetround()
     sources = [draw(native.F32, 300, seed) for seed in range(3)]
@@ -288,7 +288,7 @@ def test_how_the_calling_thread_rounds_does_not_matter():
         reduce(native.F32, native.SUM, [out], sources)
         reduce(native.BF16, native.SUM, [out_small], small)
         reduce(native.F32, native.SUM, [sum_of_tiny], [tiny, tiny])
-        assert libm.fegetround() == upward  # and stays as it was
+        assert libm.fegetround() == upward  # the mode is restored
     finally:
         libm.fesetround(before)
         torch.set_flush_denormal(False)
@@ -302,7 +302,7 @@ def test_an_unknown_processor_is_refused():
     assert library.pln_cpu().decode() in CPUS
 
 
-def test_the_numbers_of_the_core_are_those_of_its_python_side():
+def test_constants_of_the_core_match_python():
     library.pln_constants.restype = ctypes.c_char_p
     tables = dict(line.split(" ", 1) for line in library.pln_constants().decode().splitlines())
     for name, known in (("kinds", 5), ("dtypes", 7), ("ops", 5), ("codes", 10)):
@@ -317,7 +317,7 @@ def test_only_the_interface_is_exported():
     assert "pln_execute" in inner and not [name for name in inner if hasattr(library, name)]
 
 
-def test_the_core_calls_nothing_of_python():
+def test_the_core_does_not_depend_on_python():
     path = native.find_library()
-    assert path is not None and path.name == "_native.so"  # no Python's suffix: any one loads it
+    assert path is not None and path.name == "_native.so"  # no Python suffix, so that any Python can load it
     assert not re.search(rb"\0_?Py[A-Z_]\w+\0", path.read_bytes())

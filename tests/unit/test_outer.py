@@ -1,4 +1,4 @@
-"""Local SGD, SlowMo and DiLoCo for replicas in one process, by the code that runs between ranks: what they equal."""
+"""Local SGD, SlowMo and DiLoCo for replicas in one process, with the same code as between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N = 3
 
 
 def train_with_mean_gradients(steps: int, **options) -> torch.Tensor:
-    """All-reduce: the mean gradient in every step."""
+    """All-reduce: apply the mean gradient in every step."""
     replicas = Replicas("localsgd:1000000", **options)
     for _ in range(steps):
         replicas.compute_gradients()
@@ -68,7 +68,7 @@ def test_replicas_are_equal_after_every_sync_and_only_then(text):
         assert replicas.outers[0].has_drifted == (step % 3 != 0)
 
 
-def test_slowmo_is_its_formula_across_a_change_of_the_learning_rate():
+def test_slowmo_follows_its_formula_when_the_learning_rate_changes():
     replicas, b, a = Replicas("slowmo:2,lr=0.8,momentum=0.6"), 0.6, 0.8
     x, u = replicas.vector().clone(), torch.zeros(1, dtype=torch.float64)
     for lr in (0.05, 0.05, 0.005):
@@ -104,8 +104,8 @@ def test_diloco_is_torchs_nesterov_on_the_mean_difference():
         torch.testing.assert_close(replicas.vector(), outer.detach(), rtol=0, atol=1e-13)
 
 
-def test_the_outer_step_goes_where_the_replicas_went():
-    """Lookahead with half a step: between where the round began and where it ended."""
+def test_the_outer_step_moves_in_the_replicas_direction():
+    """Lookahead with half a step ends halfway between the start and the end of the round."""
     start = Replicas("localsgd:4").vector().clone()
     full, half = Replicas("localsgd:4").train(4).vector(), Replicas("diloco:4,lr=0.5,momentum=0").train(4).vector()
     torch.testing.assert_close(half, (start + full) / 2, rtol=0, atol=1e-15)
@@ -121,7 +121,7 @@ def test_fragments_are_sent_in_turn_and_each_once_in_a_period():
     assert not replicas.are_equal and replicas.train(1).complete().are_equal
 
 
-def test_a_delayed_fragment_is_mixed_into_what_the_replica_has_become():
+def test_a_delayed_fragment_is_mixed_into_the_replicas_current_parameters():
     delay, mixing = 2, 0.25
     streaming = Replicas(f"diloco:4,delay={delay},mixing={mixing},lr=0.7,momentum=0.9")
     plain = Replicas("diloco:4,lr=0.7,momentum=0.9").train(4)
@@ -144,16 +144,16 @@ def test_the_last_round_may_be_shorter(text):
     assert not replicas.are_equal and replicas.complete().are_equal
     before = replicas.vector().clone()
     assert torch.equal(replicas.complete().vector(), before)  # nothing is left to do
-    for step in range(1, 5):  # a new round begins there
+    for step in range(1, 5):  # a new round begins here
         assert replicas.train(1).are_equal == (step == 4 and replicas.strategy.fragments == 1)
 
 
-def test_the_last_round_applies_what_is_under_way():
+def test_the_last_round_applies_averages_in_flight():
     replicas = Replicas("diloco:4,lr=1,momentum=0,delay=2,mixing=0").train(5).complete()
     torch.testing.assert_close(replicas.vector(), Replicas("localsgd:4").train(4).vector(), rtol=0, atol=1e-15)
 
 
-def test_post_local_counts_its_rounds_from_where_it_began():
+def test_post_local_counts_rounds_from_the_switch():
     replicas = Replicas("diloco:4,after=3")
     for step in range(1, 12):
         was_local = replicas.outers[0].is_local
@@ -163,8 +163,8 @@ def test_post_local_counts_its_rounds_from_where_it_began():
 
 
 @pytest.mark.parametrize("text", ["localsgd:2", "diloco:2,lr=1,momentum=0+int8"])
-def test_parameters_of_16_bits_have_a_start_in_32(text):
-    """Steps that bfloat16 cannot represent add up in the start."""
+def test_sixteen_bit_parameters_have_a_float32_start(text):
+    """Steps that bfloat16 cannot represent accumulate in the start."""
     weights = [nn.Parameter(torch.full((8,), 256.0, dtype=torch.bfloat16)) for _ in range(2)]
     strategy = Strategy.parse(text)
     outers = [Outer(strategy, ["w"], [weight], build_codec(strategy, rank, 2)) for rank, weight in enumerate(weights)]
@@ -172,7 +172,7 @@ def test_parameters_of_16_bits_have_a_start_in_32(text):
         for outer in outers:
             outer.begin_round()
         with torch.no_grad():
-            weights[0].sub_(1.0)  # bfloat16 has steps of 1 below 256: rank 0 makes one, rank 1 none
+            weights[0].sub_(1.0)  # bfloat16 has steps of 1 below 256: rank 0 takes one, rank 1 none
         for outer in outers:
             outer.count(), outer.count()
         run_together([outer.advance() for outer in outers])
@@ -181,16 +181,16 @@ def test_parameters_of_16_bits_have_a_start_in_32(text):
     torch.testing.assert_close(outers[0].start[0], torch.full((8,), 254.0))
 
 
-def test_values_loaded_between_rounds_are_where_the_next_one_begins():
+def test_the_next_round_begins_from_values_loaded_in_between():
     replicas = Replicas("diloco:2").train(2)
     for model in replicas.models:
         for param in model.parameters():
-            param.data = torch.ones_like(param)  # no version counter shows it
+            param.data = torch.ones_like(param)  # no version counter shows this write
     replicas.train(1)
     assert all(torch.equal(start, torch.ones_like(start)) for start in replicas.outers[0].start)
 
 
-def test_a_replica_that_is_not_finite_changes_no_other():
+def test_a_non_finite_replica_does_not_change_the_others():
     replicas = Replicas("diloco:2+int8", dtype=torch.float32).train(3)
     outer = replicas.outers[0]
     kept = copy.deepcopy((outer.start, outer.momentum, outer.errors))
@@ -203,8 +203,8 @@ def test_a_replica_that_is_not_finite_changes_no_other():
         torch.testing.assert_close(mine, before, rtol=0, atol=0)
 
 
-def test_parameters_of_every_kind_are_averaged():
-    """Complex, empty, of several dtypes, channels last, without a gradient."""
+def test_all_kinds_of_parameters_are_averaged():
+    """Complex, empty, of several dtypes, channels_last, and without a gradient."""
     values = [
         torch.randn(3, dtype=torch.complex64), torch.empty(0), torch.randn(2, 2, dtype=torch.float64),
         torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), torch.randn(5).bfloat16(),

@@ -1,4 +1,4 @@
-"""Plans: torch's rule to the letter, cuts of the ready order, and every byte in exactly one bucket."""
+"""Plans: torch's rule exactly, cuts of the ready order, and every byte in exactly one bucket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "float64": torch.f
 
 @st.composite
 def models(draw, dtypes=tuple(DTYPES), min_elements=0):
-    """Gradients of a made-up model, and an order in which they become ready."""
+    """Gradients of a made-up model, and their ready order."""
     count = draw(st.integers(1, 30))
     gradients = []
     for index in range(count):
@@ -43,7 +43,7 @@ def models(draw, dtypes=tuple(DTYPES), min_elements=0):
 
 
 def as_sets(partition):
-    """torch leaves the order of the buckets that never closed to a hash map, so order is compared apart."""
+    """torch leaves the order of buckets that never closed to a hash map, so order is compared separately."""
     return sorted(tuple(indices) for indices in partition)
 
 
@@ -65,7 +65,7 @@ def test_the_rebuilt_buckets_are_torchs_own(model, caps):
 
 
 def resnet18() -> list[Gradient]:
-    """ImageNet's ResNet-18, in the order of its definition."""
+    """ImageNet's ResNet-18, in definition order."""
     shapes: list[tuple[str, int]] = []
 
     def conv(name: str, inputs: int, outputs: int, kernel: int) -> None:
@@ -128,7 +128,7 @@ def test_a_plan_survives_json(model, cap, tail):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": "paceline-plan", "version": 9}', '{"format": "else", "version": 1}']
 )
-def test_a_text_that_is_no_plan_is_refused(text):
+def test_invalid_plan_text_is_refused(text):
     with pytest.raises(RecordError, match="not a plan"):
         Plan.from_json(text)
 
@@ -156,7 +156,7 @@ A, B = Gradient("a", 8), Gradient("b", 8, 2, "float16")
         ([[Piece(7, 0, 8)]], "names gradient 7 of 2"),
     ],
 )
-def test_a_plan_that_loses_a_byte_cannot_be_made(buckets, words):
+def test_a_plan_that_loses_a_byte_is_refused(buckets, words):
     with pytest.raises(ConfigError, match=words):
         Plan((A, B), tuple(Bucket(tuple(pieces)) for pieces in buckets))
 
@@ -196,6 +196,6 @@ def test_one_cap_is_preferred_and_torchs_default_needs_a_list():
     assert list(plan_like_torch(gradients, order).as_torch_kwargs()) == ["bucket_cap_mb_list"]
 
 
-def test_what_torch_cannot_do_is_said():
+def test_plans_that_torch_cannot_express_are_refused():
     with pytest.raises(ConfigError, match="cannot split"):
         plan_in_pieces([Gradient("a", 100)], [0], 40).as_torch_kwargs()

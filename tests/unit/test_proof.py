@@ -1,4 +1,4 @@
-"""Proofs between ranks on gloo: one that is late, and a connection that is lost, without real connections."""
+"""Authentication between gloo ranks, without real connections: a late proof, and a lost connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.transport import proof
 
 
 class Work:
-    """One that is complete just after its first wait has timed out, with this error or well."""
+    """A work that completes just after its first wait has timed out, with this error or successfully."""
 
     def __init__(self, error: str) -> None:
         self.error, self.num_waits = error, 0
@@ -48,13 +48,13 @@ def _key(monkeypatch):
     monkeypatch.setattr(proof, "_store", None)
 
 
-def test_a_proof_that_comes_just_after_a_look_is_in_time():
+def test_a_proof_that_arrives_just_after_a_timeout_is_accepted():
     backend = Backend("")
     proof.check_pairs(backend, "group")
     assert backend.work.num_waits == 2
 
 
-def test_a_connection_that_is_lost_says_so_itself():
+def test_a_lost_connection_keeps_its_own_error():
     with pytest.raises(LaunchError, match="Connection closed by peer") as caught:
         proof.check_pairs(Backend("Connection closed by peer"), "group")
     assert caught.value.code == "peer-lost"

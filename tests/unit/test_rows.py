@@ -1,4 +1,4 @@
-"""Rows of embeddings in plans, jobs and control words: all of it without ranks."""
+"""Embedding rows in plans, jobs and control words, without ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.predict.simulate import MachineCosts, simulate
 GRADIENTS = (Gradient("words", 4000, shape=(10, 100)), Gradient("inner", 400), Gradient("head", 800))
 
 
-def test_a_plan_has_rows_alone_or_with_another_part():
+def test_a_plan_has_rows_with_or_without_a_dense_part():
     alone = plan_like_torch(GRADIENTS, [2, 1, 0], [1000], [Rows(0, 3, True)])
     assert alone.partition == ((2, 1),) and alone.alone == {0} and not alone.is_split
     assert Plan.from_json(alone.to_json()) == alone
-    with pytest.raises(ConfigError, match="torch's wrapper cannot send the rows"):
+    with pytest.raises(ConfigError, match="embedding rows"):
         alone.as_torch_kwargs()
     shared = plan_like_torch(GRADIENTS, [0, 2, 1], [1000], [Rows(0, 3)])
     assert shared.partition == ((0,), (2, 1)) and not shared.alone
@@ -34,17 +34,17 @@ def test_a_plan_has_rows_alone_or_with_another_part():
         Plan(GRADIENTS, (Bucket(tuple(Piece(i, 0, g.num_bytes) for i, g in enumerate(GRADIENTS))),), "", alone.rows)
 
 
-def test_rows_are_not_sent_where_their_other_part_is_late():
+def test_rows_are_not_sent_if_the_dense_part_is_late():
     order, rows = [0, 2, 1], [Rows(0, 3)]
     late = plan_like_torch(GRADIENTS, order, [10_000], rows)
     assert late.partition == ((0, 2, 1),) and not late.rows
     assert plan_like_torch(GRADIENTS, order, [10_000], rows, keeps_rows=True).rows == tuple(rows)
     assert plan_like_torch(GRADIENTS, [2, 0, 1], [1000], rows).partition == ((2, 0), (1,))
     assert plan_like_torch(GRADIENTS, [2, 0, 1], [1000], rows).rows
-    assert not plan_like_torch(GRADIENTS, [2, 1, 0], [1000], rows).rows  # the other part itself is ready last
-    # A table that is only looked up saves bytes in any case.
+    assert not plan_like_torch(GRADIENTS, [2, 1, 0], [1000], rows).rows  # the dense part itself is ready last
+    # A table that is only looked up saves bytes anyway.
     assert plan_like_torch(GRADIENTS, order, [10_000], [Rows(0, 3), Rows(1, 1, True)]).rows == (Rows(1, 1, True),)
-    # Buckets leave in order: that of another dtype is late if it follows the one that is complete last.
+    # Buckets are sent in order: a bucket of another dtype is late if it follows the one that is complete last.
     mixed = (GRADIENTS[0], *(replace(g, dtype="bfloat16") for g in GRADIENTS[1:]))
     assert plan_like_torch(mixed, [0, 2, 1], [10_000], rows).partition == ((0,), (2, 1))
     assert plan_like_torch(mixed, [0, 2, 1], [10_000], rows).rows
@@ -53,7 +53,7 @@ def test_rows_are_not_sent_where_their_other_part_is_late():
 
 
 def test_rows_are_compared_with_a_dense_all_reduce():
-    # Each rank of n receives the rows of n - 1, and of a ring's all-reduce 2 (n - 1) / n of all bytes.
+    # Each of n ranks receives the rows of n - 1 others, and 2 (n - 1) / n of all bytes in a ring all-reduce.
     assert compare_rows(10, 396, 4000, 2) == pytest.approx(1.0)
     assert compare_rows(10, 396, 4000, 4) == pytest.approx(2.0)
 
@@ -64,11 +64,11 @@ def build_job(**lookup: float | None) -> Job:
     return Job(gradients, (0.1, 0.5, 1.0), 1.0, lookups=(found,))
 
 
-def test_a_job_is_split_where_rows_are_worth_it():
+def test_a_job_is_split_where_rows_pay_off():
     alone, tied = build_job().split(2), build_job(rest_s=0.2).split(2)
     assert [g.name for g in alone.gradients] == ["head", "inner"] and alone.whole == build_job()
     assert [g.name for g in tied.gradients] == ["head", "words", "inner"] and tied.ready_s == (0.1, 0.2, 0.5)
-    # An all-gather of 2 ranks moves as much as an all-reduce of the same bytes.
+    # An all-gather between 2 ranks moves as many bytes as an all-reduce of the same size.
     assert [num_bytes for _, num_bytes in tied.tail] == [100 * 404]
     assert [r.is_all for r in (*alone.list_rows(GRADIENTS), *tied.list_rows(GRADIENTS))] == [True, False]
     assert alone.order(GRADIENTS) == [2, 1] and tied.order(GRADIENTS) == [2, 0, 1]
@@ -81,7 +81,7 @@ def test_the_head_is_hidden_and_the_rows_follow_the_last_bucket():
     job = build_job(rest_s=0.2)
     whole = simulate(job, (1, 3), costs)
     split = simulate(job.split(2), (2, 3), costs)
-    assert whole.exposed_s > 0.3  # inner and all of words
+    assert whole.exposed_s > 0.3  # `inner` and all of `words`
     assert 0 < split.exposed_s < 0.01
     assert [span.num_bytes for span in split.tail] == [100 * 404] and len(split.buckets) == 2
 
@@ -95,11 +95,11 @@ def test_the_simulator_sends_the_rows_that_the_plan_sends():
         step = simulate(split, cuts, costs)
         assert bool(plan.rows) == bool(step.tail) == has_rows, cuts
         assert bool(simulate(split, plan_by_cuts(split.gradients, range(3), cuts, ""), costs).tail) == has_rows
-        if not has_rows:  # the table is complete when its lookups are
+        if not has_rows:  # the table is complete once its lookups are
             assert step.step_s == simulate(job, cuts, costs).step_s
 
 
-def test_counts_of_rows_travel_in_the_control_words():
+def test_row_counts_travel_in_the_control_words():
     words = [ControlWords(rank, 2, num_used=1, num_tables=2) for rank in range(2)]
     parts = []
     for rank, control in enumerate(words):
@@ -115,7 +115,7 @@ def test_counts_of_rows_travel_in_the_control_words():
 
 
 def test_lookups_are_seen_on_a_bare_module():
-    """As a profile sees them: the gradient is whole, and the rows that lookups added are known."""
+    """As in a profile: the gradient is whole, and the rows that lookups contributed are known."""
     module = nn.ModuleDict({"words": nn.Embedding(4096, 16, padding_idx=1), "small": nn.Embedding(4, 16)})
     weight, ids, seen = module["words"].weight, torch.tensor([[5, 1, 5, 7]]), list[tuple[int, list[int]]]()
     lookups = Lookups(module, list(module.parameters()))

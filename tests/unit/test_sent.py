@@ -1,4 +1,4 @@
-"""What ranks counted of their messages, compared with each other and with the plan."""
+"""Message counts of ranks, compared with each other and with the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLANNED = Sent(2, 80)
 
 
 @pytest.mark.parametrize("by_rank", [[[PLANNED] * 3] * 2, [[], []], [[]], []])
-def test_equal_counts_are_what_was_sent_and_none_leaves_the_plan(by_rank):
+def test_equal_counts_are_used_and_without_counts_the_plan_is(by_rank):
     assert agree_on_sent(by_rank, PLANNED, "torch") == PLANNED
 
 

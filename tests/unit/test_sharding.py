@@ -1,4 +1,4 @@
-"""Which elements are whose with a sharded optimizer, and which optimizers cannot be sharded. No ranks."""
+"""Which rank owns which elements with a sharded optimizer, and which optimizers cannot be sharded. No ranks."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_every_element_has_one_owner(world_size):
                     owners[part.param][part.start : part.end] += 1
                     empty += [part.param] if part.start == part.end else []
         assert all(bool((owner == 1).all()) for owner in owners), plan.rule
-        assert empty == [1]  # once, so that its state is saved as of any other
+        assert empty == [1]  # owned once, so that its state is saved like any other
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_have_equal_parts_of_a_model(world_size):
+def test_ranks_have_equal_shards_of_a_model(world_size):
     torch.manual_seed(0)
     from paceline.training.settings import TrainSettings
 
@@ -77,8 +77,8 @@ def test_ranks_have_equal_parts_of_a_model(world_size):
     [
         (torch.optim.Adafactor, "whole parameters"),
         (torch.optim.LBFGS, "whole parameters"),
-        (lambda params: _step(torch.optim.AdamW(params)), "has a state"),
-        (lambda params: _schedule(torch.optim.SGD(params, lr=1.0)), "a schedule already uses"),
+        (lambda params: _step(torch.optim.AdamW(params)), "already has state"),
+        (lambda params: _schedule(torch.optim.SGD(params, lr=1.0)), "a scheduler already uses"),
     ],
 )
 def test_optimizers_that_cannot_be_sharded(make, text):

@@ -1,4 +1,4 @@
-"""The text of a strategy, what is refused, and the bytes that it sends."""
+"""Strategy texts, rejected strategies, and the bytes that a strategy sends."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_equal_strategies_have_one_text():
         assert Strategy.parse(one) == Strategy.parse(other) and Strategy.parse(one).text == other
     assert Strategy(codec="int8").text == "int8" and Strategy().text == "dense"
     assert Strategy.parse("diloco:8,lr=0.7,momentum=0.90").text == "diloco:8"
-    third = Strategy.parse(f"topk:{1 / 3!r}")  # resumed by its text
+    third = Strategy.parse(f"topk:{1 / 3!r}")  # as when a run resumes
     assert Strategy.parse(third.text) == Strategy.parse(third) == third
     for text in (
         "topk:0.001,dgc,warmup=400", "topk:0.1,feedback=0", "topk:0.1,dgc=0.5", "int8,feedback=0+hosts", "hosts",
@@ -44,60 +44,60 @@ def test_equal_strategies_have_one_text():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("foo", "'foo' is not known; known are dense"),
+        ("foo", "'foo' is unknown; use dense"),
         ("int8+bf16", "int8 and bf16 cannot be combined"),
         ("topk", "write topk:NUMBER"),
         ("bf16:3", "write bf16"),
         ("topk:2", "'2' must be a share, such as 0.01, from 0 to 1"),
         ("topk:1%", "'1%' must be a share, such as 0.01, from 0 to 1"),
-        ("powersgd:0", "must be a whole number from 1"),
+        ("powersgd:0", "must be an integer from 1"),
         ("topk:0.1,dgc=1", "a momentum of 1"),
         ("slowmo:8,momentum=1", "a momentum of 1"),
         ("topk:0.1,dgc,feedback=0", "leave out one of them"),
-        ("diloco:8,mixing=0.5", "give delay=STEPS"),
-        ("topk:0", "a share above 0"),
-        ("powersgd:1.5", "a rank is a whole number"),
+        ("diloco:8,mixing=0.5", "add delay=STEPS"),
+        ("topk:0", "a density above 0"),
+        ("powersgd:1.5", "the rank must be an integer"),
         ("topk:0.1,warmup", "write warmup=NUMBER"),
         ("slowmo:8,x=1", "no option 'x'"),
-        ("diloco:0", "must be a whole number from 1"),
-        ("diloco:nan", "must be a whole number"),
+        ("diloco:0", "must be an integer from 1"),
+        ("diloco:nan", "must be an integer"),
         ("zero1+int8", "exact sum"),
         ("diloco:10+zero1", "choose one of them"),
         ("diloco:10+topk:0.1", "use bf16, int8 or int4"),
         ("diloco:4,fragments=9", "more fragments than steps"),
-        ("localsgd:8+hosts", "each rank steps alone"),
-        ("diloco:8+int8+hosts", "each rank steps alone"),
-        ("zero1+hosts", "cuts the optimizer's state"),
-        ("", "'' is not known"),
+        ("localsgd:8+hosts", "leave out \\+hosts"),
+        ("diloco:8+int8+hosts", "leave out \\+hosts"),
+        ("zero1+hosts", "shards the optimizer state"),
+        ("", "'' is unknown"),
         ("diloco:8,lr=0", "above 0"),
         ("int8:", "write int8"),
         ("topk:", "must be a share"),
         ("int8,feedback=", "'' must be 0 or 1"),
-        ("topk:0.1,dgc,dgc=0.5", "dgc is there twice"),
-        (4, "give its text"),
-        (Strategy(codec="int9"), "not defined"),
-        (Strategy(codec="topk"), "a share above 0"),
-        (Strategy(codec="int8", period=4), "not defined"),
+        ("topk:0.1,dgc,dgc=0.5", "dgc is given twice"),
+        (4, "pass a text"),
+        (Strategy(codec="int9"), "not a valid combination"),
+        (Strategy(codec="topk"), "a density above 0"),
+        (Strategy(codec="int8", period=4), "not a valid combination"),
     ],
 )
-def test_what_is_not_defined_is_refused_in_one_line(text, words):
+def test_undefined_strategies_are_refused_in_one_line(text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         Strategy.parse(text)
     assert caught.value.code == "strategy" and "\n" not in str(caught.value)
 
 
-def test_top_k_chooses_from_large_vectors_and_from_what_has_no_known_shape():
+def test_top_k_selects_from_large_vectors_and_unknown_shapes():
     for gradient in (Gradient("long", 4 * 100_000, shape=(100_000,)), Gradient("unknown", 4 * 100_000)):
         (message,) = Strategy.parse("topk:0.01").traffic([gradient], 2)
         assert message.num_bytes == 8 * 1000
         assert Strategy.parse("topk:0.01+hosts").traffic([gradient], 4, 2)[1].num_bytes == 8 * 500
 
 
-def test_a_list_keeps_options_with_the_strategy_before_them():
+def test_a_list_attaches_options_to_the_preceding_strategy():
     found = parse_strategies("bf16,topk:0.01,dgc,warmup=5,diloco:10,lr=0.5+int8,bf16")
     assert [strategy.text for strategy in found] == ["bf16", "topk:0.01,dgc,warmup=5", "diloco:10,lr=0.5+int8"]
     assert [s.text for s in parse_strategies(["topk:0.1,dgc", "int8"])] == ["topk:0.1,dgc", "int8"]
-    with pytest.raises(ConfigError, match="'lr=2' is not known"):
+    with pytest.raises(ConfigError, match="'lr=2' is unknown"):
         parse_strategies("lr=2,bf16")
 
 
@@ -106,10 +106,10 @@ def test_a_list_keeps_options_with_the_strategy_before_them():
     [
         ("dense", [("all-reduce", 8232)]),
         ("bf16", [("all-reduce", 4116)]),
-        # 2058 numbers in parts of 5 blocks for each of two ranks: 256 bytes and a scale each.
+        # 2058 numbers in 5 blocks for each of two ranks, with 256 bytes and a scale each.
         ("int8", [("all-to-all", 2 * 5 * 260), ("all-gather", 5 * 260)]),
         ("int4", [("all-to-all", 2 * 5 * 132), ("all-gather", 5 * 132)]),
-        ("topk:0.01", [("all-gather", 8 * 21 + 4 * 10)]),  # 1 % of the matrix with places, and the vector
+        ("topk:0.01", [("all-gather", 8 * 21 + 4 * 10)]),  # 1 % of the matrix with indices, and the vector
         ("powersgd:4", [("all-reduce", 4 * (64 * 4 + 10)), ("all-reduce", 4 * 32 * 4)]),
         ("powersgd:32", [("all-reduce", 8232)]),
     ],
@@ -119,7 +119,7 @@ def test_the_messages_of_a_bucket_on_two_ranks(text, messages):
     assert [(message.kind, message.num_bytes) for message in found] == messages
 
 
-def test_bytes_on_the_wire_and_the_all_reduce_that_moves_as_much():
+def test_bytes_on_the_wire_and_the_equivalent_all_reduce():
     assert [Message(kind, 800).sent_bytes(4) for kind in ("all-reduce", "all-gather", "all-to-all")] == [
         1200,
         2400,
@@ -144,7 +144,7 @@ def test_the_bytes_of_a_run_include_the_steps_before_a_schedule_and_those_of_a_w
     )
     assert later.count_sent_bytes([MATRIX, VECTOR], 2, num_steps=4) == every
     first, last = (Strategy.parse(f"topk:{share}") for share in (0.25, 0.0025))
-    warm = Strategy.parse("topk:0.0025,warmup=2")  # by way of 0.025
+    warm = Strategy.parse("topk:0.0025,warmup=2")  # via 0.025
     middle = Strategy.parse("topk:0.025").count_sent_bytes([MATRIX], 2)
     sent = [first.count_sent_bytes([MATRIX], 2), middle, *[last.count_sent_bytes([MATRIX], 2)] * 2]
     assert warm.count_sent_bytes([MATRIX], 2, num_steps=4) == pytest.approx(sum(sent) / 4)

@@ -1,4 +1,4 @@
-"""Each private name of torch that is used does on the installed torch what Paceline expects of it."""
+"""Each private name of torch that Paceline uses behaves as expected on the installed torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _inductor_elsewhere(monkeypatch, tmp_path):
-    """The profiler and the compiler set this variable when they are first used."""
+    """The profiler and the compiler set this variable on first use."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture
 def world():
-    """A world of this process alone."""
+    """A world of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -42,7 +42,7 @@ def test_a_missing_member_is_found_with_what_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["torch._C._no_such_name", "torch._no_such.name", "torch.nn.NoSuch._x"])
-def test_a_missing_name_is_one_sentence(path):
+def test_a_missing_name_is_a_one_line_error(path):
     with pytest.raises(ConfigError) as caught:
         internals._need(path)
     text = str(caught.value)
@@ -132,7 +132,7 @@ def test_a_group_is_named_by_torch_where_that_cannot_be_changed(world, monkeypat
     assert dist.distributed_c10d._process_group_name is name_group
 
 
-def test_the_hook_of_a_wrapper_can_be_registered_again(world):
+def test_a_wrappers_hook_can_be_registered_again(world):
     calls = []
 
     def hook(state, bucket):
@@ -177,7 +177,7 @@ def test_torch_compile():
         torch.compiler.reset()
 
 
-def test_what_is_looked_for_is_what_torch_sets(world):
+def test_optional_attributes_are_those_that_torch_sets(world):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     model = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Sizes, times and rates: what people may type, and what they read."""
+"""Sizes, times and rates: parsing what people type, and formatting what they read."""
 
 import itertools
 
@@ -82,7 +82,7 @@ def test_a_bad_list_of_sizes_is_refused(text, reason):
         (100, 100, 2, (100,)),
         (1, 4, 1.3, (1, 2, 3, 4)),
         (10**6, 10**9, 10, (10**6, 10**7, 10**8, 10**9)),
-        (2**29, 2**30 - 1, 2, (2**29,)),  # one byte short of 1 GiB is short of it
+        (2**29, 2**30 - 1, 2, (2**29,)),  # one byte less than 1 GiB
     ],
 )
 def test_a_range_of_sizes(first, last, factor, sizes):
@@ -111,7 +111,7 @@ def test_counts_keep_their_order_and_drop_repeats():
 
 
 @pytest.mark.parametrize("text", ["", "0", "2,0", "2,,4", "-2", "1.5", "two"])
-def test_a_bad_count_is_refused_by_the_name_of_its_option(text):
+def test_a_bad_count_is_refused_with_its_options_name(text):
     with pytest.raises(ConfigError, match=r"--ranks .* is not a whole number of at least 1"):
         units.parse_counts(text, "--ranks")
 
@@ -125,7 +125,7 @@ def test_a_time_has_a_unit(text, seconds):
 @pytest.mark.parametrize(
     "text", ["", "3", "3m", "-3h", "3 hours", "1e3s", "nan", "inf", "9" * 5000 + "s", "2min3h", "3h3h"]
 )
-def test_a_time_without_one_is_refused_by_the_name_of_its_option(text):
+def test_a_time_without_a_unit_is_refused_with_its_options_name(text):
     with pytest.raises(ConfigError, match="--mtbf") as caught:
         units.parse_duration(text, "--mtbf")
     assert len(str(caught.value)) < 200
@@ -161,7 +161,7 @@ def test_a_time_without_one_is_refused_by_the_name_of_its_option(text):
         (units.format_rate, 0.01234e9, "0.0123"),
     ],
 )
-def test_values_print_as_people_read_them(render, value, text):
+def test_values_are_formatted_for_people(render, value, text):
     assert render(value) == text
 
 

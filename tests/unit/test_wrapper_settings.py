@@ -1,4 +1,4 @@
-"""What `bench wrappers` refuses before any rank starts, the order of its turns, and how torch's wrapper is tuned."""
+"""What `bench wrappers` rejects before any rank starts, the order of its rounds, and how torch's wrapper is tuned."""
 
 import itertools
 from collections import Counter
@@ -57,19 +57,19 @@ def test_a_model_too_large_for_the_memory_is_refused_with_advice(monkeypatch):
         WrapperSettings(models=("cnn", "gpt2-large")).check_host(2)
     small = WrapperSettings(models=("gpt2-large",), wrappers=("bare", "torch"))
     batch_bytes = 4 * 1024 * small.batch_of("gpt2-large")
-    assert small.bytes_per_rank == 6 * 4 * 774_030_080 + batch_bytes  # two with buffers, and one that has gradients
+    assert small.bytes_per_rank == 6 * 4 * 774_030_080 + batch_bytes  # two with buffers, and one with gradients
     tuned = WrapperSettings(models=("mlp",), wrappers=("torch-tuned",))
     assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * WORKLOADS["mlp"].num_elements + BATCH_BYTES
 
 
 @pytest.mark.parametrize(("wrappers", "replicas"), [(("torch", "paceline"), 4), (("torch-tuned",), MAX_CANDIDATES)])
-def test_backends_hold_their_replicas_at_once_and_their_candidates_in_turn(wrappers, replicas):
+def test_backends_hold_replicas_together_and_candidates_one_at_a_time(wrappers, replicas):
     settings = WrapperSettings(models=("mlp",), wrappers=wrappers, backends=("gloo", "paceline"))
     assert settings.bytes_per_rank == (2 * replicas + 2) * 4 * WORKLOADS["mlp"].num_elements + BATCH_BYTES
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_in_turns_each_follows_every_other_equally_often(count):
+def test_each_variant_follows_every_other_equally_often(count):
     orders = [order_turns(count, repetition) for repetition in range(2 * count)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     followers = Counter(pair for order in orders for pair in itertools.pairwise(order))
@@ -78,15 +78,15 @@ def test_in_turns_each_follows_every_other_equally_often(count):
     assert {order[0] for order in orders} == set(range(count))
 
 
-def test_orders_that_are_drawn_are_independent_from_round_to_round():
-    """A race of equal plans is a fair coin only then: runs of equal signs must be as long as those of a coin."""
+def test_random_orders_are_independent_between_rounds():
+    """Otherwise a comparison of equal plans is not a fair coin: runs of equal signs must be as long as a coin's."""
     first = [draw_turns(2, repetition, seed=3)[0] for repetition in range(4000)]
     assert abs(sum(first) / 4000 - 0.5) < 0.03
     for apart in (1, 2, 3, 4):
         equal = sum(a == b for a, b in zip(first, first[apart:], strict=False))
         assert abs(equal / (4000 - apart) - 0.5) < 0.03, apart
     assert sorted(draw_turns(6, 7, 3)) == list(range(6)) and draw_turns(6, 7, 3) == draw_turns(6, 7, 3)
-    other = [draw_turns(2, repetition, seed=4)[0] for repetition in range(4000)]  # of another race
+    other = [draw_turns(2, repetition, seed=4)[0] for repetition in range(4000)]  # from another comparison
     assert abs(sum(a == b for a, b in zip(first, other, strict=True)) / 4000 - 0.5) < 0.03
 
 
@@ -99,14 +99,14 @@ def _meta(model):
         return WORKLOADS[model].build()
 
 
-def test_caps_that_cut_alike_are_tried_once():
+def test_caps_with_the_same_partition_are_tried_once():
     assert _names(_meta("tiny")) == ["torch's own caps"]
-    # Four layers of a little over 16 MiB: 1, 5 and 10 MiB cut alike, and 50 MiB closes only with the last layer.
+    # Four layers of a little over 16 MiB: 1, 5 and 10 MiB cut alike, and a 50 MiB bucket closes only with the last.
     assert _names(_meta("mlp")) == ["torch's own caps", "cap 1 MiB", "cap 25 MiB", "cap 50 MiB"]
     assert _names(_meta("resnet18"))[-2:] == ["cap 25 MiB", "cap 50 MiB"]
 
 
-def test_our_plan_is_tried_where_torch_can_cut_so_and_does_not_already():
+def test_our_plan_is_tried_if_torch_can_express_it_and_does_not_already_use_it():
     module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))  # 1 MiB each
     gradients = [Gradient(name, p.numel() * 4) for name, p in module.named_parameters()]
     order = list(reversed(range(8)))

@@ -1,4 +1,4 @@
-"""The data-parallel wrapper. One backward pass can be followed in `backward`."""
+"""The data-parallel wrapper. To follow one backward pass, read `backward`."""
 
 from paceline.parallel.batchnorm import GhostBatchNorm, SyncBatchNorm
 from paceline.parallel.ddp import DDP, DataParallel, is_torchs, swap_wrapper

@@ -1,8 +1,8 @@
-"""One backward pass, from the forward before it to averaged gradients. Read it from top to bottom.
+"""One backward pass, from the preceding forward to averaged gradients. Read it from top to bottom.
 
-`GradientSync` is the step logic: which backward is synchronised, when it is over, what the ranks report to each other
-and what follows. `BucketedReducer` moves the gradients, in buckets, while backward is running. Calls go one way: the
-step logic calls the reducer, and the reducer returns what it found, failures included.
+`GradientSync` holds the step logic: which backward passes are synchronised, when one ends, what ranks report to each
+other, and how they react. `BucketedReducer` sends the gradients in buckets while backward runs. Calls go one way: the
+step logic calls the reducer, and the reducer returns its results, failures included.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.parallel.flat import FlatGradients, LiveBucket
 from paceline.parallel.graph import Arrivals, find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
-from paceline.parallel.parts import Parts
+from paceline.parallel.parts import PartialGradients
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
-from paceline.parallel.rows import RowParts
-from paceline.parallel.sharding import Placement
+from paceline.parallel.rows import EmbeddingRows
+from paceline.parallel.sharding import Sharding
 from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
@@ -41,64 +41,65 @@ from paceline.torch_internals import count_storage_uses, current_graph_task, eng
 from paceline.transport.works import keep_from_compiler
 
 _get_grad = operator.attrgetter("grad")
-# On a GPU, reading the control words makes the host wait for the step. In the first steps, and for this many after a
-# buffer changed, they are read at once. Otherwise they are read at the end of the next backward: by then the host is a
-# whole step ahead, and the GPU never runs out of work.
+# On a GPU, reading the control words blocks the host until the step has finished. They are read immediately during the
+# first steps, and for this many steps after a buffer changed. Otherwise they are read at the end of the next backward:
+# by then the host is a whole step ahead, and the GPU never runs out of work.
 _EAGER_STEPS = 10
-# How long a rank that has failed waits until the others know; and where they may wait for it inside forward, so that
-# they know only when it leaves.
+# How long a failed rank waits for the others to receive its report. The shorter limit applies if they may be waiting
+# for it inside forward, where they only learn of the failure once it leaves.
 _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
-# On a CPU a gradient of at least this size is copied into its view when it arrives, while it is in the cache.
+# On a CPU, a gradient of at least this size is copied into its view as it arrives, while it is still in the cache.
 _SEPARATE_BYTES = 256 << 10
-# How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
+# How many times the ready order may be recorded again. If the graph changes in every step, recording does not help.
 _MAX_RECORDS = 5
 
 
-class Joining(NamedTuple):
-    """How ranks without data are treated, in `join`."""
+class JoinOptions(NamedTuple):
+    """How `join` treats ranks that have run out of data."""
 
-    divide_by_world: bool  # as in torch: by all ranks, not by those that still have data
+    divide_by_world: bool  # as in torch: divide by all ranks, not only by those that still have data
     raise_early: bool = False
-    announce: Callable[[], object] | None = None  # in torch's Join: announce a step to ranks without data
+    announce: Callable[[], object] | None = None  # for torch's Join: tells ranks without data that a step follows
 
 
 class _Forward:
-    """A forward whose backward has not begun. Its graph holds it: after the output was dropped it is gone."""
+    """A forward whose backward has not begun. Only its graph refers to it: it goes away when the output is dropped."""
 
     def __init__(self, samples: int, is_training: bool) -> None:
         self.samples, self.is_training = samples, is_training
 
 
 class GradientSync:
-    """The step logic. `syncs`: layers of the model exchange messages in forward."""
+    """The step logic. `syncs`: layers of the model communicate in forward, as SyncBatchNorm does."""
 
     def __init__(
         self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs: bool,
         schedule: OuterState | None = None,
     ) -> None:  # fmt: skip
-        self.schedule = schedule  # which averages parameters; then gradients are not sent, or only at first
+        self.schedule = schedule  # averages parameters instead of gradients, perhaps after some first steps
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
-        self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self.join: Joining | None = None
-        self.futures: list[torch.futures.Future[Any]] = []  # of a buffer hook: backward waits for them
+        self.is_pending = False  # accumulated gradients have not been synchronised yet
+        self.join: JoinOptions | None = None
+        self.futures: list[torch.futures.Future[Any]] = []  # from a buffer hook; backward waits for them
         self._is_announced, self._all_finished = False, False
-        self._last_active = 0  # the first of the ranks that had data last
-        self._weight, self.expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
-        self._task: int | None = None  # autograd's number of the backward that is running
+        self._last_active = 0  # the lowest rank that still had data
+        self._weight = 1  # this rank's weight in the average
+        self.expected_total = self.channel.world_size  # assumed total weight of all ranks: that of the last step
+        self._task: int | None = None  # autograd's ID of the running backward
         self._syncing, self._warned, self._is_stopped = False, False, False
         self._completes, self._warned_of_drift = False, False
-        self._change = ""  # of the model, since it was wrapped
+        self._change = ""  # how the model has changed since it was wrapped, if it has
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._can_defer = self.channel.device.type == "cuda"
-        self._eager_until = _EAGER_STEPS  # the step until which control words are read at once
-        self._unusable = ""  # the failure after which the ranks cannot match their messages any more
+        self._eager_until = _EAGER_STEPS  # the last step that reads control words immediately
+        self._unusable = ""  # why the ranks are out of sync for good, if they are
         self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
-        self._last_samples = 0  # in the last step: for another backward through the same graph
+        self._samples: int | None = None  # number of samples since the last step; None: no backward has begun
+        self._last_samples = 0  # samples of the last step, for another backward through the same graph
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        # Where the tensors in a forward's output cannot be found, these two show that a backward has begun.
+        # If the tensors in a forward's output cannot be found, hooks on these two parameters detect the backward.
         self._hook({self.replica.params[0], self.replica.params[-1]})
 
     def _hook(self, params: Collection[torch.Tensor]) -> None:
@@ -108,7 +109,7 @@ class GradientSync:
         self._handles = [on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
-        """Synchronise nothing from now on, not even the backward of a forward that has already run."""
+        """Stop synchronising, even for a backward whose forward has already run."""
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
@@ -118,7 +119,7 @@ class GradientSync:
 
     @property
     def _is_local(self) -> bool:
-        """Whether steps send no gradients now."""
+        """Whether steps currently send no gradients."""
         return self.schedule is not None and self.schedule.outer.is_local
 
     def open_groups(self) -> None:
@@ -126,14 +127,14 @@ class GradientSync:
             self.schedule.open_groups()
 
     def sync_parameters(self) -> None:
-        """Average the parameters now where they may differ. Collective."""
+        """Average the parameters now if they may differ between ranks. Collective."""
         if self.schedule is None:
             return
         self.schedule.run()
         if self.schedule.outer.has_drifted:
             self._completes = True
             try:
-                self._meet(Status.OK)
+                self._exchange_control(Status.OK)
                 self.schedule.complete()
             finally:
                 self._completes = False
@@ -141,22 +142,22 @@ class GradientSync:
     def warn_of_drift(self, is_training: bool) -> None:
         if self.schedule is not None and self.schedule.outer.has_drifted and not (is_training or self._warned_of_drift):
             self._warned_of_drift = True
-            text = "this evaluates the parameters of this rank alone: call sync_parameters() on all ranks before"
+            text = "evaluating unsynchronised local parameters: call sync_parameters() on all ranks first"
             warnings.warn(f"strategy {self.schedule.strategy.text!r}: {text}", stacklevel=4)
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
-        """Finish what the last step left open. `change` of the model is reported to every rank in the next step."""
+        """Finish what the last step left open. The next step reports `change`, made to the model, to every rank."""
         if self.schedule is not None:
             self._unusable = self._unusable or self.schedule.unusable
         if self._unusable:
-            text = f"{self._unusable}; messages do not match any more after that: restart the ranks"
+            text = f"{self._unusable}; the ranks are out of sync: restart them"
             raise CollectiveError(text, code="unusable")
         pulse.enter(pulse.FORWARD)
         self.reducer.free_memory()
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
-        elif self.schedule is not None:  # perhaps an evaluation on some ranks; if not, a backward follows
+        elif self.schedule is not None:  # perhaps an evaluation on some ranks only; otherwise a backward follows
             self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and current_graph_task() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
@@ -166,10 +167,10 @@ class GradientSync:
         self._change = change
 
     def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
-        """Get notice when a backward passes through the output."""
+        """Detect when a backward passes through the output."""
         pulse.enter(pulse.BETWEEN)
         if isinstance(output, torch.Tensor) and not output.requires_grad:
-            return  # for example of a teacher: no backward will follow
+            return  # as from a frozen teacher: no backward follows
         forward = _Forward(samples, is_training)
         self._open.add(forward)
         begin = functools.partial(_begin_backward, weakref.ref(self), forward)
@@ -181,20 +182,20 @@ class GradientSync:
             self.expect_backward()
 
     def expect_backward(self) -> None:
-        """No output shows the backward that comes: any parameter may be the first that it reaches."""
+        """Prepare for a backward that no output announces: it may reach any parameter first."""
         if len(self._handles) < len(self.replica.params):
             self._hook([param for param in self.replica.params if param.requires_grad])
 
     def fail(self, error: Exception) -> None:
-        """This rank's forward raised: take part in the step that the others are in, so that none waits for it. Raises
-        one error on all ranks where only some failed. Returns where all did, or the others are out of reach."""
+        """Report that this rank's forward raised, by taking part in the step of the other ranks, so that none waits.
+        Raises one error on all ranks if only some failed. Returns if all failed or the others cannot be reached."""
         if self.channel.world_size == 1:
             return
         self.channel.timeout_s = _SHORT_REPORT_S if self.syncs_in_forward else _REPORT_S
         try:
             if self.schedule is not None and self._is_local:
                 self.schedule.report_failure()
-                self._meet(Status.FAILED, Failure(error, IN_FORWARD))
+                self._exchange_control(Status.FAILED, Failure(error, IN_FORWARD))
                 return
             self._announce_step()
             self._run_step(Status.FAILED, take_part=False, failure=Failure(error, IN_FORWARD))
@@ -206,22 +207,22 @@ class GradientSync:
             self.channel.timeout_s = None
 
     def _on_backward(self, is_certain: bool = False) -> None:
-        """A backward reaches this model: decide now whether it is synchronised, and get notice when it is over."""
+        """Decide whether to synchronise the backward that has reached this model, and queue a callback for its end."""
         task = current_graph_task()
         if self._is_stopped or task == self._task:
             return
         is_later = self._task is not None and task > self._task
         if is_later and is_nested():
-            return  # re-entrant checkpointing: the outer one counts
+            return  # re-entrant checkpointing: only the outer backward counts
         rows = self.reducer.rows
         rows.refuse_grad()
         if not (is_certain or self._change or will_accumulate(self.replica.params) or rows.will_arrive()):
             return
         if is_later and self._syncing:
-            text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
+            text = "the previous backward ended with an error: run a forward to report it to all ranks"
             raise CollectiveError(text, code="unfinished-backward")
         if is_certain and is_nested():
-            text = "re-entrant checkpointing, and an output that hides its tensors: use checkpoint(use_reentrant=False)"
+            text = "re-entrant checkpointing, but the output hides its tensors: use checkpoint(use_reentrant=False)"
             raise ConfigError(text, code="reentrant-checkpoint")
         syncing = self.do_sync and not self.options.manual
         if syncing:
@@ -232,7 +233,7 @@ class GradientSync:
         if syncing and not self._is_local:
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
-                text = "the averaged gradients carry no graph; for a penalty on gradients use torch.autograd.grad"
+                text = "averaged gradients have no graph; for a gradient penalty, use torch.autograd.grad"
                 warnings.warn(f"backward(create_graph=True): {text}", stacklevel=2)
             self._weight = self._count_weight()
             self.reducer.begin(self._factor)
@@ -269,11 +270,11 @@ class GradientSync:
         schedule.outer.begin_round()
         self.num_steps += 1
         self.is_pending, self._samples = False, None
-        if schedule.must_meet():
-            self._meet(Status.OK)
+        if schedule.must_exchange_control():
+            self._exchange_control(Status.OK)
 
-    def _meet(self, status: Status, failure: Failure | None = None) -> None:
-        """Exchange control words where no gradients are sent. Collective. After an error all ranks count anew."""
+    def _exchange_control(self, status: Status, failure: Failure | None = None) -> None:
+        """Exchange control words in a step that sends no gradients. Collective. After an error the round restarts."""
         assert self.schedule is not None
         try:
             self._run_step(status, take_part=False, failure=failure)
@@ -284,7 +285,7 @@ class GradientSync:
             self.schedule.restart()
 
     def _count_weight(self) -> int:
-        """1, or the samples of all forwards since the last step, those included whose backward is still to come."""
+        """1, or the samples of all forwards since the last step, including those whose backward is still to come."""
         if self.options.average == "ranks":
             return 1
         ahead = [forward.samples for forward in self._open if forward.is_training]
@@ -294,12 +295,12 @@ class GradientSync:
 
     @property
     def _factor(self) -> float:
-        """The factor for this rank's gradients, with which the sum is the average if the total is as expected."""
+        """The factor for this rank's gradients. With it, their sum is the average if the total is as expected."""
         return self._weight / self.expected_total
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
-        """Take part in a step with zeros; True when no rank has data any more. Collective. `keep_gradients` leaves the
-        averaged gradients here, too: in torch's Join others may step with them."""
+        """Take part in a step with zeros. Returns True once no rank has data left. Collective. `keep_gradients` also
+        leaves the averaged gradients on this rank: in torch's Join, other optimizers may step with them."""
         if keep_gradients:
             for param in self.replica.params:
                 param.grad = None
@@ -307,7 +308,7 @@ class GradientSync:
         return self._all_finished
 
     def broadcast_final(self) -> None:
-        """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
+        """Broadcast the values of a rank that had data to the end. Collective: every rank must call this."""
         self.channel.broadcast(self.replica.tensors().values(), self._last_active)
 
     def _announce_step(self) -> None:
@@ -316,8 +317,8 @@ class GradientSync:
             self._is_announced = True
 
     def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
-        """Send what is left, with this rank's report, wait, and act on the reports. Collective. A `status` of FAILED or
-        FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone."""
+        """Send the remaining buckets with this rank's report, wait, and act on all reports. Collective. A `status` of
+        FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` unchanged."""
         has_data, every = status == Status.OK, self.options.check_every
         local = self.schedule if self._is_local else None
         reducer: BucketedReducer | ControlMessage = self.reducer if local is None else local.control
@@ -349,7 +350,7 @@ class GradientSync:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
-            if late is not None:  # after this step's messages, some of which were started during backward
+            if late is not None:  # after this step's messages, some of which were sent during backward
                 self._act_or_discard(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
@@ -363,10 +364,10 @@ class GradientSync:
                     reports = control.read_reports(values)
                     if not do_all_read:
                         self._send_empty()
-                    if local is not None:  # where ranks stopped at different steps, all name the same one
+                    if local is not None:  # ranks may have stopped at different steps: all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
                     if not self._act_or_discard(reports, missing, failure):
-                        if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
+                        if failure is not None and failure.place != IN_FORWARD:  # forward's error is already raised
                             raise failure.error
                         return
                     if any(one.status & Status.PARTS for one in reports):
@@ -380,7 +381,7 @@ class GradientSync:
                     if control.num_statistics and is_turn:
                         buffers.read(control.statistics(words), is_valid=False)
         finally:
-            # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
+            # A raised error holds this frame. Holding the error here would keep the model and its group alive.
             self._is_announced, failure, found = False, None, None
         self.channel.settle()
         reducer.learn()
@@ -395,7 +396,7 @@ class GradientSync:
             status |= Status.PARTS
         if self.schedule is not None and self._is_local and not self.schedule.has_finite_gradients():
             status |= Status.SKIPS
-        # A backward is still to come that needs the buffers as they are. An output of evaluation may be kept for ever.
+        # A pending backward needs the buffers as they are. Evaluation outputs do not count: they may be kept for ever.
         if any(forward.is_training for forward in self._open):
             return status | Status.HOLD
         if self.buffers.are_due(0 if self._is_local else self.num_steps, in_training=not self._completes):
@@ -405,19 +406,19 @@ class GradientSync:
         return status
 
     def _must_read_now(self) -> bool:
-        """Whether ranks that have not failed read the control words of this step at once. The same on all ranks."""
+        """Whether ranks that have not failed read this step's control words immediately. The same on all ranks."""
         options, reducer = self.options, self.reducer
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
         is_special = self.join or reducer.rows.is_used or reducer.parts.is_on
-        # Other messages than buckets come before the next words, and a rank that has failed does not send them.
-        others = self.schedule, reducer.placement, reducer.hook_calls
+        # These send other messages before the next control words, which a failed rank would not send.
+        others = self.schedule, reducer.sharding, reducer.hook_calls
         sends_more = self.syncs_in_forward or any(other is not None for other in others)
-        is_early = self.num_steps <= self._eager_until or self.channel.settles_steps
+        is_early = self.num_steps <= self._eager_until or self.channel.waits_for_gpu
         return bool(not self._can_defer or is_early or has_option or has_digest or is_special or sends_more)
 
     def _await_deferred(self) -> tuple[list[RankReport], list[int]] | None:
-        """The reports of the last step, if they were not read yet, and the gradients that this rank lacked."""
+        """The reports of the last step, if they are still unread, and the gradients that were missing on this rank."""
         if self._unread is None:
             return None
         (slots, event, missing), self._unread = self._unread, None
@@ -426,16 +427,16 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part in one more step, with zeros. Ranks that read the words late act on an error only after they have
-        sent the next step's messages, and all ranks must send the same ones."""
+        """Take part in one more step with zeros. Ranks that defer reading control words react to an error only after
+        they have sent the next step's messages, and all ranks must send the same ones."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
         self.reducer.exchange()
 
     def check_last_step(self) -> None:
-        """Act on the last step's reports before the program runs collectives of its own, in which a failed rank would
-        not take part. Collective where a rank has failed."""
+        """Act on the last step's reports before the program runs collectives of its own, which a failed rank would not
+        join. Collective if a rank has failed."""
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
@@ -444,7 +445,7 @@ class GradientSync:
     def _act_or_discard(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
     ) -> bool:
-        """`_act_on`. Where it finds an error the averages are not applied, and a codec must not count them as sent."""
+        """Call `_act_on`. After an error the averages are not applied, and a codec must not count them as sent."""
         is_applied = False
         try:
             is_applied = self._act_on(reports, missing, failure, is_late)
@@ -456,7 +457,7 @@ class GradientSync:
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
     ) -> bool:
-        """Raise on every rank what any reported, and share changed buffers. False where every rank has failed."""
+        """Raise on every rank what any rank reported, and share changed buffers. False if every rank has failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
@@ -466,12 +467,12 @@ class GradientSync:
             return False
         if self.join and self.join.raise_early and 0 < len(active) < len(reports):
             done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
-            text = f"step {self.num_steps}: rank {done} has no more data, and others have"
+            text = f"step {self.num_steps}: rank {done} has run out of data, but other ranks have not"
             raise CollectiveError(text, code="uneven-inputs")
         local = self.schedule if self._is_local else None
         if local is not None and len(counts := sorted({report.samples for report in reports})) > 1:
-            made = f"ranks have made {', '.join(map(str, counts))} steps since the last sync"
-            text = f"step {self.num_steps}: {made}: give all ranks the same number of batches"
+            made = f"ranks have taken {', '.join(map(str, counts))} steps since the last sync"
+            text = f"step {self.num_steps}: {made}: give every rank the same number of batches"
             raise CollectiveError(text, code="uneven-inputs")
         if len({reports[rank].digest for rank in active}) > 1:
             replica = self.replica if local is None else local.as_replica()
@@ -483,24 +484,24 @@ class GradientSync:
         return True
 
     def _raise_for_all(self, missing: list[int], failure: Failure | None) -> None:
-        """Share what is wrong on each rank, and raise one error with the same text everywhere."""
+        """Exchange what each rank found wrong, and raise one error with the same text everywhere."""
         params = self.replica.params
         error, place = failure or (None, "")
         text = "" if error is None else f"{place}: {type(error).__name__}: {error}"
-        text = text.partition("\n\n")[0]  # without the traceback that the error of a Future contains
+        text = text.partition("\n\n")[0]  # without the traceback that a Future's error contains
         frozen = tuple(index for index in missing if not params[index].requires_grad)
         for index in missing:
             params[index].grad = None
         findings = self.channel.share(Finding(text, place == IN_HOOK, self._change, tuple(missing), frozen))
         if error is not None and all(finding.error for finding in findings):
-            return  # each raises its own error
+            return  # each rank raises its own error
         if any(finding.in_hook for finding in findings):
             self._unusable = str(build_step_error(findings, self.num_steps, self.replica))
-        # Not from a name in this frame, which would make a cycle.
+        # Built inline: a local name for the raised error would create a reference cycle.
         raise build_step_error(findings, self.num_steps, self.replica) from error
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
-        """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
+        """Store averaged statistics, drop gradients that no rank has, and rescale to the actual total."""
         if self.schedule is not None and self._is_local:
             self.schedule.agree(any(report.status & Status.SKIPS for report in reports))
         writes = [bool(report.status & Status.STATISTICS) for report in reports]
@@ -526,7 +527,7 @@ class GradientSync:
 
 
 def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _: object) -> None:
-    """A backward has reached the output of a forward, or a parameter."""
+    """Autograd hook: a backward has reached the output of a forward, or a parameter."""
     if (me := own()) is not None:
         if forward is not None and forward in me._open:
             me._open.discard(forward)
@@ -535,37 +536,37 @@ def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _:
 
 
 class BucketedReducer:
-    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank sends
-    the same messages in the same order, whatever happened: a missing gradient is sent as zeros.
+    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank always
+    sends the same messages in the same order: missing gradients are sent as zeros.
 
-    Gradients travel in buckets, each sent in plan order as soon as it is complete. With a plan only one hook per bucket
-    runs: on the parameter that arrives last by the recorded ready order. Whether the others have arrived is checked
-    when it runs, and that nothing arrived later, at the end. The kinds `flat` and `per_parameter` send everything after
-    backward, the latter one message after the other.
+    Buckets are sent in plan order, each as soon as it is complete. With a plan, only one hook per bucket runs: on the
+    parameter that arrives last in the recorded ready order. The hook checks that the other gradients have arrived, and
+    the end of backward checks that none arrived later. The kinds `flat` and `per_parameter` send everything after
+    backward, and `per_parameter` waits for each message before it sends the next.
     """
 
     def __init__(
-        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, rows: RowParts,
-        hook: CommHook | None, placement: Placement | None = None, rounds: bool = False,
+        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, rows: EmbeddingRows,
+        hook: CommHook | None, sharding: Sharding | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
-        self.replica, self.channel, self.num_words, self.placement = replica, channel, num_words, placement
-        self.rows = rows  # of embeddings
-        self.parts = Parts(replica, channel)
-        self._rounds = rounds  # the average itself rounds to bfloat16, and divides before it does
-        self.steps: BucketSteps | None = None  # an optimizer that steps each bucket when it is averaged
-        self.is_weighted = False  # ranks may multiply their gradients by different factors
+        self.replica, self.channel, self.num_words, self.sharding = replica, channel, num_words, sharding
+        self.rows = rows  # embedding gradients that are sent as rows
+        self.parts = PartialGradients(replica, channel)
+        self._rounds = rounds  # the reduction itself rounds to bfloat16, and divides before it does
+        self.steps: BucketSteps | None = None  # an optimizer that steps each bucket as soon as it is averaged
+        self.is_weighted = False  # ranks may scale their gradients by different factors
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._failure: Failure | None = None  # of this step, until `exchange`
+        self._failure: Failure | None = None  # this step's failure, until `exchange`
         self.hook_calls = None if hook is None else HookCalls(hook, channel)
         self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
         self._active, self._next, self._factor, self._takes_part = False, 0, 1.0, False
-        self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
+        self._before: dict[int, int] = {}  # versions of the uncopied gradients before backward
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
         self._overlaps = kind in ("bucketed", "overlap")
         self._is_recording, self._records_left = True, _MAX_RECORDS if self._overlaps else 0
         self._arrivals = Arrivals(replica.params)
-        # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
+        # Until the ready order is known, there is one bucket per dtype, as in torch, sent at the end of backward.
         self.is_planned = self._has_agreed = False
         self._lay_out(plan_torch_start(replica.gradients, rows.choose_first()))
 
@@ -578,17 +579,17 @@ class BucketedReducer:
         return self._arrivals.ready_order
 
     def begin(self, factor: float, records: bool = True) -> None:
-        """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
+        """Prepare for a backward. Each rank multiplies its gradients by `factor`, and the products are summed."""
         self._active, self._next, self._failure = True, 0, None
         self._factor = factor
         if self.hook_calls is not None:
             self.hook_calls.begin()
         if self.hook_calls is not None or self._rounds:
-            self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
+            self._factor *= self.channel.world_size  # as in torch, a communication hook divides by the number of ranks
         self._taken.clear()
         self.parts.begin()
         self.rows.begin()
-        if self.placement is not None and (error := self.placement.find_misuse()) is not None:
+        if self.sharding is not None and (error := self.sharding.find_misuse()) is not None:
             self._fail(error)
         if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
@@ -601,12 +602,12 @@ class BucketedReducer:
         self.timeline.begin()
 
     def free_memory(self) -> None:
-        """Free the memory of messages whose gradients are gone, as after `zero_grad`."""
+        """Free message memory that gradients no longer use, as after `zero_grad`."""
         for pack in filter(None, [bucket.pack for bucket in self._buckets]):
             pack.free()
 
     def _note_versions(self) -> None:
-        """Note the versions of what exists before backward. What should be in a view is moved there first."""
+        """Record the versions of gradients before backward, and move gradients that belong in a view there first."""
         self._before.clear()
         params, views = self.replica.params, self._flat.views
         if all(map(operator.is_, map(_get_grad, params), repeat(None))):
@@ -631,13 +632,13 @@ class BucketedReducer:
                 self._fail(error)
 
     def _on_part(self, index: int, is_copied: bool, param: torch.Tensor) -> None:
-        """A part of a gradient that arrives in several."""
+        """Hook for a gradient that arrives in several parts."""
         if self._active and self._failure is None and self.parts.note(index) and is_copied and self.steps is None:
             self._on_large(index, param)
             self.parts.release([] if self._failure else [index])
 
     def _on_trigger(self, param: torch.Tensor) -> None:
-        """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
+        """Hook for the parameter expected last in its bucket: send all complete buckets, in plan order."""
         if not self._active or self._failure is not None:
             return
         # The last bucket waits for the end of backward, when the control words are known.
@@ -659,7 +660,7 @@ class BucketedReducer:
         grads = bucket.read_grads()
         if any(map(operator.is_, grads, repeat(None))):
             return False
-        # A gradient that was a view before backward is accumulated in place, and each such write counts one.
+        # A gradient that was a view before backward is accumulated in place, and each write raises the version by one.
         in_place = sum(map(operator.is_, grads, bucket.views))
         if bucket.counted:
             in_place += self.parts.count_more(bucket.fused, bucket.views)
@@ -672,7 +673,7 @@ class BucketedReducer:
         return grad is not None and (index not in self._before or grad._version != self._before[index])
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error, or the reason for it, where the gradients show one."""
+        """Record the error, or its cause if a gradient turns out to be invalid."""
         self._failure = Failure(error)
         try:
             for index, param in enumerate(self.replica.params):
@@ -684,13 +685,13 @@ class BucketedReducer:
     def _fill(
         self, bucket: LiveBucket, zeros: FlatGradients | None = None
     ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
-        """Gather one bucket; or take it from `zeros`, where `.grad` must not change. Returns the memory it is in, the
-        gradients that are sent from elsewhere, and whether to average."""
+        """Gather one bucket, or take it from `zeros` if `.grad` must not change. Returns its memory, the gradients that
+        are sent from elsewhere, and whether the reduction averages."""
         self._next = bucket.number + 1
         self.timeline.mark("ready", bucket.number)
         flat = zeros or self._flat
-        # NCCL averages as it reduces. All ranks must request the same operation, so only where their factors are equal.
-        # The control words must stay whole numbers, so the last bucket is scaled beforehand.
+        # NCCL can average as it reduces. All ranks must request the same operation, so their factors must be equal.
+        # The control words must stay integers, so the last bucket is scaled beforehand.
         is_equal = self.channel.is_nccl and not self.is_weighted
         averages = is_equal and self._next < len(self._buckets) and not bucket.copied
         factor = 1.0 if averages else self._factor
@@ -716,7 +717,7 @@ class BucketedReducer:
 
     def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
-        self.timeline.mark("launch", number)  # before it: after that it may be half done, where cores are few
+        self.timeline.mark("launch", number)  # before the call: on few cores it may return when half is done
         if self.hook_calls is not None:
             bucket.work = self.hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self.hook_calls.failure
@@ -731,23 +732,23 @@ class BucketedReducer:
         self.timeline.follow(number, bucket.work)
 
     def _gather(self, bucket: LiveBucket, factor: float) -> None:
-        """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
+        """Copy gradients into the bucket's range, multiply by the factor, and make each `.grad` its view."""
         for index in bucket.copied:
-            if index not in self._taken:  # it did not arrive in this backward, or arrived in parts
+            if index not in self._taken:  # did not arrive in this backward, or arrived in parts
                 self._copy(index, factor)
         if not bucket.fused:
             return
         grads, bucket.seen = bucket.seen or bucket.read_grads(), []
         if any(map(operator.is_, grads, repeat(None))):
             grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, bucket.views, strict=True)]
-        # Where a gradient already is the view, the copy is of itself, and no more than a check.
+        # If a gradient already is its view, the copy is a no-op.
         if factor != 1.0 and bucket.is_large:
             for grad, view in zip(grads, bucket.views, strict=True):
                 torch.mul(grad, factor, out=view)
         else:
             torch._foreach_copy_(bucket.views, grads)
             if factor != 1.0:
-                # One by one: for many at once torch rounds the factor to bfloat16 first, if that is their type.
+                # One at a time: a fused multiplication would first round the factor to bfloat16 for bfloat16 tensors.
                 for part in bucket.views if bucket.copied else [bucket.range]:
                     part.mul_(factor)
         for param, view in zip(bucket.params, bucket.views, strict=True):
@@ -763,7 +764,7 @@ class BucketedReducer:
         self._taken[index] = view, view._version
 
     def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
-        """The gradient as it is, in memory that is its own and with the strides that all ranks use."""
+        """The gradient itself, or a copy if it shares its memory or lacks the strides that all ranks use."""
         if index not in self._taken:
             param = self.replica.params[index]
             grad = param.grad
@@ -771,7 +772,7 @@ class BucketedReducer:
                 grad = param.grad = self.replica.zeros(index)
             else:
                 self.replica.check(index, grad)
-                # The two known users of the storage are the gradient and the question.
+                # Two uses are expected: the gradient and this query.
                 is_shared = count_storage_uses(grad.untyped_storage()._cdata) > 2
                 if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
                     grad = param.grad = self.replica.zeros(index).copy_(grad)
@@ -781,9 +782,9 @@ class BucketedReducer:
         return self._taken[index][0]
 
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
-        """Backward is over: send everything except the message with the control words, and return these, for the caller
-        to fill (after `exchange` they hold the sums), the parameters without a gradient, and a failure. Collective.
-        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` stays."""
+        """After backward, send everything except the message with the control words. Returns the control words, for
+        the caller to fill (`exchange` turns them into sums), the parameters without a gradient, and a failure.
+        Collective. `factor` applies if `begin` was not called. `take_part=False` sends zeros and leaves `.grad`."""
         self.parts.restore()
         missing = self._find_missing()
         if not self._has_agreed:
@@ -804,7 +805,7 @@ class BucketedReducer:
                 self._wait(bucket, take_part)
         self._last = self._fill(self._buckets[-1], zeros)
         if self.hook_calls is not None:
-            # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
+            # A hook may compress or keep its input, and may fail, so the control words follow in their own message.
             self._start(self._buckets[-1], *self._last)
             self._finish(take_part)
             self._failure, self.hook_calls.failure = self._failure or self.hook_calls.failure, None
@@ -821,7 +822,7 @@ class BucketedReducer:
         params, has_rows = self.replica.params, self.rows.find_arrived()
         if not self._active:
             return [index for index, param in enumerate(params) if param.grad is None]
-        # A bucket that was sent was complete.
+        # Buckets that have been sent were complete.
         missing = [index for index in self.plan.alone if params[index].grad is None]
         for bucket in self._buckets[self._next :]:
             if any(map(operator.is_, bucket.read_grads(), repeat(None))):
@@ -830,7 +831,7 @@ class BucketedReducer:
         return sorted(set(missing) - has_rows)
 
     def _find_late(self) -> list[int]:
-        late: list[int] = []  # the parameters whose gradient changed after it was sent or taken
+        late: list[int] = []  # parameters whose gradient changed after it was sent or taken
         for bucket in self._buckets[: self._next]:
             replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
             if replaced or bucket.range._version != bucket.version:
@@ -852,19 +853,19 @@ class BucketedReducer:
             words = self._last[0].words
             self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
         del self._last
-        self._taken.clear()  # so that `zero_grad` can free them
+        self._taken.clear()  # lets `zero_grad` free them
         for pack in filter(None, [bucket.pack for bucket in self._buckets]):
             pack.end_step()
         if not self.plan.rows:
             self.timeline.over()
 
     def exchange_parts(self, take_part: bool) -> None:
-        """Add what arrived after its gradient was sent, after `exchange`. Collective."""
+        """Add parts that arrived after their gradient was sent. Call this after `exchange`. Collective."""
         self.parts.exchange(self._factor, take_part)
         self._set_triggers()
 
     def exchange_rows(self, counts: list[list[int]], take_part: bool) -> None:
-        """Send the rows of embeddings, after `exchange`, and add those of all ranks to `.grad`. Collective."""
+        """Send embedding rows after `exchange`, and add the rows of all ranks to `.grad`. Collective."""
         self.timeline.mark("rows")
         self.rows.exchange(counts, take_part)
         if self.plan.rows:
@@ -887,7 +888,7 @@ class BucketedReducer:
             self.channel.wait(work, several if others else f"the gradient of {self.replica.name(index)}")
         self.timeline.mark("waited", bucket.number)
         if self.steps is not None and take_part and self._takes_part:
-            # A gradient that is split over buckets is complete with the last of them.
+            # A gradient that is split over several buckets is complete with the last of them.
             later = {index for other in self._buckets[bucket.number + 1 :] for index in other.indices}
             self.steps.step([self.replica.params[index] for index in bucket.indices if index not in later])
 
@@ -900,19 +901,19 @@ class BucketedReducer:
                 grad.mul_(factor)
 
     def rescale(self, factor: float) -> None:
-        """The averages were multiplied, those of the next step are not: so is what a codec still has to send."""
+        """Rescale a codec's residuals like this step's averages: the next step already uses the new total."""
         if self._strategy is not None and factor != 1.0:
             self._strategy.rescale(factor)
 
     def discard(self, indices: Sequence[int] | None = None) -> None:
-        """The averages are not applied, or not those of these parameters: a codec still has to send them."""
+        """Return averages that are not applied (all, or those of `indices`) to the codec, to be sent again."""
         if self._strategy is not None:
             self._strategy.discard(None if indices is None else [self.replica.params[index] for index in indices])
 
     def learn(self) -> None:
-        """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
+        """Make the plan after the first step (collective). Later, record the ready order again if it has changed."""
         if self.rows.drop_misfits():
-            # They are sent whole from now on, and ready last: all is planned again, from the next step.
+            # These gradients are sent whole from now on and become ready last, so the plan is made again.
             self.is_planned, self._is_recording = False, True
             self.stop()
             self._lay_out(plan_torch_start(self.replica.gradients, self.rows.choose_first()))
@@ -927,18 +928,18 @@ class BucketedReducer:
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
             self._records_left -= 1
             self._is_recording = True
-        if self.placement is not None:
-            self.placement.attach()
+        if self.sharding is not None:
+            self.sharding.attach()
         if self.steps is not None:
             self.steps.end()
 
     def _agree_on_plan(self) -> None:
-        # Every rank uses rank 0's plan, made from the ready order there.
+        # Every rank uses rank 0's plan, which follows the ready order on rank 0.
         mine, rows = "", self.rows.choose(set(self._arrivals.places), len(self.replica.params))
         if self.channel.rank == 0:
             order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        is_plain = self.hook_calls is None and not self._rounds and self.placement is None
+        is_plain = self.hook_calls is None and not self._rounds and self.sharding is None
         self.parts.agree(self._arrivals.find_parts(), is_plain and self.channel.world_size > 1)
         self.adopt(Plan.from_json(self.channel.share(mine)[0]))
 
@@ -946,19 +947,19 @@ class BucketedReducer:
         """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
         self.is_planned = True
         self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule, plan.rows))
-        self._note_versions()  # moves the gradients, so that the memory of the first step is free
+        self._note_versions()  # moves the gradients, which frees the memory of the first step
 
     def _lay_out(self, plan: Plan) -> None:
         self.plan = plan
         pieces = collections.Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
         split = {index for index, count in pieces.items() if count > 1}
-        # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
+        # A communication hook needs one contiguous vector, and so does a split gradient.
         stays = self.channel.is_nccl and self.hook_calls is None
         least = 0 if stays else _SEPARATE_BYTES if self.channel.device.type == "cpu" else math.inf
         separate = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= least} - plan.alone | split
         uncopied = separate - split if stays else set[int]()
         self._kinds = uncopied, separate
-        allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for what lasts
+        allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for lasting buffers
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         params = self.replica.params
         self._uncopied_strides = {i: torch.empty_like(params[i], device="meta").stride() for i in uncopied}
@@ -969,8 +970,8 @@ class BucketedReducer:
         ]
         self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
-        if self.placement is not None:
-            self.placement.lay_out(self._flat, plan, self.is_planned)
+        if self.sharding is not None:
+            self.sharding.lay_out(self._flat, plan, self.is_planned)
 
     def stop(self) -> None:
         """Remove the hooks from the parameters."""
@@ -979,7 +980,7 @@ class BucketedReducer:
         self._handles.clear()
 
     def _set_triggers(self) -> None:
-        """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
+        """Hook the large parameters, and in each bucket the parameter that arrived last on this rank."""
         self.stop()
         params, places = self.replica.params, self._arrivals.places
         found = self._arrivals.find_parts()
@@ -992,7 +993,7 @@ class BucketedReducer:
             bucket.in_parts = not held.isdisjoint(bucket.indices)
             bucket.counted = [index for index in bucket.indices if index in self.parts.counts]
             if arrived := [index for index in bucket.indices if index in places]:
-                # After the hook that copies it, if there is one.
+                # Registered after the hook that copies this gradient, if there is one.
                 self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 

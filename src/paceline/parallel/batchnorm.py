@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch (`SyncBatchNorm`) and over parts of a batch (`GhostBatchNorm`), on CPU and GPU."""
+"""BatchNorm over the global batch (`SyncBatchNorm`) and over sub-batches (`GhostBatchNorm`), on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import naming_lost_peers
 from paceline.torch_internals import BatchNorm
 
-# torch 2.13 renames it; 2.11 has only the older name.
+# torch 2.13 renamed this function; 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _AnyInputBatchNorm(BatchNorm):
-    """What both layers share: inputs (N, C, ...), and running statistics that move once per forward."""
+    """Base of both layers: accepts inputs (N, C, ...), and updates running statistics once per forward."""
 
-    _replaceable: tuple[Callable[..., Any], ...] = (BatchNorm.forward,)  # the forwards that `convert` may replace
+    _replaceable: tuple[Callable[..., Any], ...] = (BatchNorm.forward,)  # forward methods that `convert` may replace
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -31,7 +31,7 @@ class _AnyInputBatchNorm(BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor | None, variance: Tensor | None) -> None:
-        """Count the batch and move the running statistics; None only counts, as torch does for an empty batch."""
+        """Count the batch and update the running statistics; None only counts, as torch does for an empty batch."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -42,8 +42,8 @@ class _AnyInputBatchNorm(BatchNorm):
 
     @classmethod
     def _replace_in(cls, module: nn.Module, name_of_setting: str, setting: Any) -> nn.Module:
-        """Replace every BatchNorm by a layer with its parameters, buffers and hooks, or raise and replace nothing. Each
-        gets the setting, which a BatchNorm does not have; None keeps that of a layer that has one."""
+        """Replace every BatchNorm by a layer with its parameters, buffers and hooks; or raise and replace nothing. Sets
+        the given attribute on each; None keeps the value of a layer that already has it."""
         replaced: dict[nn.Module, _AnyInputBatchNorm] = {}
         for name, layer in module.named_modules():
             if not isinstance(layer, BatchNorm):
@@ -56,7 +56,7 @@ class _AnyInputBatchNorm(BatchNorm):
                 text = f"{where} overrides forward, which would be lost: replace it manually"
                 raise ConfigError(text, code="custom-forward")
             new = replaced[layer] = layer if isinstance(layer, cls) else cls.__new__(cls)
-            # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
+            # Share the dicts of parameters, buffers and hooks, so that an existing hook's handle still removes it.
             new.__dict__.update(layer.__dict__)
         for new in replaced.values():
             if setting is not None or name_of_setting not in new.__dict__:
@@ -69,7 +69,7 @@ class _AnyInputBatchNorm(BatchNorm):
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """The C values in a shape that broadcasts over a (N, C, ...) tensor."""
+    """Reshape C values to broadcast over an (N, C, ...) tensor."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -78,12 +78,12 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64. Every
-    rank computes the same from the same gathered messages. Collective, also with an empty batch."""
+    """Mean and sum of squared deviations per channel of the global batch, and its number of values per channel, in
+    float64. Every rank computes the same from the gathered messages. Collective, even with an empty batch."""
     channels, axes = x.shape[1], [0, *range(2, x.dim())]
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
-    if x.numel():  # the mean of nothing is nan; a count of 0 takes these zeros out of the sums below
-        # Two plain passes: as exact as torch.var_mean and, on a CPU, 3 to 6 times as fast.
+    if x.numel():  # the mean of nothing is nan; with a count of 0 these zeros drop out of the sums below
+        # Two plain passes: as accurate as torch.var_mean and, on a CPU, 3 to 6 times as fast.
         mean = x.mean(axes, dtype=message.dtype)
         message[:channels], message[-1] = mean, x.numel() // channels
         message[channels:-1] = (x - _per_channel(mean, x)).square_().sum(axes)
@@ -92,13 +92,13 @@ def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
         _all_gather(gathered, message, group)
     means, squares, counts = gathered.view(-1, message.numel()).double().split([channels, channels, 1], dim=1)
     total = counts.sum()
-    # Chan's formula for many parts: deviations are taken from means, so a large mean does not cancel the variance.
+    # Chan's parallel formula: deviations are taken from means, so a large mean does not cancel the variance.
     mean = (counts * means).sum(0) / total.clamp(min=1)
     return mean, squares.sum(0) + (counts * (means - mean) ** 2).sum(0), total
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise with statistics that depend on the input of every rank; the gradient takes that into account."""
+    """Normalise with global statistics. The gradient accounts for their dependence on every rank's input."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _Normalize(torch.autograd.Function):
         x, mean, invstd, total, scale = ctx.saved_tensors
         axes = [0, *range(2, x.dim())]
         centered = x - _per_channel(mean, x)
-        # Of the rank's own batch: the gradients of weight and bias, which are summed over the ranks for the input's.
+        # The local gradients of weight and bias. Their sums over the ranks are needed for the input's gradient.
         sums = torch.stack([grad_out.sum(axes, dtype=mean.dtype), (grad_out * centered).sum(axes) * invstd])
         grad_bias, grad_weight = sums.unbind()
         grad_x = None
@@ -137,10 +137,10 @@ class _Normalize(torch.autograd.Function):
 class SyncBatchNorm(_AnyInputBatchNorm):
     """torch's BatchNorm for inputs (N, C, ...), with statistics over the batches of all ranks of a process group.
 
-    Collective in training: every rank must call forward, and then backward, in the same order of layers, and its loss
-    must depend on the output. Batches may differ in size, and some may be empty. The input needs a gradient on all
-    ranks or on none. Gradients of weight and bias are of the rank's own batch. Not twice differentiable. In evaluation,
-    without a process group, and in one of one rank it is torch's BatchNorm. None is the default group.
+    Collective in training: every rank must run forward and then backward through the layers in the same order, and its
+    loss must depend on the output. Batches may differ in size or be empty. The input must need a gradient on all ranks
+    or on none. Gradients of weight and bias cover the rank's own batch only. Not twice differentiable. In evaluation,
+    without a process group, or with a single rank, it is torch's BatchNorm. `process_group=None` is the default group.
     """
 
     _replaceable = (BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -156,15 +156,15 @@ class SyncBatchNorm(_AnyInputBatchNorm):
         if not self.training or not dist.is_initialized() or (size := dist.get_world_size(self.process_group)) == 1:
             return super().forward(input)
         if size < 1:
-            text = "trains a SyncBatchNorm and is not in its process group: pass every rank a group that it belongs to"
+            text = "trains a SyncBatchNorm but is not in its process group: give every rank a group that it belongs to"
             raise ConfigError(f"rank {dist.get_rank()} {text}", code="not-in-group")
         self._check_input_dim(input)
         mean, squares, total = _gather_statistics(input.detach(), self.process_group)
-        # Reading the total waits for a GPU. A rank with two values need not read it. With one value or none in all,
-        # every rank reads, and all of them raise.
+        # Reading the total waits for a GPU. A rank with at least two values need not read it. If there are fewer than
+        # two values in all, every rank reads the total, and all of them raise.
         known = int(total) if input.numel() < 2 * self.num_features else None
         if known == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got 1 on {size} ranks together")
+            raise ValueError(f"Expected more than 1 value per channel when training, got 1 on {size} ranks")
         if self.track_running_stats:
             self._track(*((None, None) if known == 0 else (mean, squares / (total - 1))))
         total = total.clamp(min=1)
@@ -173,8 +173,8 @@ class SyncBatchNorm(_AnyInputBatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
-        Layers that have a group (torch's SyncBatchNorm) keep it unless one is given."""
+        """Replace every BatchNorm in the module, and return the module (or the new layer, if the module is a
+        BatchNorm). Layers that already have a group (torch's SyncBatchNorm) keep it unless one is given."""
         return cls._replace_in(module, "process_group", process_group)
 
     convert_sync_batchnorm = convert  # torch's name
@@ -188,7 +188,7 @@ def syncs_in_forward(module: nn.Module) -> bool:
 
 
 def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
-    """(parts * n, C, ...) as (n, parts * C, ...), in the same layout; or `back`."""
+    """Reshape (parts * n, C, ...) to (n, parts * C, ...) in the same memory format; `back` reverses it."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()]):
         last = x.movedim(1, -1)
@@ -203,9 +203,10 @@ def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
 class GhostBatchNorm(_AnyInputBatchNorm):
     """torch's BatchNorm for inputs (N, C, ...), with statistics over `ghost_size` samples at a time (Hoffer 2017).
 
-    In training each sub-batch of `ghost_size` samples, in order, is normalised separately, and so is a smaller last one
-    unless it has a single value per channel. Running statistics move once per forward, to the average over the
-    sub-batches weighted by their samples. Evaluation, and a batch of at most `ghost_size` samples, are torch's.
+    In training each sub-batch of `ghost_size` consecutive samples is normalised separately. A smaller last sub-batch
+    is, too, unless it has a single value per channel. Running statistics move once per forward, towards the average
+    over the sub-batches weighted by size. In evaluation, and for batches of at most `ghost_size`, this is torch's
+    layer.
     """
 
     def __init__(self, num_features: int, ghost_size: int, *args: Any, **options: Any) -> None:
@@ -215,7 +216,7 @@ class GhostBatchNorm(_AnyInputBatchNorm):
     @staticmethod
     def _check_size(ghost_size: int) -> int:
         if ghost_size < 2:
-            raise ConfigError(f"ghost_size={ghost_size}: at least 2 samples are needed")
+            raise ConfigError(f"ghost_size={ghost_size}: must be at least 2 samples")
         return ghost_size
 
     def forward(self, input: Tensor) -> Tensor:
@@ -233,11 +234,11 @@ class GhostBatchNorm(_AnyInputBatchNorm):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _normalize(self, x: Tensor, parts: int, share: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The sub-batches of a part of a batch, each normalised, and its share in the means and unbiased variances."""
-        # With a momentum of 1, torch writes the batch statistics into them.
+        """Normalise equal sub-batches. Returns the output, and their share of the mean and of the unbiased variance."""
+        # With a momentum of 1, torch writes the batch statistics into these tensors.
         own = self.running_mean, self.running_var
         mean, variance = (None if value is None else value.new_zeros(parts * self.num_features) for value in own)
-        # Sub-batches as channels: one call of torch's kernel serves all of them.
+        # Sub-batches become channels, so that one call of torch's kernel handles all of them.
         weight, bias = (None if values is None else values.repeat(parts) for values in (self.weight, self.bias))
         out = F.batch_norm(_fold(x, parts), mean, variance, weight, bias, True, 1.0, self.eps)
         mean, variance = (None if v is None else v.view(parts, -1).mean(0) * share for v in (mean, variance))
@@ -248,5 +249,5 @@ class GhostBatchNorm(_AnyInputBatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, ghost_size: int) -> nn.Module:
-        """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm)."""
+        """Replace every BatchNorm in the module, and return the module (or the new layer, if it is a BatchNorm)."""
         return cls._replace_in(module, "ghost_size", cls._check_size(ghost_size))

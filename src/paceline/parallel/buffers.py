@@ -1,6 +1,6 @@
-"""Buffers that change in training: running statistics are averaged, others are broadcast when they change.
+"""Buffers that change in training: running statistics are averaged; other buffers are broadcast when they change.
 
-The statistics travel with the control words. No buffer changes between a forward and its backward.
+The statistics travel with the control words. Buffers never change between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.parallel.batchnorm import SYNC_LAYERS
 from paceline.parallel.channel import Channel
 from paceline.torch_internals import BatchNorm
 
-_MANY_RANKS = 1 << 20  # more than any world has
+_MANY_RANKS = 1 << 20  # more ranks than any world has
 
 
 class SharedBuffers:
-    """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's. The statistics
-    take `num_words` control words, or `need_message` of their own."""
+    """The running statistics of BatchNorm layers, which are averaged, and all other buffers, which follow rank 0. The
+    statistics take `num_words` control words, or `need_message` of their own."""
 
     def __init__(
         self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int, words_are_precise: bool
@@ -28,22 +28,22 @@ class SharedBuffers:
         self.every = every
         self._layers: list[BatchNorm] = []
         self._statistics: list[torch.Tensor] = []
-        self._places: list[tuple[nn.Module, str]] = []  # not tensors: a buffer that is assigned again is another one
+        self._places: list[tuple[nn.Module, str]] = []  # not tensors, because a buffer may be assigned again
         for prefix, layer in module.named_modules():
             own = [name for name, buffer in layer._buffers.items() if buffer is not None]
             own = [name for name in own if f"{prefix}.{name}".lstrip(".") not in ignored]
             if not isinstance(layer, BatchNorm):
                 self._places += [(layer, name) for name in own]
-            # Layers that synchronise their statistics in forward have equal ones already.
+            # Layers that synchronise in forward already have equal statistics.
             elif not isinstance(layer, SYNC_LAYERS) and {"running_mean", "running_var"} <= set(own):
                 self._layers.append(layer)
                 self._statistics += [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
         self._versions = self._read_versions()
-        # They fit only into words that are as precise as they are, on the same device.
+        # Statistics fit only into control words of the same precision on the same device.
         fits = words_are_precise and all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
         is_averaged = bool(every and self._statistics)
         self.need_message = is_averaged and not fits
-        # The last word counts the ranks that wrote theirs.
+        # The last word counts the ranks that contributed.
         self._num_values = sum(s.numel() for s in self._statistics)
         self.num_words = self._num_values + 1 if is_averaged and fits else 0
 
@@ -51,7 +51,7 @@ class SharedBuffers:
         return bool(self.every) and step % self.every == 0
 
     def are_due(self, step: int, in_training: bool = True) -> bool:
-        """Whether statistics change on this rank and are synchronised in this step."""
+        """Whether statistics change on this rank and are averaged in this step."""
         return self.is_turn(step) and any(layer.training or not in_training for layer in self._layers)
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
@@ -59,7 +59,8 @@ class SharedBuffers:
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
-        """This rank's statistics, with a count of 1; or zeros, and with `hold` a count that makes the sum invalid."""
+        """Write this rank's statistics with a count of 1; or zeros and, with `hold`, a count that invalidates the
+        sum."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
         else:
@@ -68,15 +69,15 @@ class SharedBuffers:
             words[-1:].fill_(1 if take_part else -_MANY_RANKS)
 
     def read(self, words: torch.Tensor, is_valid: bool) -> None:
-        """Take the average over the ranks that wrote theirs. `is_valid=False`: only if the count in the words says that
-        the sum is valid, so that the host does not wait for a GPU. This writes in any case."""
+        """Store the average over the ranks that contributed. With `is_valid=False`, the count in the words decides
+        whether it is used, so that the host does not wait for a GPU. The buffers are written in either case."""
         average, count = words[:-1] / words[-1], words[-1]
         if not is_valid:
             average = torch.where(count > 0, average, torch.cat([own.reshape(-1) for own in self._statistics]))
         torch._foreach_copy_(self._statistics, self._split(average))
 
     def average(self, channel: Channel, take_part: bool) -> None:
-        """Average in a separate message, where the statistics do not fit into the control words. Collective."""
+        """Average in a separate message, if the statistics do not fit into the control words. Collective."""
         precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
         message = torch.empty(self._num_values + 1, dtype=precise, device=channel.device)
         self.write(message, take_part, hold=False)
@@ -92,7 +93,7 @@ class SharedBuffers:
         return [(id(buffer), buffer._version) for buffer in self._others]
 
     def have_changed(self) -> bool:
-        """Whether another buffer was written on this rank since the last broadcast."""
+        """Whether any other buffer was written on this rank since the last broadcast."""
         return bool(self._places) and self._read_versions() != self._versions
 
     def broadcast(self, channel: Channel, source: int) -> None:

@@ -1,4 +1,4 @@
-"""The process group as the wrapper uses it: sums that are started and waited for, objects shared, lost peers named."""
+"""The process group as the wrapper uses it: asynchronous reductions, object exchange, and errors for lost peers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
 _BROADCAST_BYTES = 64 << 20
-# Between two ranks, from this size on messages to each other are under way at once; the tag is one that programs do
-# not use.
+# From this size on, two ranks send their messages to each other at the same time. Programs do not use this tag.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
-# The shortest and the longest pause between two requests to the store while waiting for other ranks; and how long one
-# rank may look for absent ranks before another one takes over.
-_FIRST_LOOK_S, _LAST_LOOK_S, _TURN_S = 0.002, 0.1, 1.0
+# The shortest and the longest pause between two store requests while waiting for other ranks, and how long one rank may
+# look for absent ranks before another takes over.
+_MIN_PAUSE_S, _MAX_PAUSE_S, _TAKEOVER_S = 0.002, 0.1, 1.0
 
 
 class Sent(NamedTuple):
-    """What a rank passed to all-reduce: the number of calls, and the bytes of gradients in them."""
+    """What a rank passed to all-reduce: the number of calls, and the bytes of their gradients."""
 
     num_messages: int
     num_bytes: int
@@ -45,33 +44,33 @@ class Channel:
         self.group, self.device, self.has_own_group = group, device, False
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
-        # NCCL takes many tensors in one launch and averages as it reduces. Elsewhere a message is one tensor.
+        # NCCL reduces many tensors in one launch, and can average. Other backends take one tensor per message.
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         # On a GPU, gloo writes the result with torch's own copy, some time after the call.
         self._writes_late = device.type == "cuda" and not self.is_nccl
-        if self._writes_late:  # and its stream waits for no other rank
+        if self._writes_late:  # its stream does not wait for other ranks
             pulse.watch_device(torch.cuda.current_stream(device).query)
         self._computed = torch.cuda.Event() if self.is_nccl and self.world_size > 1 else None  # type: ignore[no-untyped-call]
-        self.settles_steps = self._computed is not None and os.environ.get(RECOVERS) == "1"
+        self.waits_for_gpu = self._computed is not None and os.environ.get(RECOVERS) == "1"
         self._num_messages = self._num_bytes = 0
         self.timeout_s: float | None = None  # None: the group's own timeout
-        # By whether to average.
+        # Keyed by whether to average.
         self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
         self._many = {average: _build_options(dist.AllreduceCoalescedOptions(), average) for average in (False, True)}
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros, in memory that the backend reduces in place if it has such memory. Collective."""
+        """Zeros, in memory that the backend can reduce in place, if it has any. Collective."""
         if device.type == "cpu" and isinstance(self.group, PacelineGroup) and self.group.shares_memory:
             return self.group.allocate(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @property
     def sent(self) -> Sent:
-        """All messages of gradients so far."""
+        """All gradient messages so far."""
         return Sent(self._num_messages, self._num_bytes)
 
     def use_own_group(self) -> None:
-        """Use a group from now on that nobody else uses, where torch can make one. Collective."""
+        """Switch to a group that nobody else uses, if torch can make one. Collective."""
         if not self.has_own_group and (group := open_group(self, self)) is not None:
             self.group, self.has_own_group = group, True
 
@@ -83,35 +82,35 @@ class Channel:
     def _failures(self) -> dist.Store:
         return self._store("failures")
 
-    def meet(self, name: str, limit_s: float) -> list[int]:
-        """Wait in the store, without sending a message, until every rank has called this with the same name. A name is
-        used once. Returns the ranks that missed the limit; ranks that call this later get the same list."""
+    def wait_for_ranks(self, name: str, limit_s: float) -> list[int]:
+        """Wait, through the store and without messages, until every rank has called this with the same name. A name may
+        be used once. Returns the ranks that missed the limit; a rank that calls this later gets the same list."""
         if self.world_size == 1:
             return []
         store, until_s = self._store(f"meeting-{name}"), time.monotonic() + limit_s
         store.set(str(self.rank), "")
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
-        # One request at a time, with growing pauses: hundreds of ranks share one store.
-        pause_s, has_turn = _FIRST_LOOK_S, False
+        # One request at a time, with growing pauses, because hundreds of ranks may share one store.
+        pause_s, looks = _MIN_PAUSE_S, False
         while not store.check(["end"]):
             if time.monotonic() <= until_s:
                 time.sleep(pause_s)
-                pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
-            elif not has_turn:
-                # Looking for the absent ranks takes one request per rank, so one rank does it. The others take over one
-                # after another, in case that one dies.
-                until_s, has_turn = until_s + _TURN_S * (store.add("late", 1) - 1), True
+                pause_s = min(_MAX_PAUSE_S, 1.5 * pause_s)
+            elif not looks:
+                # Looking for absent ranks takes one request per rank, so only one rank does it. If it dies, the others
+                # take over one after another.
+                until_s, looks = until_s + _TAKEOVER_S * (store.add("late", 1) - 1), True
             elif absent := [rank for rank in range(self.world_size) if not store.check([str(rank)])]:
                 store.compare_set("end", "", " ".join(map(str, absent)))
-            else:  # the last rank has arrived, and is about to say so
+            else:  # the last rank has arrived, and is about to set "end"
                 until_s = time.monotonic() + pause_s
         end = store.get("end").decode()
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
-        """Report to ranks that wait outside our own messages that what they wait for may never be sent in this step."""
-        with contextlib.suppress(RuntimeError):  # the rank that held the store has left
+        """Warn ranks that wait outside of our messages: what they wait for may never be sent in this step."""
+        with contextlib.suppress(RuntimeError):  # the rank that served the store has left
             self._failures.set(str(step), "")
 
     def has_failure(self, step: object) -> bool:
@@ -121,10 +120,10 @@ class Channel:
             return True
 
     def start_sum(self, *tensors: torch.Tensor, average: bool = False, extra_bytes: int = 0) -> dist.Work:
-        """Start the sum over all ranks, in place (or the average, where the backend supports it). `extra_bytes` are not
-        gradients: control words, statistics, gaps between gradients. Several tensors in one launch: NCCL only."""
+        """Start to sum over all ranks, in place (or to average, if the backend supports it). `extra_bytes` do not count
+        as gradients: control words, statistics, padding. Only NCCL takes several tensors."""
         if self.world_size == 1:
-            return FinishedWork(list(tensors))  # a call of the backend takes as long as on many ranks
+            return FinishedWork(list(tensors))  # a backend call takes as long as with many ranks
         num_bytes = -extra_bytes
         for tensor in tensors:
             num_bytes += tensor.nbytes
@@ -132,17 +131,17 @@ class Channel:
             self._num_messages += 1
             self._num_bytes += num_bytes
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        if self.is_nccl:  # torch refuses strides of channels_last here, though NCCL only needs dense memory
+        if self.is_nccl:  # torch rejects channels_last strides here, though NCCL only needs dense memory
             real = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in real]
         if self._writes_late:
-            # Through an alias, so that the backend's write does not count as a change of the tensor by someone else.
+            # An alias hides the backend's late write from the tensor's version counter.
             real = [alias(tensor) for tensor in real]
         if len(real) > 1:
             return self.group.allreduce_coalesced(real, self._many[average])
         return self.group.allreduce(real, self._one[average])
 
     def start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
-        """Start to gather one tensor of every rank, of equal sizes, in `output`, in rank order."""
+        """Start to gather one tensor per rank, all of the same size, into `output` in rank order."""
         if self.world_size == 1:
             return FinishedWork([output.copy_(tensor)])
         self._num_messages += 1
@@ -152,19 +151,19 @@ class Channel:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks reduce vectors on the CPU in memory that they share."""
+        """Whether all ranks reduce CPU vectors in memory that they share."""
         is_cpu = self.device.type == "cpu"
         return is_cpu and isinstance(self.group, PacelineGroup) and self.group.shares_memory
 
     def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, extra_bytes: int = 0) -> dist.Work:
-        """Start the average in bfloat16 of float32, in place, and the sum of control words. Needs `shares_memory`."""
+        """Start to average float32 values in bfloat16, in place, and to sum control words. Needs `shares_memory`."""
         self._num_messages += 1
         self._num_bytes += tensor.nbytes + words.nbytes - extra_bytes
         group: Any = self.group
         return cast(dist.Work, group.average_rounded(tensor, words, self._one[False]))
 
     def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for a message. An error of the backend becomes one with the code `peer-lost` that names `what`."""
+        """Wait for a message. A backend error becomes a `peer-lost` error that names `what`."""
         with naming_lost_peers(f"{what} cannot be reduced"):
             if self.timeout_s is None:
                 work.wait()
@@ -172,17 +171,17 @@ class Channel:
                 work.wait(timedelta(seconds=self.timeout_s))
 
     def mark_computed(self) -> None:
-        """Record the end of backward for the monitor. The GPU's work up to here needs no other rank; after it, on NCCL,
-        the same stream waits for other ranks."""
+        """Record the end of backward for the monitor. GPU work up to this point does not depend on other ranks; after
+        it, with NCCL, the same stream waits for them."""
         if self._computed is not None and pulse.is_open():
             self._computed.record()
             pulse.watch_device(self._computed.query, find_counter(self.group))
 
     def settle(self) -> None:
-        """Raise if another rank was lost and messages were aborted: their results must not be applied. Where ranks may
-        continue without it, the host waits for the GPU here (`settles_steps`), because an optimizer step that is
-        already queued behind an aborted message would run."""
-        if self.settles_steps:
+        """Raise if a rank was lost and messages were aborted: their results must not be applied. If ranks may continue
+        without it, the host waits for the GPU here (`waits_for_gpu`). Otherwise an optimizer step that is already
+        queued behind an aborted message would run."""
+        if self.waits_for_gpu:
             torch.cuda.current_stream(self.device).synchronize()
         if has_lost_rank():
             raise _build_lost("this step cannot be completed")
@@ -196,21 +195,21 @@ class Channel:
 
     @pulse.waits
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
-        """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
+        """Give every rank the values of rank `source` of this group. Collective: every rank must call this."""
         if self.world_size == 1:
             return
-        # Complex numbers as two tensors, which may be conjugated. gloo does not support bool.
+        # A complex tensor is sent as two real ones, because it may be conjugated. gloo does not support bool.
         real = [part for t in tensors if t.numel() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
         known = [part.detach().view(torch.uint8) if part.dtype == torch.bool else part.detach() for part in real]
-        if self.rank == source:  # torch writes there, too, and that must not count as a change of the tensor
+        if self.rank == source:  # torch writes to the source too, which must not count as a change of the tensor
             known = [alias(part.resolve_neg()) for part in known]
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
             if known:
                 broadcast_coalesced(self.group, known, _BROADCAST_BYTES, source)
 
 
-class Crossing:
-    """Messages of two ranks to each other, under way at once. Works like those of torch."""
+class PairExchange:
+    """Messages that two ranks send to each other at the same time. Has the interface of torch's works."""
 
     def __init__(self, parts: Sequence[dist.Work], end: dist.Work) -> None:
         self._parts, self._end = parts, end
@@ -222,25 +221,25 @@ class Crossing:
     def get_future(self) -> torch.futures.Future[None]:
         def finish(done: torch.futures.Future[Any]) -> None:
             done.value()
-            for work in self._parts:  # they are over: the end came behind them
+            for work in self._parts:  # already finished, because `end` was sent after them
                 work.wait()
 
         return self._end.get_future().then(finish)
 
 
 def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
-    """Start to gather a vector of every rank in the rows, or, of a matrix, the row that is for this rank. Returns the
-    work."""
+    """Start to gather a vector of every rank into `rows`; or, given a matrix, each rank's row for this rank. Returns
+    the work."""
     one, is_gather = rows[0], given.dim() == 1
     if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
-        # gloo sends before it tells the other rank that it can receive, and that word waits behind what it sends: the
-        # rank that is late sends first, and the other one only then. Here ranks tell it first. What follows the
-        # messages on the same connection arrives behind them, and has a Future, which they have not.
+        # gloo sends its data before it tells the peer that it is ready to receive, and that notice queues behind the
+        # data. So the later rank sends first, and the other one only afterwards. Posting the receive first avoids this.
+        # The all-to-all follows on the same connection, so it ends after the messages; unlike them it has a Future.
         rank, peer = group.rank(), 1 - group.rank()
         parts = [group.recv([rows[peer]], peer, _TAG), group.send([given if is_gather else given[peer]], peer, _TAG)]
         end = group.alltoall_base(*torch.zeros(2, 2, dtype=torch.uint8), [], [])
         rows[rank] = given if is_gather else given[rank]
-        return Crossing(parts, end)
+        return PairExchange(parts, end)
     into, flat = rows.view(-1), given.view(-1)
     return group._allgather_base(into, flat) if is_gather else group.alltoall_base(into, flat, [], [])
 
@@ -252,13 +251,13 @@ def _is_gloo_on_cpu(rows: torch.Tensor, group: Any) -> bool:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory with its own version counter, so that writes through it can be counted, or do not count."""
+    """The same memory with its own version counter, to count writes through it, or to hide them."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
-    """Another group of the same ranks, until `owner` goes; None where torch cannot make one. Collective."""
+    """Another group of the same ranks that lives as long as `owner`; None if torch cannot make one. Collective."""
     try:
         if like.world_size < dist.get_world_size():
             group = new_local_group(dist.get_process_group_ranks(like.group), like.backend)
@@ -272,8 +271,8 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
 
 
 def open_part(ranks: Sequence[Sequence[int]], backend: str, owner: object) -> dist.ProcessGroup:
-    """That of these groups that this rank is in, until `owner` goes. Collective: every rank of the world must call
-    this, with the same groups."""
+    """This rank's group among `ranks`, which lives as long as `owner`. Collective: every rank of the world must call
+    this with the same groups."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
     proof.check_group(group)
     weakref.finalize(owner, _destroy_group, group).atexit = False
@@ -281,16 +280,16 @@ def open_part(ranks: Sequence[Sequence[int]], backend: str, owner: object) -> di
 
 
 def _destroy_group(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it was destroyed with its world
+    with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # destroyed along with its world
         if not isinstance(group, PacelineGroup):
-            keep_groups([group])  # the owner may have gone on a thread of the group itself
+            keep_groups([group])  # `owner` may have been freed on a thread of the group itself
         dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
 def naming_lost_peers(what: str) -> Iterator[None]:
-    """Turn an error of the backend into one with the code `peer-lost` that begins with `what`. An aborted message
-    raises nothing itself and leaves arbitrary values, so it becomes such an error, too."""
+    """Turn a backend error into a `peer-lost` error that begins with `what`. An aborted message does not raise, and
+    leaves arbitrary values, so it becomes such an error too."""
     try:
         yield
     except Exception as error:
@@ -304,7 +303,7 @@ def naming_lost_peers(what: str) -> Iterator[None]:
 
 
 def _build_lost(what: str) -> CollectiveError:
-    return CollectiveError(f"{what}: another rank is lost", code="peer-lost")
+    return CollectiveError(f"{what}: another rank was lost", code="peer-lost")
 
 
 def _explain(error: RuntimeError, what: str) -> CollectiveError:
@@ -314,10 +313,11 @@ def _explain(error: RuntimeError, what: str) -> CollectiveError:
         return CollectiveError(f"{what}, another rank has left or is stuck: {first_line}", code="peer-lost")
     who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
     if any("closed" in how for how in departed.values()):
-        who += ": where ranks have different numbers of batches, train inside `with model.join():`"
+        who += ": if ranks have different numbers of batches, train inside `with model.join():`"
     return CollectiveError(f"{what}: {who}", code="peer-lost")
 
 
 def _build_options(options: Any, average: bool) -> Any:
-    options.asyncOp, options.reduceOp = True, dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+    options.asyncOp = True
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     return options

@@ -1,9 +1,9 @@
-"""What ranks send instead of their gradients: bfloat16, int8 and int4 blocks, top-k, PowerSGD; and what is left over.
+"""Gradient compression with error feedback: bfloat16, int8 and int4 blocks, top-k, and PowerSGD.
 
-A codec averages one bucket in a generator. It yields a message, a pair of the kind of a collective and a tensor, and
-gets the result of that collective back. So the same code runs between ranks, with futures (`Exchanges`), and for
-replicas in one process (`run_together`). On a GPU nothing here makes the host wait, and a bucket is handled as one
-vector: there each call is a launch, which takes longer than most gradients do.
+A codec averages one bucket in a generator. It yields messages, each a collective's name and a tensor, and receives the
+collective's result. So the same code runs between ranks, with futures (`Exchanges`), and for replicas in one process
+(`run_together`). On a GPU nothing here makes the host wait, and a bucket is handled as one vector: each call launches a
+kernel, which takes longer than processing most gradients.
 """
 
 from __future__ import annotations
@@ -23,76 +23,76 @@ from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_
 from paceline.transport import native
 
 SUM, GATHER, SWAP = "all-reduce", "all-gather", "all-to-all"
-MOMENTUM = "momentum "  # of DGC, before the name of a parameter among the errors
+MOMENTUM = "momentum "  # prefix of a parameter's name in `errors`: DGC's momentum
 Exchange = Generator[tuple[str, torch.Tensor], torch.Tensor, None]
 Vectors = Sequence[torch.Tensor]
 Sizes = Sequence[int]
-# Below this many elements, top-k looks at all of them; above, at those beyond a threshold that a sample gives.
+# Up to this many elements, top-k examines all of them; above, only those beyond a threshold estimated from a sample.
 _SAMPLED = 1 << 16
 _SAMPLES = 1 << 14
-# Below it a scale has no finite inverse: such numbers are sent as zeros.
+# A smaller scale has no finite inverse: such blocks are sent as zeros.
 _LEAST_SCALE = 1e-37
 
 
 class Codec:
-    """Averages gradients over the ranks, in place. `errors` is what each parameter has not sent yet, by its name, in
-    units of gradients; `common` is what all ranks hold alike. Both are kept only if all averages of a step are finite:
-    else no rank applies them. Read and set them between steps."""
+    """Averages gradients over the ranks, in place. `errors` holds residuals, by parameter name and in units of
+    gradients: what has not been sent yet. `common` holds state that is equal on all ranks. A step updates both only if
+    all its averages are finite: otherwise no rank applies them. Read and set them between steps."""
 
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # of vectors; gradients of others are converted to the first
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
 
     def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
         self.strategy, self.rank, self.world_size = strategy, rank, world_size
         self._errors: dict[str, torch.Tensor] = {}
         self._common: dict[str, torch.Tensor] = {}
-        # Of the step under way, by name; which of its averages are finite; and memory for the next step.
+        # For the step in flight: new state by name, and which averages are finite. Then memory for the next step.
         self._new_errors: dict[str, torch.Tensor] = {}
         self._new_common: dict[str, torch.Tensor] = {}
         self._finite: list[Any] = []
         self._spare: dict[str, torch.Tensor] = {}
         self._payloads: dict[str, torch.Tensor] = {}
-        self._used: set[str] = set()  # of them, in this step
+        self._used: set[str] = set()  # payloads in use in this step
         self._step = -1
 
     @property
     def errors(self) -> dict[str, torch.Tensor]:
-        self._settle()
+        self._commit()
         return self._errors
 
     @errors.setter
     def errors(self, errors: dict[str, torch.Tensor]) -> None:
-        self._settle()
+        self._commit()
         self._errors = errors
 
     @property
     def common(self) -> dict[str, torch.Tensor]:
-        self._settle()
+        self._commit()
         return self._common
 
     @common.setter
     def common(self, common: dict[str, torch.Tensor]) -> None:
-        self._settle()
+        self._commit()
         self._common = common
 
     @property
     def memory_bytes(self) -> int:
-        """What is kept between steps, and the memory for what the next one leaves over."""
+        """Bytes kept between steps, including memory for the next residuals."""
         kept = (self._errors, self._common, self._new_errors, self._new_common, self._spare, self._payloads)
         return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
     def rescale(self, names: Sequence[str], factor: Any) -> None:
-        """Multiply the errors of these parameters: the learning rate of the step before is `factor` times the next."""
+        """Scale the residuals of these parameters: the last learning rate is `factor` times the next one."""
         errors = self.errors
         found = [errors[name] for name in names if name in errors]
-        if isinstance(factor, torch.Tensor):  # on a GPU, where `_foreach_mul_` refuses it
+        if isinstance(factor, torch.Tensor):  # a tensor on a GPU, which `_foreach_mul_` rejects
             for error in found:
                 error.mul_(factor)
         elif found:
             torch._foreach_mul_(found, factor)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
-        """The averages of the last step are not applied, or not those of these parameters: what they had not sent
-        before, they still have not."""
+        """Undo the last step for all parameters, or for these, because its averages are not applied: residuals and
+        common state stay as they were before."""
         if names is None:
             names, self._finite = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)], []
         for kind in ("", MOMENTUM):
@@ -102,9 +102,9 @@ class Codec:
             self._new_common.pop(name, None)
 
     def average(self, names: Sequence[str], grads: Vectors, step: int) -> Exchange:
-        """Leave the average over the ranks in `grads`, the gradients of one bucket. `step` counts from 0."""
+        """Average `grads`, the gradients of one bucket, over the ranks, in place. `step` counts from 0."""
         if self.strategy.codec == "dense":
-            for dtype in dict.fromkeys(grad.dtype for grad in grads if grad.numel()):  # as precise as they are
+            for dtype in dict.fromkeys(grad.dtype for grad in grads if grad.numel()):  # in their own precision
                 same = [grad for grad in grads if grad.dtype == dtype]
                 total = yield SUM, torch.cat([grad.reshape(-1) for grad in same]).mul_(1 / self.world_size)
                 _spread(total, same)
@@ -113,9 +113,9 @@ class Codec:
             self._payloads = {name: self._payloads[name] for name in self._used}
             self._used.clear()
         if step != self._step or not self._new_errors.keys().isdisjoint(names):
-            self._settle()
+            self._commit()
             self._step = step
-        # Views where they can be: then the gradients themselves are the memory to compute in.
+        # Views where possible, so that computations run in the gradients' own memory.
         known = self.dtypes if len({grad.dtype for grad in grads}) == 1 else self.dtypes[:1]
         flat = (grad.detach().reshape(-1) for grad in grads)
         vectors = [vector if vector.dtype in known else vector.to(known[0]) for vector in flat]
@@ -125,16 +125,16 @@ class Codec:
         _copy_all(moved)
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        """Leave the averages in the vectors, or put others into the list that have them."""
+        """Compute the averages in the vectors, or replace vectors in the list by averages."""
         raise NotImplementedError
 
     def check(self, averages: torch.Tensor) -> None:
-        """These belong to the averages of the step, too."""
-        if self.strategy.codec not in ("dense", "bf16"):  # they keep nothing
+        """Include `averages` in the check whether this step is finite."""
+        if self.strategy.codec not in ("dense", "bf16"):  # these keep no state
             self._finite.append(_are_finite(averages))
 
     def _load(self, names: Sequence[str], vectors: Vectors, kind: str = "") -> list[torch.Tensor]:
-        """The errors of these parameters."""
+        """The residuals of these parameters."""
         for name, vector in zip(names, vectors, strict=True):
             known = self._errors.get(kind + name)
             if known is None:
@@ -144,7 +144,7 @@ class Codec:
         return [self._errors[kind + name] for name in names]
 
     def _renew(self, names: Sequence[str], vectors: Vectors, kind: str = "") -> list[torch.Tensor]:
-        """Memory for the errors that this step leaves, to be filled before the exchange is over."""
+        """Memory for the step's new residuals, to be filled before the exchange ends."""
         for name, vector in zip(names, vectors, strict=True):
             spare = self._spare.pop(kind + name, None)
             fits = spare is not None and spare.device == vector.device and spare.numel() == vector.numel()
@@ -152,25 +152,25 @@ class Codec:
         return [self._new_errors[kind + name] for name in names]
 
     def _keep(self, names: Sequence[str], flat: torch.Tensor, sizes: Sizes, kind: str = "") -> None:
-        """The errors that this step leaves, one after another in a vector."""
+        """Store the step's new residuals, concatenated in one vector."""
         for name, part in zip(names, flat.split(list(sizes)), strict=True):
             self._spare.pop(kind + name, None)
             self._new_errors[kind + name] = part
 
     def _payload(self, name: str, size: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the message of a bucket, by its first parameter: new memory would cost as much as a copy."""
+        """Memory for a bucket's message, keyed by its first parameter. Allocating it would cost as much as a copy."""
         known = self._payloads.get(name)
         self._used.add(name)
         if known is None or known.numel() != size or known.device != like.device:
             known = self._payloads[name] = torch.zeros(size, dtype=dtype, device=like.device)
         return known
 
-    def _settle(self) -> None:
-        """Keep what the step left over if all its averages are finite. Else what was not sent before still is not."""
+    def _commit(self) -> None:
+        """Keep the step's new state if all its averages are finite. Otherwise keep the state before the step."""
         errors, common, finite = self._new_errors, self._new_common, self._finite
         self._new_errors, self._new_common, self._finite = {}, {}, []
         on_gpu = [mark for mark in finite if isinstance(mark, torch.Tensor)]
-        if on_gpu:  # chosen there, without waiting for it
+        if on_gpu:  # select on the GPU, without waiting for it
             is_finite = torch.stack([mark.view(()) for mark in on_gpu]).all()
             self._errors |= _choose(is_finite, errors, self._errors)
             self._common |= _choose(is_finite, common, self._common)
@@ -184,8 +184,8 @@ class Codec:
 
 
 class BFloat16(Codec):
-    """Halves the bytes. Divided before it is rounded, summed in float32 and rounded once more. The message is the only
-    memory besides the gradients; those that are bfloat16 themselves are the message, where they lie together."""
+    """Halves the bytes. Divides before rounding, sums in float32, and rounds once more. The message is the only extra
+    memory; contiguous bfloat16 gradients are the message themselves."""
 
     sums_precisely = False  # whether the all-reduce itself adds in float32 and rounds once
     dtypes = (torch.float32, torch.bfloat16)
@@ -225,8 +225,8 @@ class BFloat16(Codec):
 
 
 class Quantized(Codec):
-    """int8 or int4 with one scale for a block. Each rank sums one part of the vector in float32, and sends the result
-    quantised, too. The owner of a part adds the error of the result to its own, once for each rank."""
+    """int8 or int4 with one scale per block. Each rank sums its shard of the vector in float32, and sends the result
+    quantised as well. The owner of a shard adds the error of the result, times the number of ranks, to its residual."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, bits, core = self.world_size, QUANTIZED_BITS[self.strategy.codec], _core(vectors)
@@ -270,9 +270,9 @@ class Quantized(Codec):
 
 
 class TopK(Codec):
-    """The largest elements of each gradient, with their places. The rest waits in the error. Biases and norms are sent
-    whole. With `dgc`, Nesterov's momentum is applied before (Deep Gradient Compression): then the optimizer must have
-    none."""
+    """Sends the largest elements of each gradient with their indices, and keeps the rest as residual. Biases and norms
+    are sent whole. `dgc` applies Nesterov momentum first (Deep Gradient Compression): the optimizer must then use no
+    momentum."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         on_cpu, density = _is_on_cpu(vectors), self.strategy.find_density(self._step)
@@ -282,7 +282,7 @@ class TopK(Codec):
         counts = [count_kept(size, density) for size in sizes]
         choose = self._choose_each if on_cpu else self._choose_together
         places, values = choose([names[k] for k in chosen], large, counts) if large else (vectors[0][:0],) * 2
-        whole = self._gain_speed([names[k] for k in others], small) if small else vectors[0][:0]
+        whole = self._join_whole([names[k] for k in others], small) if small else vectors[0][:0]
         sent = torch.cat([values, whole]).mul_(1 / self.world_size)
         gathered = yield GATHER, torch.cat([sent.view(torch.int32), places.int()])
         rows, where = gathered[:, : sent.numel()].view(torch.float32), gathered[:, sent.numel() :]
@@ -304,20 +304,20 @@ class TopK(Codec):
                 vectors[number] = mean
         self._finite.append(_are_finite(rows))
 
-    def _gain_speed(self, names: Sequence[str], vectors: Vectors) -> torch.Tensor:
-        """What is sent whole, one after another: with `dgc` its momentum, which nothing delays."""
+    def _join_whole(self, names: Sequence[str], vectors: Vectors) -> torch.Tensor:
+        """Concatenate gradients that are sent whole. With `dgc`, momentum is applied, and nothing is held back."""
         flat, sizes = _join(vectors), [vector.numel() for vector in vectors]
         if self.strategy.dgc:
             speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
             self._keep(names, speed, sizes, MOMENTUM)
             flat = flat + speed * self.strategy.dgc
-        if any(name in self._errors for name in names):  # of a checkpoint from before they were sent whole
+        if any(name in self._errors for name in names):  # from a checkpoint that did not send them whole
             flat = flat + _join(self._load(names, vectors))
             self._keep(names, torch.zeros_like(flat), sizes)
         return flat
 
     def _choose_each(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which elements of each gradient are sent, and their values. The rest is kept."""
+        """The elements of each gradient to send: indices and values. Keeps the rest."""
         dgc, speeds = self.strategy.dgc, list[torch.Tensor]()
         if dgc:
             speeds = self._renew(names, vectors, MOMENTUM)
@@ -337,7 +337,7 @@ class TopK(Codec):
     def _choose_together(
         self, names: Sequence[str], vectors: Vectors, counts: Sizes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same in few calls."""
+        """`_choose_each` in few kernel launches."""
         flat, sizes, speed = _join(vectors), [vector.numel() for vector in vectors], None
         if self.strategy.dgc:
             speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
@@ -356,8 +356,8 @@ class TopK(Codec):
 
 
 class PowerSGD(Codec):
-    """Matrices as a product of two thin ones, by one step of power iteration from the factor of the step before. All
-    else is sent as it is."""
+    """Sends each matrix as a product of two thin factors, from one power iteration that starts at the last step's
+    factor. Everything else is sent as it is."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, rank, has_errors = self.world_size, int(self.strategy.amount), self.strategy.feedback
@@ -380,7 +380,7 @@ class PowerSGD(Codec):
         checked = [total]
         if thin:
             bases = [orthonormalize(piece.view_as(left)) for piece, left in zip(pieces, lefts, strict=False)]
-            rights = [base.t() @ matrix for matrix, base in zip(matrices, bases, strict=True)]
+            rights = [basis.t() @ matrix for matrix, basis in zip(matrices, bases, strict=True)]
             total = yield SUM, torch.cat([right.view(-1) for right in rights]).mul_(1 / n)
             checked.append(total)
             parts = total.split([right.numel() for right in rights])
@@ -394,16 +394,16 @@ class PowerSGD(Codec):
     def _average_together(
         self, names: Sequence[str], vectors: list[torch.Tensor], found: Sequence[tuple[int, int, int] | None]
     ) -> Exchange:
-        """The same in few calls: matrices of one shape are one tensor, in the order of `turn`."""
+        """`_average` in few kernel launches: matrices of one shape form one tensor, in the order of `by_shape`."""
         n = self.world_size
-        turn = sorted((shape[0], shape[2], shape[1], index) for index, shape in enumerate(found) if shape)
-        order, rest = [item[-1] for item in turn], [index for index, shape in enumerate(found) if not shape]
+        by_shape = sorted((shape[0], shape[2], shape[1], index) for index, shape in enumerate(found) if shape)
+        order, rest = [item[-1] for item in by_shape], [index for index, shape in enumerate(found) if not shape]
         sent_names, sizes = [names[index] for index in order], [vectors[index].numel() for index in order]
         flat, groups, at = vectors[0].new_zeros(0), list[tuple[torch.Tensor, torch.Tensor]](), 0
         if order:
             flat = _join([vectors[index] for index in order])
             flat = flat + _join(self._load(sent_names, flat.split(sizes))) if self.strategy.feedback else flat
-        for (rows, rank, columns), members in itertools.groupby(turn, key=lambda item: item[:3]):
+        for (rows, rank, columns), members in itertools.groupby(by_shape, key=lambda item: item[:3]):
             alike = list(members)
             end = at + len(alike) * rows * columns
             matrices = flat[at:end].view(-1, rows, columns)
@@ -422,7 +422,7 @@ class PowerSGD(Codec):
                 total,
                 lambda: orthonormalize_all([p.view_as(left) for p, left in zip(pieces, lefts, strict=False)]),
             )
-            rights_now = [torch.bmm(base.mT, matrices) for base, (matrices, _) in zip(bases, groups, strict=True)]
+            rights_now = [torch.bmm(basis.mT, matrices) for basis, (matrices, _) in zip(bases, groups, strict=True)]
             total = yield SUM, torch.cat([right.view(-1) for right in rights_now]).mul_(1 / n)
             checked.append(total)
             parts = total.split([right.numel() for right in rights_now])
@@ -440,10 +440,10 @@ class PowerSGD(Codec):
         self._finite.append(_are_finite(*checked))
 
     def _first(self, name: str, matrix: torch.Tensor, rank: int) -> torch.Tensor:
-        """The factor of the step before, or a random one that is the same on all ranks, from a generator of its own."""
+        """The last step's factor; at first a random one, equal on all ranks, from a generator of its own."""
         known = self._common.get(name)
         if known is not None and known.shape == (rank, matrix.size(1)):
-            if known.device != matrix.device:  # loaded from a file
+            if known.device != matrix.device:  # loaded from a checkpoint
                 known = self._common[name] = known.to(matrix.device)
             return known.to(matrix)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
@@ -460,7 +460,7 @@ def build_codec(strategy: Strategy, rank: int, world_size: int) -> Codec:
 
 
 def run_together(exchanges: Sequence[Exchange]) -> None:
-    """Run the exchanges of replicas that are all in this process, as ranks would."""
+    """Run the exchanges of replicas in one process, as ranks would."""
     values: list[Any] = [None] * len(exchanges)
     while True:
         messages = []
@@ -476,7 +476,7 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
             total = tensors[0].clone()
             for tensor in tensors[1:]:
                 total += tensor
-            values = [total] * len(tensors)  # which no codec changes
+            values = [total] * len(tensors)  # codecs do not modify it
         elif kind == GATHER:
             values = [torch.stack(tensors)] * len(tensors)
         else:
@@ -484,8 +484,9 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
 
 
 def quantize(parts: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows of bytes: for each block its scale in float32, and its numbers; of 4 bits, the first half of the block in
-    the lower ones. What `pln_quantize` does in one pass. A block that is not finite is NaN for the receiver."""
+    """Rows of bytes: each block has its scale in float32, then its numbers. With 4 bits, the lower halves of the bytes
+    hold the first half of the block. `pln_quantize` does the same in one pass. A block that is not finite decodes to
+    NaN."""
     blocks = parts.reshape(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     is_usable = torch.isfinite(scale) & (scale > _LEAST_SCALE)
@@ -497,7 +498,7 @@ def quantize(parts: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantize(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """The rows that `quantize` was given, rounded."""
+    """Invert `quantize`, up to rounding."""
     numbers = rows.reshape(-1, 4 + BLOCK * bits // 8)[:, 4:].view(torch.int8)
     if bits == 4:
         numbers = torch.cat([(numbers << 4) >> 4, numbers >> 4], 1)
@@ -509,14 +510,14 @@ def _scales(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def add_and_find(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor, count: int) -> torch.Tensor:
-    """Write the sum of both (without errors, the values) to `into`, which may be the values, and return the places of
-    the `count` elements that are largest in magnitude."""
+    """Write the sum of values and errors (or the values, without errors) to `into`, which may be `values`. Returns the
+    indices of the `count` elements with the largest magnitude."""
     size = values.numel()
     if values.device.type != "cpu" or size <= _SAMPLED or count >= size // 8:
         _add(values, errors, into)
         whole = torch.arange(size, device=values.device)
         return whole if count >= size else into.abs().topk(count, sorted=False).indices
-    every = size // _SAMPLES | 1  # odd: not in step with the rows of a matrix
+    every = size // _SAMPLES | 1  # odd, to avoid aligning with the rows of a matrix
     sample = values[::every].abs() if not errors.numel() else (values[::every] + errors[::every]).abs()
     expected = count / size * sample.numel()
     threshold = sample.topk(math.ceil(1.3 * expected + 3 * math.sqrt(expected)) + 4).values[-1]
@@ -528,7 +529,7 @@ def add_and_find(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor,
         candidates = places[: min(found, room)].long()
     else:
         _add(values, errors, into)
-        candidates = (~(into.abs() < threshold)).nonzero().view(-1)  # with NaN, which must be seen by all ranks
+        candidates = (~(into.abs() < threshold)).nonzero().view(-1)  # includes NaN, which all ranks must see
         found = candidates.numel()
     if count <= found <= room:
         return candidates[into[candidates].abs().topk(count, sorted=False).indices]
@@ -543,7 +544,7 @@ def _add(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor) -> None
 
 
 def find_largest(flat: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
-    """Of each part of the vector as many elements as counted that are largest in magnitude, as places in it. Parts of
+    """For each part of the vector, the indices within it of its `counts` elements with the largest magnitude. Parts of
     one size are searched together."""
     parts, alike = flat.abs().split(list(sizes)), dict[tuple[int, int], list[int]]()
     for index, key in enumerate(zip(sizes, counts, strict=True)):
@@ -559,42 +560,41 @@ def find_largest(flat: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tenso
 
 
 def _list_starts(sizes: Sizes, counts: Sizes, device: torch.device) -> torch.Tensor:
-    """Of each entry that is sent: where its gradient begins in the vector of all."""
+    """For each element that is sent, the offset of its gradient in the joint vector."""
     starts = torch.tensor([0, *itertools.accumulate(sizes)][:-1])
     return starts.repeat_interleave(torch.tensor(counts), output_size=sum(counts)).to(device, non_blocking=True)
 
 
 def _add_up(into: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Add the values of each rank at their places to a vector of zeros."""
-    into.index_copy_(0, places[0].long(), values[0])  # not added to zeros: that would change the sign of a zero
+    """Scatter-add each rank's values into a vector of zeros."""
+    into.index_copy_(0, places[0].long(), values[0])  # not added, which would lose the sign of negative zeros
     for value, place in zip(values[1:], places[1:], strict=True):
         into.index_add_(0, place, value)
     return into
 
 
 def _place(values: torch.Tensor, places: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
-    """The sum over ranks, of gradients one after another. Each place is one in its gradient."""
+    """The sum over ranks of the concatenated gradients. Indices are relative to each gradient."""
     if not sizes:
         return values.new_zeros(0)
     return _add_up(values.new_zeros(sum(sizes)), values, places + _list_starts(sizes, counts, values.device))
 
 
 def orthonormalize_all(matrices: Vectors) -> list[torch.Tensor]:
-    """Orthonormal bases of the columns, for each of several batches of matrices. By Cholesky's factors of the products
-    of columns, in float64 and twice, so that nearly dependent columns are apart, too. What depends on others exactly
-    gets a column near zero."""
+    """Orthonormal bases of the column spaces, for several batches of matrices. Uses Cholesky QR in float64, twice, so
+    that nearly dependent columns become orthogonal, too. Exactly dependent columns end up near zero."""
     bases = [matrix.double() for matrix in matrices]
     for _ in range(2):
         inverses: dict[int, torch.Tensor] = {}
-        for index, products in _group_by_rank([base.mT @ base for base in bases]):
+        for index, products in _group_by_rank([basis.mT @ basis for basis in bases]):
             diagonal = products.diagonal(dim1=-2, dim2=-1)
             diagonal += diagonal.sum(-1, keepdim=True) * 1e-14 + 1e-300
             factor = torch.linalg.cholesky_ex(products).L
             one = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
             inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
             inverses |= zip(index, inverse.split([len(bases[i]) for i in index]), strict=True)
-        bases = [base @ inverses[index].mT for index, base in enumerate(bases)]
-    return [base.float() for base in bases]
+        bases = [basis @ inverses[index].mT for index, basis in enumerate(bases)]
+    return [basis.float() for basis in bases]
 
 
 def _group_by_rank(products: Vectors) -> list[tuple[list[int], torch.Tensor]]:
@@ -604,39 +604,41 @@ def _group_by_rank(products: Vectors) -> list[tuple[list[int], torch.Tensor]]:
 
 
 def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal base of the columns; NaN where the matrix is not finite, which the factorisation refuses."""
+    """An orthonormal basis of the column space; NaN if the matrix is not finite, which the QR function rejects."""
     if matrix.device.type == "cpu" and not _are_finite(matrix):
         return torch.full_like(matrix, torch.nan)
-    base: torch.Tensor = torch.linalg.qr(matrix).Q
-    return base
+    basis: torch.Tensor = torch.linalg.qr(matrix).Q
+    return basis
 
 
-def _subtract_product(matrix: torch.Tensor, lost: torch.Tensor | None, base: torch.Tensor, right: torch.Tensor) -> None:
-    """The matrix becomes the product, and what it had more goes to `lost`."""
+def _subtract_product(
+    matrix: torch.Tensor, lost: torch.Tensor | None, basis: torch.Tensor, right: torch.Tensor
+) -> None:
+    """Replace the matrix by the product, and write the difference to `lost`."""
     if (core := _core([matrix])) is not None:
-        base, right, into = base.contiguous(), right.contiguous(), 0 if lost is None else lost.data_ptr()
+        basis, right, into = basis.contiguous(), right.contiguous(), 0 if lost is None else lost.data_ptr()
         sizes = *matrix.shape, right.size(0)
-        core.pln_subtract_product(matrix.data_ptr(), base.data_ptr(), right.data_ptr(), *sizes, into)
+        core.pln_subtract_product(matrix.data_ptr(), basis.data_ptr(), right.data_ptr(), *sizes, into)
         return
-    product = base @ right
+    product = basis @ right
     if lost is not None:
         torch.sub(matrix, product, out=lost.view_as(matrix))
     matrix.copy_(product)
 
 
 def _are_finite(*tensors: torch.Tensor) -> Any:
-    """Whether all numbers are; on a GPU as a tensor there."""
+    """Whether all numbers are finite; on a GPU, as a tensor there."""
     marks = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
     return bool(marks) if marks.device.type == "cpu" else marks
 
 
 def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The sum in float32 of the rows of a matrix, in their order, without a copy of the matrix."""
+    """The sum of a matrix's rows in float32, in order, without copying the matrix."""
     return rows.sum(0, dtype=torch.float32) if rows.device.type != "cpu" else _add_rows(rows)
 
 
 def _add_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Where each rank adds for itself: then the order must be the same on all devices."""
+    """Sum in a fixed order, because each rank computes the sum itself and devices may differ."""
     total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:
         total += row
@@ -649,7 +651,7 @@ def _spread(flat: torch.Tensor, vectors: Vectors) -> None:
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy to the first of each pair, those that lie alike in memory together."""
+    """Copy the second of each pair to the first, with one fused call for pairs of equal dtype and strides."""
     alike = [(to, given) for to, given in pairs if to.dtype == given.dtype and to.stride() == given.stride()]
     if alike:
         torch._foreach_copy_([to for to, _ in alike], [given for _, given in alike])
@@ -659,7 +661,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _list_runs(vectors: Vectors) -> list[list[torch.Tensor]]:
-    """The vectors, together where one begins in memory where the one before ends."""
+    """Group vectors that follow each other in memory."""
     runs: list[list[torch.Tensor]] = []
     for vector in vectors:
         if runs and _follows(vector, runs[-1][-1]):
@@ -675,7 +677,7 @@ def _follows(vector: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 def _join(vectors: Vectors) -> torch.Tensor:
-    """All of them as one vector: their own memory where it is one, else a copy."""
+    """The vectors as one: a view if they are contiguous in memory, otherwise a copy."""
     parts = [vector.view(-1) for vector in vectors]
     if len(_list_runs(parts)) == 1:
         return parts[0].as_strided((sum(part.numel() for part in parts),), (1,), parts[0].storage_offset())
@@ -685,7 +687,7 @@ def _join(vectors: Vectors) -> torch.Tensor:
 def _choose(
     is_new: torch.Tensor, new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """All of the new values or all of the old ones, as a number on the GPU says; in few calls."""
+    """All new values or all old ones, selected by a flag on the GPU, in few launches."""
     chosen, together = dict(new), dict[int, list[str]]()
     for name, value in new.items():
         if name in old:
@@ -698,12 +700,12 @@ def _choose(
 
 
 def _once(message: torch.Tensor, compute: Callable[[], Any]) -> Any:
-    """What follows from a message that all ranks have got alike, and is not changed. Replicas in one process get the
-    same one, and the first computes for all."""
+    """Cache what is computed from a message, which is equal on all ranks and never modified. Replicas in one process
+    receive the same tensor, so the first one computes it for all."""
     found = vars(message)
-    if "followed" not in found:
-        found["followed"] = compute()
-    return found["followed"]
+    if "computed" not in found:
+        found["computed"] = compute()
+    return found["computed"]
 
 
 def _is_on_cpu(vectors: Vectors) -> bool:
@@ -716,7 +718,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _core(vectors: Vectors) -> ctypes.CDLL | None:
-    """The compiled core, for vectors on the CPU and where there is one."""
+    """The compiled core, if it is available and the vectors are on the CPU."""
     return _library() if all(vector.device.type == "cpu" for vector in vectors) else None
 
 

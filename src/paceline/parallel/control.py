@@ -1,7 +1,7 @@
-"""The control words that travel with the last gradients of a step, and the error that follows from them.
+"""The control words that travel with the last gradients of a step, and the errors that result from them.
 
-Each rank writes only its own slot, so that the sum is a gather. All words are whole numbers below 256, which every
-dtype down to bfloat16 represents exactly. What is wrong, the ranks share as a `Finding` in a message of such a step.
+Each rank writes only its own slot, so that the sum is a gather. All words are integers below 256, which every dtype
+down to bfloat16 represents exactly. After an error, the ranks share the details as `Finding` objects.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _COUNT_WORDS = 4
 
 
 class Status(IntFlag):
-    """The state of a rank in this step. `MISSING`, `FAILED` and `CHANGED` are errors."""
+    """The status of a rank in this step. `MISSING`, `FAILED` and `CHANGED` are errors."""
 
     OK = 0
-    MISSING = 1  # a parameter has no gradient here, and unused parameters were not allowed
-    FAILED = 2  # this rank raised an error and takes part only so that nobody waits for it
-    CHANGED = 4  # parameters were added, or set to be trained, after wrapping
-    FINISHED = 8  # this rank has no more data and waits in `join`
+    MISSING = 1  # a parameter has no gradient, and unused parameters are not allowed
+    FAILED = 2  # this rank raised an error, and takes part only so that nobody waits for it
+    CHANGED = 4  # parameters were added or unfrozen after wrapping
+    FINISHED = 8  # this rank has run out of data and waits in `join`
     STATISTICS = 16  # running statistics have changed and travel in this message
     BUFFERS = 32  # other buffers have changed
-    HOLD = 64  # another backward still needs the buffers as they are: do not change them in this step
-    SKIPS = 128  # gradients that no other rank has are not finite here: the optimizer may skip this step
-    PARTS = 256  # parts of gradients arrived here after their bucket was sent: they follow in messages of their own
+    HOLD = 64  # a pending backward needs the buffers as they are: do not change them in this step
+    SKIPS = 128  # local gradients are not finite: the optimizer may skip this step
+    PARTS = 256  # parts of gradients arrived after their bucket was sent: extra messages follow
 
 
 ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED
 
 
 class RankReport(NamedTuple):
-    """One rank's slot: its status, the samples behind its gradients, and a digest of its parameters (0: not taken)."""
+    """One rank's slot: its status, its number of samples, and a digest of its parameters (0: not computed)."""
 
     status: Status = Status.OK
     samples: int = 1
@@ -49,7 +49,7 @@ class RankReport(NamedTuple):
 
     def encode(self) -> list[float]:
         if not 0 <= self.samples < 256**_SAMPLE_WORDS:
-            raise ConfigError(f"a step has {self.samples} samples: 0 to {256**_SAMPLE_WORDS - 1} are possible")
+            raise ConfigError(f"a step has {self.samples} samples: must be 0 to {256**_SAMPLE_WORDS - 1}")
         fields = (self.status, _STATUS_WORDS), (self.samples, _SAMPLE_WORDS), (self.digest, _DIGEST_WORDS)
         return [float(byte) for value, size in fields for byte in int(value).to_bytes(size, "little")]
 
@@ -61,7 +61,7 @@ class RankReport(NamedTuple):
 
 
 class ControlWords:
-    """The layout: a slot for each rank, its rows of each embedding, use counts where unused parameters are allowed,
+    """The layout: a slot per rank, row counts of each embedding, use counts if unused parameters are allowed, and
     running statistics."""
 
     def __init__(
@@ -69,13 +69,14 @@ class ControlWords:
     ) -> None:
         self.rank, self.num_slot_words, self.num_tables = rank, world_size * SLOT_WORDS, num_tables
         self.num_used, self.num_statistics = num_used, num_statistics
-        self.num_read_words = self.num_slot_words + world_size * num_tables * _COUNT_WORDS  # by the host, in each step
+        # Words that the host reads in each step.
+        self.num_read_words = self.num_slot_words + world_size * num_tables * _COUNT_WORDS
         self.num_words = self.num_read_words + num_used + num_statistics
         self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}
 
     def write_report(self, words: torch.Tensor, report: RankReport) -> None:
-        """Fill the slots of all ranks: this rank's report, and zeros for the others' to be added to."""
-        # Most steps report the same: a kept tensor saves building it, and on a GPU the copy from the host.
+        """Fill the slots of all ranks: this rank's report, and zeros to which the others are added."""
+        # Most steps repeat a report. Caching the tensor avoids building it and, on a GPU, copying it from the host.
         key = (report, words.device, words.dtype)
         if key not in self._encoded:
             slots = [0.0] * self.num_slot_words
@@ -91,20 +92,20 @@ class ControlWords:
         return [RankReport.decode(slots[start : start + SLOT_WORDS]) for start in starts]
 
     def write_counts(self, words: torch.Tensor, counts: Sequence[int]) -> None:
-        """This rank's number of rows of each embedding, below 2 ** 32; zeros for the others' to be added to."""
+        """Write this rank's row count for each embedding, below 2 ** 32, and zeros for the other ranks."""
         mine = [float(byte) for count in counts for byte in count.to_bytes(_COUNT_WORDS, "little")]
         part = words[self.num_slot_words : self.num_read_words].zero_()
         part[self.rank * len(mine) : (self.rank + 1) * len(mine)] = torch.tensor(mine, dtype=words.dtype)
 
     def read_counts(self, words: Sequence[float]) -> list[list[int]]:
-        """Of every rank, for each embedding."""
+        """The row counts by rank and embedding."""
         starts = range(self.num_slot_words, self.num_read_words, _COUNT_WORDS)
         found = [int.from_bytes(bytes(map(int, words[start : start + _COUNT_WORDS])), "little") for start in starts]
         tables = self.num_tables
         return [found[place : place + tables] for place in range(0, len(found), tables)] if tables else []
 
     def write_used(self, words: torch.Tensor, missing: Sequence[int]) -> None:
-        """Count one for every parameter that has a gradient here."""
+        """Write 1 for every parameter with a gradient, and 0 for the others."""
         used = self.used(words).fill_(1.0)
         if missing:
             used[torch.tensor(missing, device=words.device)] = 0.0
@@ -117,7 +118,7 @@ class ControlWords:
 
 
 class Finding(NamedTuple):
-    """What one rank found in a step that failed: an error as text, a change of the model, missing gradients."""
+    """What one rank found in a failed step: an error message, a change of the model, missing gradients."""
 
     error: str
     in_hook: bool
@@ -127,7 +128,7 @@ class Finding(NamedTuple):
 
 
 def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -> PacelineError:
-    """The error for what all ranks found. Equal findings give equal errors, so every rank raises the same one."""
+    """The error for the findings of all ranks. Equal findings give equal errors, so every rank raises the same one."""
     if failed := [f"rank {rank} failed in {finding.error}" for rank, finding in enumerate(findings) if finding.error]:
         code = "hook-failed" if any(finding.in_hook for finding in findings) else "rank-failed"
         return CollectiveError(f"step {step}: {'; '.join(failed)}", code=code)

@@ -1,6 +1,6 @@
-"""`DDP`: a module whose gradients are averaged over all ranks, in place of torch's DistributedDataParallel.
+"""`DDP`: a drop-in for torch's DistributedDataParallel, which averages a module's gradients over all ranks.
 
-This file is the outside: options, forward, saving and copying, torch's names. A backward pass is in `backward`.
+This file is the public side: options, forward, saving, copying, and torch's names. `backward` has the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.parallel.backward import BucketedReducer, GradientSync, Joining
+from paceline.parallel.backward import BucketedReducer, GradientSync, JoinOptions
 from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
@@ -42,8 +42,8 @@ from paceline.parallel.replicas import (
     read_replica,
     verify_values,
 )
-from paceline.parallel.rows import RowParts
-from paceline.parallel.sharding import Placement, ShardedOptimizer, scatter_hook, shard
+from paceline.parallel.rows import EmbeddingRows
+from paceline.parallel.sharding import ShardedOptimizer, Sharding, scatter_hook, shard
 from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
@@ -53,10 +53,10 @@ from paceline.torch_internals import BufferHookLocation, JoinConfig, StopRecompu
 from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
-# All in this process: each but the first uses its own group.
+# All wrappers in this process. Each one except the first uses a process group of its own.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_placement", "_steps")
-# A group, and what may hold one, cannot be copied: a copy uses the same.
+_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding", "_steps")
+# Process groups, and objects that may hold one, cannot be copied: a copy of the wrapper shares them.
 _SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
@@ -65,27 +65,27 @@ _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", 
 class DDP(DistributedDataParallel):
     """Wraps a module. After each backward its gradients are the average over all ranks.
 
-    A subclass of torch's wrapper, because frameworks ask for that class. It has torch's names and none of its
-    machinery: the constructor does not call torch's.
-    Collective: every rank must call this, and every method that says so.
+    This is a subclass of torch's wrapper because frameworks test for that class. It has torch's names but not its
+    machinery, so the constructor does not call torch's.
+    Collective: call it on every rank, and likewise every method whose docstring says so.
 
     Args:
         module: The module whose gradients are averaged.
-        device_ids: This and the arguments up to `lazy_bucket_allocation` are those of torch's DistributedDataParallel,
-            and mean the same unless `docs/ddp.md` says otherwise.
-        reducer: `bucketed`, or a simpler one: `overlap`, `flat`, `per_parameter`.
-        plan: The buckets, instead of a cap.
-        init: `broadcast` rank 0's values, `verify` that all are equal, or `none`.
-        average: `ranks` gives ranks equal weights. `samples` weights them by their samples.
-        samples_of: `samples_of(*args, **kwargs)` counts the samples of a forward. By default, the first dimension of
+        device_ids: This and the arguments up to `lazy_bucket_allocation` have the names of torch's
+            DistributedDataParallel, and mean the same unless `docs/ddp.md` says otherwise.
+        reducer: `bucketed`, or a simpler reducer: `overlap`, `flat`, `per_parameter`.
+        plan: The buckets to use, instead of a bucket cap.
+        init: `broadcast` rank 0's values, `verify` that all ranks are equal, or `none`.
+        average: `ranks` weights ranks equally. `samples` weights them by their number of samples.
+        samples_of: `samples_of(*args, **kwargs)` counts the samples of a forward. The default is the first dimension of
             the first tensor.
-        manual: Gradients are averaged only by `sync_gradients()`.
+        manual: Average gradients only in `sync_gradients()`.
         check_replicas_every: Compare the parameters of the ranks every N synchronised steps (0: never).
         statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
         ignore: Full names of parameters and buffers that are not synchronised.
-        embeddings: `auto` sends the gradient of lookups as rows where that is worth it, `dense` never; `rows` also on
-            a GPU, where the host then waits for their number in each step, between ranks that share memory, and where
-            the other part of a tied weight is sent last in any case.
+        embeddings: `auto` sends embedding gradients as rows where that pays off, and `dense` never does. `rows` also
+            does so on a GPU (where the host then waits for the row counts in each step), between ranks that share
+            memory, and where the other part of a tied weight is sent last anyway.
         strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     """
 
@@ -111,9 +111,9 @@ class DDP(DistributedDataParallel):
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        _take_over()
+        _patch_torch_wrapper()
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"the model must be an nn.Module, not {type(module).__name__}: pass one that was built")
+            raise ConfigError(f"the model must be an nn.Module, not {type(module).__name__}: pass an instance")
         if isinstance(module, DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
@@ -122,7 +122,7 @@ class DDP(DistributedDataParallel):
         }  # fmt: skip
         if given := [name for name, value in unsupported.items() if value is not None]:
             names = " and ".join(given)
-            raise ConfigError(f"{names}: not supported, leave it out (for mixed precision, use torch.autocast)")
+            raise ConfigError(f"{names}: not supported: leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
             raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
         sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
@@ -139,17 +139,17 @@ class DDP(DistributedDataParallel):
         known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
         ignored = set(ignore)
         if unknown := ignored - known:
-            raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer of this name")
-        # As in torch, its attribute may hold names that the module does not have.
+            raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer with this name")
+        # As in torch, the module's attribute may list names that do not exist.
         self.parameters_to_ignore = ignored | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        if not sync_buffers and forward_sync_buffers is None:  # as in torch, not even when the model is wrapped
+        if not sync_buffers and forward_sync_buffers is None:  # as in torch, not even broadcast when wrapping
             self.parameters_to_ignore |= {name for name, _ in module.named_buffers()}
         self._assign_modules_buffers()
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
         self._strategy: StrategyState | None = None
-        self._placement: Placement | None = None  # of a sharded optimizer
-        self._steps: BucketSteps | None = None  # of `overlap_optimizer`
+        self._sharding: Sharding | None = None  # set for a sharded optimizer
+        self._steps: BucketSteps | None = None  # set by `overlap_optimizer`
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
         self._has_own_keys = True
         self._options = Options(
@@ -160,7 +160,7 @@ class DDP(DistributedDataParallel):
             statistics_every=(1 if statistics_every is None else statistics_every) if sync_buffers else 0,
             strategy=Strategy.parse(strategy), embeddings=embeddings,
         )  # fmt: skip
-        # The cap that was given; `plan` shows the buckets in use.
+        # The requested cap. `plan` shows the actual buckets.
         self.bucket_bytes_cap = int(max(self._options.caps, default=TORCH_CAP_BYTES / MIB) * MIB)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap_default = not self._options.caps
@@ -172,24 +172,24 @@ class DDP(DistributedDataParallel):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Read the module again, after parameters were added, frozen, unfrozen or moved. Collective."""
+        """Read the module again after parameters were added, frozen, unfrozen or moved. Collective."""
         if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
         if self._sync is not None:
             self._sync.check_last_step()
             self._sync.sync_parameters()
         replica, channel = read_replica(self.module, self.parameters_to_ignore), self._open_channel()
-        # torch can make only one more group of a part of the ranks: who needs several must pass them.
+        # torch can create only one more group for a subset of ranks: users who need several must pass them.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
         if self._gradient_group is None and any(channel.share(syncs_in_forward(self.module) or is_shared)):
-            # Ranks may send a bucket at different times: messages of others must not come in between.
+            # Ranks may send a bucket at different times, so other messages must not come in between.
             self._gradient_group = open_group(channel, self)
             channel = self._open_channel()
         check_same_model(replica, self._options, channel)
         if self._options.init == "verify":
             verify_values(replica, channel)
-        if self._placement is not None:
-            self._placement.release()
+        if self._sharding is not None:
+            self._sharding.release()
         if self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
         self._set_up().open_groups()
@@ -199,22 +199,22 @@ class DDP(DistributedDataParallel):
         group = self._gradient_group or self.process_group
         if not dist.is_initialized() or group is None:
             raise LaunchError("no process group is open: call paceline.init() first")
-        # A module on one GPU sends from there.
+        # A module on a GPU sends from there.
         first = next((p.device for p in self.module.parameters() if p.requires_grad), torch.device("cpu"))
         return Channel(group, first)
 
     def _set_up(self) -> GradientSync:
-        """Build everything that this rank needs for its steps. Sends nothing: one rank can load or copy a model."""
+        """Build everything that this rank's steps need. Sends nothing, so that one rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
         total = None if self._sync is None else self._sync.expected_total
         self._detach()
-        self._sync = None  # so that a failure below leaves nothing that seems to average gradients
+        self._sync = None  # after a failure below, the wrapper must not seem to average gradients
         channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
         replica = read_replica(self.module, ignored)
         is_precise = all(param.dtype in _PRECISE for param in replica.params)
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
-        rows = RowParts(self.module, replica, channel, self._why_dense(channel), options.embeddings == "rows")
+        rows = EmbeddingRows(self.module, replica, channel, self._why_dense(channel), options.embeddings == "rows")
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words, len(rows.tables))
         hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
@@ -230,42 +230,42 @@ class DDP(DistributedDataParallel):
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
             hook, rounds = (self._strategy, strategy_hook), self._strategy.rounds
-        hook, placement = None if rounds else hook, None
+        hook, sharding = None if rounds else hook, None
         if options.strategy.is_sharded:
-            placement = self._placement = self._placement or Placement(options.strategy)
-            placement.use(replica, channel, rounds)
-            hook = (placement, scatter_hook) if placement.needs_hook else None
+            sharding = self._sharding = self._sharding or Sharding(options.strategy)
+            sharding.use(replica, channel, rounds)
+            hook = (sharding, scatter_hook) if sharding.needs_hook else None
             assert self._strategy is not None
-            self._strategy.exchanges = placement.exchanges  # whose messages are those of the strategy
-        self._needs_whole = hook is not None and placement is None
+            self._strategy.exchanges = sharding.exchanges  # the strategy counts these messages as its own
+        self._needs_whole = hook is not None and sharding is None
         planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
         reducer = BucketedReducer(
-            replica, channel, control.num_words, options.reducer, planner, rows, hook, placement, rounds
+            replica, channel, control.num_words, options.reducer, planner, rows, hook, sharding, rounds
         )
         reducer.steps, reducer.is_weighted = self._steps, options.average == "samples"
         if self._comm_hook is not None:
-            options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
+            options = replace(options, check_every=0)  # a hook may let replicas differ on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
         self._sync.do_sync = do_sync
-        if options.average == "samples" and total is not None:  # the unit of what a codec has not sent yet
+        if options.average == "samples" and total is not None:  # the unit of a codec's residuals
             self._sync.expected_total = total
-        if placement is not None:
-            placement.sync = weakref.ref(self._sync)
-            placement.watch(self.module)
+        if sharding is not None:
+            sharding.sync = weakref.ref(self._sync)
+            sharding.watch(self.module)
         self._watch = StructureWatch(replica, ignored)
-        # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
+        # Hooks on parameters must not outlive the wrapper, because the module may be wrapped again.
         self._finalizer = weakref.finalize(self, self._sync.stop)
         return self._sync
 
     def _why_dense(self, channel: Channel) -> str:
-        """Why gradients of embeddings are not sent as rows; empty where they may be."""
+        """Why embedding gradients are not sent as rows; empty if they may be."""
         options = self._options
         reasons = {
             "embeddings='dense'": options.embeddings == "dense",
-            "a communication hook gets all gradients": self._comm_hook is not None,
+            "a communication hook needs all gradients": self._comm_hook is not None,
             f"strategy {options.strategy.text!r}": options.strategy != DENSE,
             f"reducer {options.reducer!r}": options.reducer not in ("bucketed", "overlap"),
-            "on a GPU the host would wait for the counts of rows": channel.device.type != "cpu"
+            "on a GPU the host would wait for the row counts": channel.device.type != "cpu"
             and options.embeddings == "auto",
         }
         return next((why for why, is_so in reasons.items() if is_so), "")
@@ -276,9 +276,9 @@ class DDP(DistributedDataParallel):
         return self._sync if self._sync is not None else self._set_up()
 
     def stop(self) -> None:
-        """Remove all hooks from the module: nothing is synchronised from now on."""
+        """Remove all hooks from the module, which ends synchronisation."""
         self._detach()
-        _wrappers.discard(self)  # the next wrapper need not keep its messages apart from this one's
+        _wrappers.discard(self)  # the next wrapper need not separate its messages from this one's
 
     def _detach(self) -> None:
         if self._sync is not None:
@@ -287,7 +287,7 @@ class DDP(DistributedDataParallel):
             self._strategy.stop()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_recording():  # a range costs time also where nothing records it
+        if not is_recording():  # a profiler range costs time even when nothing records it
             return self._run_forward(args, kwargs)
         with profiler.record_function("DistributedDataParallel.forward"):
             return self._run_forward(args, kwargs)
@@ -305,14 +305,14 @@ class DDP(DistributedDataParallel):
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
-            # Here torch.compile looks for the size of the buckets. It takes none below the first one's.
+            # torch.compile looks here for the bucket size, and ignores sizes below that of the first bucket.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
             inside = self._inside_ddp_forward() if is_split else contextlib.nullcontext()
             with inside, sync.reducer.rows.watch():
                 output = self.module(*args, **kwargs)
-            self._settle()
+            self._wait_for_parameters()
             self._call_buffer_hook(sync, is_before=False)
-        except StopRecomputation:  # how checkpointing ends a forward that it has repeated far enough
+        except StopRecomputation:  # ends a forward that checkpointing has recomputed far enough
             raise
         except Exception as error:
             # In evaluation the other ranks may not be in a step.
@@ -323,38 +323,38 @@ class DDP(DistributedDataParallel):
         return output
 
     def _begin_forward(self) -> GradientSync | None:
-        """None where everything is frozen, as in a teacher."""
+        """None if every parameter is frozen, as in a teacher."""
         known = self._sync.replica.params if self._sync is not None else ()
         if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
             return None
-        if self._ready and self._placement is not None and self._placement.optimizer is None and self.training:
-            text = "this rank has averages of its pieces alone: use the optimizer that model.shard_optimizer() returns"
+        if self._ready and self._sharding is not None and self._sharding.optimizer is None and self.training:
+            text = "this rank holds only its shard of the averaged gradients: use the optimizer from shard_optimizer()"
             raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
         self._ready.before_forward(self._watch.find_change(self.module), self.training)
         return self._sync
 
     @property
     def do_sync(self) -> bool:
-        """Whether the next backward is synchronised. Read when backward begins, not in forward."""
+        """Whether the next backward is synchronised. Read when backward begins, not during forward."""
         return self._ready.do_sync
 
     @do_sync.setter
     def do_sync(self, value: bool) -> None:
         self._ready.do_sync = value
 
-    require_backward_grad_sync = do_sync  # torch's name, which other libraries set
+    require_backward_grad_sync = do_sync  # torch's name, set by other libraries
 
     def enable_grad_sync(self) -> None:
         """Synchronise from the next backward on."""
         self.do_sync = True
 
     def disable_grad_sync(self) -> None:
-        """Accumulate on each rank alone from the next backward on."""
+        """Accumulate locally from the next backward on."""
         self.do_sync = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate on each rank alone. The forward may be outside, and it may be nested."""
+        """Accumulate gradients locally in this context. The forward may run outside it, and contexts may be nested."""
         sync = self._ready
         before, sync.do_sync = sync.do_sync, False
         try:
@@ -363,39 +363,39 @@ class DDP(DistributedDataParallel):
             sync.do_sync = before
 
     def sync_gradients(self) -> None:
-        """Average gradients that no step has synchronised yet, if there are any and `do_sync` is set. Collective."""
+        """Average accumulated gradients that are not synchronised yet, if `do_sync` is set. Collective."""
         sync = self._ready
-        # In manual mode a rank without a backward takes part, too, so that the others do not wait.
+        # In manual mode a rank without a backward also takes part, so that the others do not wait for it.
         if sync.do_sync and (sync.is_pending or self._options.manual):
             sync.synchronize()
 
     def check_last_step(self) -> None:
-        """Raise now what another rank reported in the last step; on a GPU that is read a step later. For programs whose
-        ranks wait for each other by collectives of their own. Collective: every rank must call this."""
+        """Raise errors that other ranks reported in the last step; on a GPU they are otherwise read one step later.
+        For programs that run collectives of their own between steps. Collective: every rank must call this."""
         self._ready.check_last_step()
 
     def sync_parameters(self) -> None:
-        """With a strategy that averages parameters every few steps: average them now, so that all ranks hold the same
-        model, and begin a new round. At the end of training, and before evaluation, export, or a checkpoint without
-        `strategy_state`. Does nothing where the ranks already do. Collective: every rank must call this."""
+        """Average the parameters now and begin a new round, for strategies that average them every few steps. Call this
+        at the end of training, and before evaluation, export, or a checkpoint without `strategy_state`. Does nothing if
+        all ranks already hold the same model. Collective: every rank must call this."""
         self._ready.sync_parameters()
 
     @contextlib.contextmanager
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Iterator[None]:
-        """Train inside with different numbers of batches: a rank without data takes part with zeros.
+        """Train on uneven numbers of batches in this context: a rank without data takes part with zeros.
 
-        With `average='samples'` every sample has the same weight. By ranks, the sum is divided by all of them, or with
-        `divide_by_initial_world_size=False` by those that still have data. At the end all ranks have the parameters of
-        one that was active last. Collective: every rank must enter and leave.
+        With `average='samples'` every sample has the same weight. With `average='ranks'` the sum is divided by the
+        number of all ranks or, with `divide_by_initial_world_size=False`, of those that still have data. At the end all
+        ranks get the parameters of one that was active last. Collective: every rank must enter and leave.
         """
         if not enable:
             yield
             return
         sync = self._ready
         self._refuse_join()
-        sync.join = Joining(divide_by_initial_world_size, throw_on_early_termination)
+        sync.join = JoinOptions(divide_by_initial_world_size, throw_on_early_termination)
         try:
             yield
             while not sync.step_without_data():
@@ -406,52 +406,51 @@ class DDP(DistributedDataParallel):
 
     def _refuse_join(self) -> None:
         if self._steps is not None:
-            raise ConfigError("overlap_optimizer() has no join(): give all ranks as many batches", code="optimizer")
+            text = "overlap_optimizer() does not support join(): give every rank the same number of batches"
+            raise ConfigError(text, code="optimizer")
         if self._options.strategy.outer:
-            text = "averages parameters after equal numbers of steps, and in join() ranks make different numbers"
-            raise ConfigError(
-                f"strategy={self._options.strategy.text!r} {text}: drop the last batches", code="strategy"
-            )
-        if self._placement is not None:
-            text = "every rank must take every step of the optimizer, also one without data: give all as many batches"
+            text = f"strategy={self._options.strategy.text!r} averages parameters after equal numbers of steps"
+            raise ConfigError(f"{text}, which join() does not guarantee: drop the last batches", code="strategy")
+        if self._sharding is not None:
+            text = "every rank must take every optimizer step, even without data: give all ranks equally many batches"
             raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
 
     def shard_optimizer(
         self, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer], params: Any = None, *,
         shared: bool = True, overlap: bool = False, **options: Any,
     ) -> ShardedOptimizer:  # fmt: skip
-        """The optimizer for `strategy="zero1"`: a class with its options (and groups in `params`, else all trained
-        parameters), or one that has taken no step, which is changed. Each rank has the state of its ranges alone.
+        """Build the optimizer for `strategy="zero1"`. Each rank holds the optimizer state of its own shard only.
 
-        Its `step` and `state_dict` are collective. Where the ranks share memory, all of a host read one copy of the
-        parameters; `shared=False` gives each its own, for programs that change parameters in place. Elsewhere `step`
-        gathers the parameters. With `overlap=True` they arrive during the next forward: a program that reads them in
-        between by other ways than the wrapper's, for a moving average say, must call `wait()` of the optimizer before.
-        Collective.
+        Pass an optimizer class with its options (and `params`, by default all trained parameters), or an optimizer that
+        has not taken a step, which is modified. `step` and `state_dict` of the result are collective. Ranks that share
+        memory read one copy of the parameters per host; `shared=False` gives each rank its own, for programs that
+        change parameters in place. Other ranks gather the parameters in `step` or, with `overlap=True`, during the next
+        forward. A program that then reads them in between without the wrapper, for a moving average say, must first
+        call `wait()` on the optimizer. Collective.
         """
         self._ready  # noqa: B018
-        placement = self._placement
-        if placement is None:
+        sharding = self._sharding
+        if sharding is None:
             raise ConfigError('shard_optimizer() needs DDP(..., strategy="zero1")', code="strategy")
         if isinstance(optimizer, type):
             given = [param for param in self.module.parameters() if param.requires_grad] if params is None else params
             optimizer = optimizer(given, **options)
         elif options or params is not None:
-            raise ConfigError("shard_optimizer(): params and options belong to a class, not an optimizer that exists")
-        placement.wait()
-        placement.share_parameters, placement.overlaps = shared, overlap
-        placement.optimizer = sharded = shard(placement, optimizer)
-        placement.watch(self.module)
+            raise ConfigError("shard_optimizer(): params and options need a class, not an existing optimizer")
+        sharding.wait()
+        sharding.share_parameters, sharding.overlaps = shared, overlap
+        sharding.optimizer = sharded = shard(sharding, optimizer)
+        sharding.watch(self.module)
         return sharded
 
     def overlap_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """From now on step the parameters of each bucket as soon as it is averaged, while this rank waits for the next
-        one; `optimizer.step()` then does the rest. None ends it. Call this on all ranks.
+        """Step the parameters of each bucket as soon as it is averaged, while this rank waits for the next bucket.
+        `optimizer.step()` then does the rest. None turns this off. Call it on all ranks.
 
-        The result is the same to the bit. It is refused where an update may need all gradients or may be taken back:
-        unknown optimizers, strategies, communication hooks, unused parameters, averages by samples, `join`, clipping,
-        GradScaler, rows of embeddings (unless `embeddings="dense"`). After an error in backward the parameters may be
-        those of half a step: load a checkpoint."""
+        The result is bit-identical. Refused where an update may need all gradients or be undone: unknown optimizers,
+        strategies, communication hooks, unused parameters, `average="samples"`, `join`, clipping, GradScaler, and
+        embedding rows (unless `embeddings="dense"`). After an error in backward the parameters may be halfway through
+        a step: load a checkpoint."""
         if self._steps is not None:
             self._steps.stop()
             self._steps = self._ready.reducer.steps = None
@@ -466,22 +465,22 @@ class DDP(DistributedDataParallel):
             "embeddings that send rows": bool(self._ready.reducer.rows.tables),
         }  # fmt: skip
         if found := [name for name, is_so in reasons.items() if is_so]:
-            text = f"{' and '.join(found)}: a step may change after gradients are applied; step after backward instead"
+            text = f"{' and '.join(found)}: gradients may change after they are applied; step after backward instead"
             raise ConfigError(f"overlap_optimizer() with {text}", code="optimizer")
         self._steps = self._ready.reducer.steps = BucketSteps(optimizer)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients by their norm over all parameters, which it returns. With a sharded optimizer a rank has
-        the averages of its pieces alone, and torch's function would count others, too. Collective."""
-        if self._placement is None:
+        """Clip the gradients by their total norm, and return the norm. With a sharded optimizer a rank holds only its
+        shard of the averages, and torch's function would also count unaveraged gradients. Collective."""
+        if self._sharding is None:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        return self._placement.clip(max_norm, norm_type, error_if_nonfinite)
+        return self._sharding.clip(max_norm, norm_type, error_if_nonfinite)
 
     @property
     def _planned(self) -> BucketedReducer | None:
-        """The reducer, if it has made its plan."""
+        """The reducer, once it has made its plan."""
         reducer = self._ready.reducer
         return reducer if reducer.is_planned else None
 
@@ -496,37 +495,37 @@ class DDP(DistributedDataParallel):
         return None if self._planned is None else self._planned.timeline.exposed_s
 
     def read_recorded(self) -> tuple[int, StepTimes] | None:
-        """The last step whose messages were timed, after how many others; None with a strategy, and where there is
-        none. On a GPU this waits for it."""
+        """The last step whose messages were timed, and how many steps ago that was; None with a strategy, or if no step
+        was timed. On a GPU this waits for that step."""
         timeline = None if self._planned is None or self._strategy is not None else self._planned.timeline
         age = None if timeline is None else timeline.age
         times = None if timeline is None or age is None else timeline.read()
         return None if age is None or times is None else (age, times)
 
     def time_next_step(self) -> None:
-        """Time the end of every bucket in the next synchronised step, which is otherwise done in few steps only."""
+        """Time the end of every bucket in the next synchronised step. By default only a few steps are timed."""
         if self._planned is not None:
             self._planned.timeline.sample_next = True
 
     def count_sent(self) -> Sent:
-        """All messages of gradients since the wrapper was made or rebuilt, except those of a communication hook."""
+        """All gradient messages since the wrapper was built or rebuilt, except those of a communication hook."""
         sent = self._ready.channel.sent
         more = Sent(0, 0) if self._strategy is None else self._strategy.sent
         return Sent(sent.num_messages + more.num_messages, sent.num_bytes + more.num_bytes)
 
     @property
     def bucket_memory(self) -> list[torch.Tensor]:
-        """The memory of this rank in which gradients travel. A gradient may be a view of it."""
+        """This rank's message buffers. A gradient may be a view into one."""
         return self._ready.reducer.memory
 
     def report(self) -> Report:
-        """Where the time of a recent step went, on this rank. Cheap, and sends no message."""
+        """Where the time of a recent step went on this rank. Cheap, and sends no messages."""
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None
         costs = None
         if self._strategy is not None:
-            held_bytes = 0 if self._placement is None else self._placement.held_bytes
+            held_bytes = 0 if self._sharding is None else self._sharding.held_bytes
             costs = self._strategy.compute_costs(channel, sync.num_steps, held_bytes)
         rows = tuple(reducer.rows.describe())
         return Report(
@@ -534,7 +533,7 @@ class DDP(DistributedDataParallel):
         )
 
     def strategy_state(self) -> dict[str, Any]:
-        """What the strategy must keep to continue exactly: `rank` is this rank's part, the rest is common to all."""
+        """State from which the strategy continues exactly: `rank` is this rank's part, the rest is common to all."""
         plan = self.plan
         if self._strategy is None:
             return {}
@@ -542,9 +541,9 @@ class DDP(DistributedDataParallel):
         return {**self._strategy.state(), "plan": None if plan is None else plan.to_json(), **unit}
 
     def load_strategy_state(self, states: Sequence[dict[str, Any]], *optimizers: torch.optim.Optimizer) -> None:
-        """Continue from the `strategy_state` of all ranks, in rank order, before the first step. From another number of
-        ranks, every rank gets the mean of their errors. `optimizers` are those that step the model: errors follow their
-        learning rates. Collective: every rank must call this."""
+        """Continue from the `strategy_state` of all ranks, given in rank order, before the first step. If the number of
+        ranks has changed, every rank gets the mean of the residuals. `optimizers` are those that step the model:
+        residuals scale with their learning rates. Collective: every rank must call this."""
         reducer = self._ready.reducer
         check_states(states, self._options.strategy)
         if self._strategy is None or not states:
@@ -552,12 +551,12 @@ class DDP(DistributedDataParallel):
         self._strategy.load(states, *optimizers)
         if self._options.average == "samples":
             self._ready.expected_total = states[0].get("samples", self._ready.expected_total)
-        if states[0]["plan"] is not None:  # the buckets decide which numbers are rounded together
+        if states[0]["plan"] is not None:  # buckets determine which values are rounded together
             plan = Plan.from_json(states[0]["plan"])
             reducer.adopt(check_plan(plan, reducer.replica.gradients, self._needs_whole))
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, as in torch. All ranks call it, before the first step."""
+        """Let `hook(state, bucket)` reduce each bucket, as in torch. Call it on all ranks, before the first step."""
         check_hook(hook)
         if self._options.reducer != "bucketed":
             raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
@@ -567,7 +566,7 @@ class DDP(DistributedDataParallel):
             raise ConfigError("a communication hook contradicts overlap_optimizer(): use one", code="optimizer")
         if not self._options.strategy.is_dense:
             raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
-        if self.plan is not None:  # another rank may already be sending buckets by it
+        if self.plan is not None:  # another rank may already be sending its buckets
             raise ConfigError("a communication hook cannot be registered after a step: call rebuild() first")
         if self._options.plan is not None:
             check_plan(self._options.plan, self._ready.replica.gradients, needs_whole=True)
@@ -579,7 +578,7 @@ class DDP(DistributedDataParallel):
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:  # fmt: skip
         """Let `hook(state, buffers)` synchronise the buffers in each synchronised forward, instead of the wrapper. It
-        may return Futures: backward waits for them. All ranks call it, before the first step."""
+        may return Futures, which backward waits for. Call this on all ranks, before the first step."""
         if not callable(hook):
             raise TypeError(f"a buffer hook must be callable, not {hook!r}")
         self._buffer_hook = (state, hook, comm_hook_location is BufferHookLocation.PRE_FORWARD)
@@ -595,18 +594,18 @@ class DDP(DistributedDataParallel):
             with torch.no_grad(), keep_versions(tuple(self.modules_buffers)):
                 sync.futures += hook(state, self.named_module_buffers) or ()
         if not is_before:
-            self.require_forward_param_sync = sync.do_sync  # as in torch: of the forward before
+            self.require_forward_param_sync = sync.do_sync  # as in torch: from the preceding forward
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("__"):  # a copy that is being made, or a lookup by Python
+            if module is None or name.startswith("__"):  # a copy under construction, or a lookup by Python
                 raise
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         try:
-            value = getattr(module, name)  # methods and attributes of the user's own model
+            value = getattr(module, name)  # methods and attributes of the user's model
         except AttributeError as cause:
             text += f", nor has its module ({type(module).__name__})"
             raise AttributeError(text, name=name, obj=self) from cause
@@ -615,20 +614,20 @@ class DDP(DistributedDataParallel):
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """With the prefix `module.`, as in torch. Without it where a framework wrapped this model again (`_new`): to it
-        this is the bare model."""
+        """The state with the prefix `module.`, as in torch. If a framework wrapped this model again (`_new`), it takes
+        this wrapper for the bare model, and gets the state without the prefix."""
         if self._has_own_keys or _is_distributed_checkpoint():
             return super().state_dict(*args, **kwargs)
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes the keys of the wrapper as well as those of the module."""
+        """Accepts the keys of the wrapper as well as those of the module."""
         if state_dict and self._lacks_prefix(state_dict):
             return self.module.load_state_dict(state_dict, strict, assign)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """What torch calls where this is a part of the model that is loaded: takes both kinds of keys as well."""
+        """torch calls this if the wrapper is a submodule of the loaded model. Accepts both kinds of keys as well."""
         if self._lacks_prefix(state_dict, prefix):
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
@@ -638,16 +637,16 @@ class DDP(DistributedDataParallel):
         return super().state_dict(prefix=prefix).keys().isdisjoint(state_dict)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self._settle()
+        self._wait_for_parameters()
         return super().named_parameters(*args, **kwargs)
 
-    def _settle(self) -> None:
-        """Have the new values of all parameters, which other ranks may still be sending."""
-        if (placement := self.__dict__.get("_placement")) is not None:
-            placement.wait()
+    def _wait_for_parameters(self) -> None:
+        """Wait for new parameter values, which other ranks may still be sending."""
+        if (sharding := self.__dict__.get("_sharding")) is not None:
+            sharding.wait()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._wait_for_parameters()
         if self._group is not None:
             text = "a wrapper with its own process group cannot be pickled: save its state_dict instead"
             raise ConfigError(text, code="not-picklable")
@@ -655,18 +654,18 @@ class DDP(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        _take_over()
-        self._group, self._gradient_group, self._sync, self._strategy, self._placement, self._steps = (None,) * 6
+        _patch_torch_wrapper()
+        self._group, self._gradient_group, self._sync, self._strategy, self._sharding, self._steps = (None,) * 6
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
-        self._settle()
-        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        self._wait_for_parameters()
+        clone = memo[id(self)] = self.__class__.__new__(self.__class__)
         state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, *_SHARED)}
-        twin.__dict__.update(copy.deepcopy(state, memo))
-        twin.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
-        twin._group, twin._gradient_group, twin._sync = self._group, None, None
-        twin._strategy, twin._placement, twin._steps = None, None, None
-        return twin
+        clone.__dict__.update(copy.deepcopy(state, memo))
+        clone.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
+        clone._group, clone._gradient_group, clone._sync = self._group, None, None
+        clone._strategy, clone._sharding, clone._steps = None, None, None
+        return clone
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------
 
@@ -681,7 +680,7 @@ class DDP(DistributedDataParallel):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
-        """The group that was given. Where others send in it, too, gradients travel in another one."""
+        """The group that was given. If others send messages in it too, gradients travel in a separate group."""
         return dist.group.WORLD if self._group is None else self._group
 
     @property
@@ -699,12 +698,12 @@ class DDP(DistributedDataParallel):
     join_process_group = process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join([model, optimizer])`; `join` needs none of this."""
+        """For torch's `Join([model, optimizer])`; our own `join` does not need it."""
         self._refuse_join()
         return _TorchJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _set_static_graph(self) -> None:
-        """`static_graph=True` after wrapping. Call it on all ranks, before the first step."""
+        """Set `static_graph=True` after wrapping. Call it on all ranks, before the first step."""
         if self.static_graph:
             warnings.warn("static_graph is already set", stacklevel=2)
             return
@@ -714,7 +713,7 @@ class DDP(DistributedDataParallel):
         self._set_up()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group from the next step on, as after a change of the world. Call it on all ranks of it."""
+        """Use another group from the next step on, for example in a new world. Call it on all ranks of the group."""
         self._group, self._gradient_group = new_process_group, None
         self._set_up()
 
@@ -740,7 +739,7 @@ class DDP(DistributedDataParallel):
         raise ConfigError("manual finalization of backward: not supported, gradients are final when backward returns")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """The fields of torch's logger that exist here. `report` has the times."""
+        """The fields of torch's logger that exist here. `report` has the timings."""
         sync, planned = self._ready, self._planned
         gradients = sync.replica.gradients
         flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
@@ -769,25 +768,25 @@ DataParallel = DDP
 
 
 def is_torchs(model: object) -> TypeGuard[DistributedDataParallel]:
-    """Whether this is torch's own wrapper, of which ours is a subclass."""
+    """Whether this is torch's own wrapper rather than ours, which is a subclass of it."""
     return isinstance(model, DistributedDataParallel) and not isinstance(model, DDP)
 
 
 class _TorchReducer:
-    """The calls of torch's reducer that frameworks make around a backward of their own."""
+    """Methods of torch's reducer that frameworks call around a backward of their own."""
 
     def __init__(self, model: DDP) -> None:
         self._model = model
 
     def prepare_for_backward(self, outputs: object) -> None:
-        """A backward comes next, perhaps one that no output of a forward shows."""
+        """Prepare for a backward, possibly one that no forward output announces."""
         self._model._ready.expect_backward()
 
     def _rebuild_buckets(self) -> bool:
-        return False  # they are made at the end of the first step
+        return False  # buckets are made at the end of the first step
 
     def _delay_all_reduce(self) -> None:
-        """Nothing is left to send: also in the first step the gradients are averaged when backward returns."""
+        """A no-op: gradients are averaged when backward returns, in the first step too."""
 
     _check_reducer_finalized = _delay_all_reduce
 
@@ -798,43 +797,43 @@ class _TorchReducer:
         raise AttributeError(f"reducer.{name}: this is paceline.DDP, which has no torch reducer", name=name, obj=self)
 
 
-_in_place: dict[str, Any] | None = None  # the options of `swap_wrapper`
-_BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # a wrapper takes one of them
+_swap_options: dict[str, Any] | None = None  # options of `swap_wrapper`; None: not swapped
+_BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # mutually exclusive options
 
 
 def swap_wrapper(enable: bool = True, **options: Any) -> None:
-    """From now on torch's DistributedDataParallel makes a `paceline.DDP`.
+    """Make torch's DistributedDataParallel build a `paceline.DDP` from now on.
 
-    By whichever name a program or a framework has imported the class, before or after this. Subclasses of it, models
-    that exist, and torch's `replicate` stay as they are.
+    This works under whatever name a program or framework has imported the class, before or after this call. It does not
+    affect subclasses, existing models, or torch's `replicate`.
 
     Args:
-        enable: False ends it.
-        options: Arguments of `DDP` for every model. They win over the program's.
+        enable: False restores torch's wrapper.
+        options: Arguments of `DDP` for every model. They override the program's.
     """
-    global _in_place
+    global _swap_options
     if unknown := options.keys() - (inspect.signature(DDP.__init__).parameters.keys() - {"self", "module"}):
         raise ConfigError(f"swap_wrapper({_join(sorted(unknown))}): not an option of paceline.DDP")
-    _in_place = options if enable else None
+    _swap_options = options if enable else None
     if enable:
-        _take_over()
+        _patch_torch_wrapper()
 
 
-class _InPlace(DDP):
-    """What torch's class makes after `swap_wrapper`; a plain `DDP` when it is made."""
+class _SwappedDDP(DDP):
+    """The class that torch's wrapper builds after `swap_wrapper`. Turns into a plain `DDP` in its constructor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.__class__ = DDP  # type: ignore[assignment]
-        options = _in_place or {}
+        options = _swap_options or {}
         given = inspect.signature(DDP.__init__).bind(self, *args, **kwargs).arguments
         unused = _BUCKETS if _BUCKETS & options.keys() else frozenset()
         DDP.__init__(**{**{name: value for name, value in given.items() if name not in unused}, **options})
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`DistributedDataParallel.__new__`. Whoever wraps a model that is wrapped by us gets it back: frameworks wrap each
-    model that they are given, and two wrappers around one model would both average its gradients."""
-    if cls is not DistributedDataParallel or not (args or kwargs):  # without: a copy that is being made
+    """`DistributedDataParallel.__new__`. Wrapping a `DDP` again returns it: frameworks wrap every model that they are
+    given, and two wrappers around one model would both average its gradients."""
+    if cls is not DistributedDataParallel or not (args or kwargs):  # no arguments: a copy under construction
         return object.__new__(cls)
     module = args[0] if args else kwargs.get("module")
     if isinstance(module, DDP):
@@ -842,21 +841,22 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(module, *args, **kwargs).arguments.items()
         differs = {name for name, value in given if name in kwargs or value != signature.parameters[name].default}
         if unused := sorted(differs - {"self", "module", "device_ids", "output_device"}):
-            text = f"the model is already wrapped in paceline.DDP: {_join(unused)} of the second wrapper is not used"
+            text = f"the model is already wrapped in paceline.DDP: the second wrapper's {_join(unused)} is ignored"
             warnings.warn(text, stacklevel=2)
         module._has_own_keys = False
-        # Python calls `__init__` of what is returned, which may be that of a program's own subclass.
+        # Python calls `__init__` on the returned object, which may belong to a program's own subclass.
         kind = type(module)
         done = {"__init__": lambda self, *_, **__: setattr(self, "__class__", kind)}
         module.__class__ = type(kind.__name__, (kind,), done)
         return module
-    # torch's `replicate` wraps the parameters alone and calls private methods.
-    return object.__new__(_InPlace if _in_place is not None and not isinstance(module, nn.ParameterList) else cls)
+    # torch's `replicate` wraps a bare ParameterList and calls private methods.
+    is_swapped = _swap_options is not None and not isinstance(module, nn.ParameterList)
+    return object.__new__(_SwappedDDP if is_swapped else cls)
 
 
-def _take_over() -> None:
-    """Let torch's class call `_new`: when a wrapper of ours is made or wanted, not when paceline is imported. It is not
-    undone: a class that once had a `__new__` takes no arguments without it."""
+def _patch_torch_wrapper() -> None:
+    """Make torch's class call `_new`, once a wrapper of ours is built or requested, but not on import. This is never
+    undone: a class that has had a `__new__` refuses arguments without it."""
     if "__new__" in vars(DistributedDataParallel):
         return
     _new.__wrapped__ = DistributedDataParallel.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
@@ -864,7 +864,7 @@ def _take_over() -> None:
 
 
 def _is_distributed_checkpoint() -> bool:
-    """Whether torch's distributed checkpoints ask for the state: they expect the prefix of a wrapper, and remove it."""
+    """Whether torch's distributed checkpoints request the state: they expect the wrapper's prefix, and remove it."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back  # type: ignore[assignment]
@@ -872,13 +872,13 @@ def _is_distributed_checkpoint() -> bool:
 
 
 class _TorchJoinHook(JoinHook):
-    """Takes part in the steps of the ranks that still have data, in torch's own `Join`."""
+    """Takes part in the steps of ranks that still have data, in torch's own `Join`."""
 
     def __init__(self, model: DDP, divide_by_world: bool) -> None:
         self._model, self._sync = model, model._ready
         model._refuse_join()
-        # torch announces a step in forward. Here it is known when backward begins that ranks without data are needed.
-        self._sync.join = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
+        # torch announces a step in forward. Here only backward shows that ranks without data must take part.
+        self._sync.join = JoinOptions(divide_by_world, announce=lambda: Join.notify_join_context(model))
 
     def main_hook(self) -> None:
         self._sync.step_without_data(keep_gradients=True)
@@ -897,7 +897,7 @@ def _check_devices(module: nn.Module, device_ids: Sequence[int | torch.device] |
     if not device_ids:
         return None
     if len(device_ids) > 1:
-        raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device here; give one, or none")
+        raise ConfigError(f"device_ids={list(device_ids)}: a process uses one device; give one, or none")
     first = device_ids[0]
     device = torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
     if elsewhere := {str(param.device) for param in module.parameters() if param.device != device}:
@@ -917,17 +917,17 @@ def _find_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dis
 
 
 def _move_inputs(value: Any, device: torch.device) -> Any:
-    """The same nested value with every tensor on the device."""
+    """The nested value with every tensor moved to the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, list | tuple):
         moved = [_move_inputs(item, device) for item in value]
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if isinstance(value, dict):
-        twin = value.copy()
+        clone = value.copy()
         for key, item in value.items():  # a subclass may forbid `update`
-            twin[key] = _move_inputs(item, device)
-        return twin
+            clone[key] = _move_inputs(item, device)
+        return clone
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _move_inputs(getattr(value, f.name), device) for f in fields(value) if f.init})
     return value
@@ -938,9 +938,9 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
     for tensor in find_tensors((args, kwargs)):
         if tensor.dim():
             return tensor.size(0)
-    raise ConfigError("average='samples' finds no tensor with a first dimension in the inputs: pass samples_of")
+    raise ConfigError("average='samples' found no input tensor with a first dimension: pass samples_of")
 
 
-# These two call the module, which may be compiled.
+# These two call the module, which may be compiled, so only the functions themselves are excluded.
 keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
 keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _move_inputs, _count_samples)

@@ -1,4 +1,4 @@
-"""The memory that gradients travel in."""
+"""Message buffers for gradients: flat vectors with a view per parameter, and packed messages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from paceline.plan import Plan
 from paceline.torch_internals import count_storage_uses
 
 _ALIGN_BYTES = 64
-_PACK_BYTES = 16  # the widest load of a GPU
-# From this mean size of its gradients on, the memory of a message does not last from step to step.
+_PACK_BYTES = 16  # the widest load instruction of a GPU
+# If gradients are at least this large on average, a new message is allocated for each step.
 _LASTING_BYTES = 1 << 20
-# Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
+# Below this mean size, one fused copy and one scaling pass are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
-_get_grad, _get_version = operator.attrgetter("grad"), operator.attrgetter("_version")
+_get_grad = operator.attrgetter("grad")
+_get_version = operator.attrgetter("_version")
 
 
 class FlatGradients:
-    """One vector per dtype and device, in the order of a plan: a view per parameter, a range per bucket, control words.
-    `messages` are the ranges, the last one with the words; `extra_bytes` of each are not gradients. A view shares its
-    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place."""
+    """One vector per dtype and device, in plan order: a view per parameter, a range per bucket, and control words.
+    `messages` are the ranges, the last one with the control words; `extra_bytes` counts the bytes in each that are not
+    gradients. A view shares its version counter with its range, unless it is `separate` or split. `uncopied` gradients
+    have no space here."""
 
     def __init__(
         self, replica: Replica, plan: Plan, num_words: int,
@@ -48,14 +50,14 @@ class FlatGradients:
                     continue
                 item = plan.gradients[piece.gradient].item_bytes
                 if piece.start_bytes == 0 and (first < 0 or piece.gradient in separate):
-                    # One short bias would move everything after it off the processor's vector alignment.
+                    # Without alignment, one short bias would misalign everything after it for vector instructions.
                     aligned = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
                     gap_bytes += 0 if first < 0 else (aligned - end) * item
                     end = aligned
                 first = end if first < 0 else first
                 start = end - piece.start_bytes // item
                 if starts.setdefault(piece.gradient, start) != start:
-                    text = f"the plan sends the parts of {plan.gradients[piece.gradient].name} out of order"
+                    text = f"the plan sends the pieces of {plan.gradients[piece.gradient].name} out of order"
                     raise ConfigError(text, code="plan")
                 end += piece.num_bytes // item
             spans.append((family, first if first >= 0 else end, end))
@@ -78,7 +80,7 @@ class FlatGradients:
                     is_whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
                     is_together = is_whole and piece.gradient not in separate
                     base = span if is_together else alias(self._flats[family][: ends[family]])
-                    # The parameter's own strides, so that optimizers and all ranks walk memory in the same order.
+                    # The parameter's own strides, so that optimizers and all ranks traverse memory in the same order.
                     strides = torch.empty_like(param, device="meta").stride()
                     self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
         self.num_words = num_words
@@ -91,10 +93,10 @@ class FlatGradients:
 
 
 class LiveBucket:
-    """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
-    they arrive, `uncopied` ones stay where autograd left them until the bucket leaves: then several are packed into
-    one message, if the bucket `packs`, and a single one is reduced in place. The last bucket packs the control words,
-    too, if it has nothing else in the flat vector (`sends_words`)."""
+    """One bucket at run time. `fused` gradients are copied together once all have arrived, and `copied` ones separately
+    as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent: if the bucket `packs`,
+    several are packed into one message; a single one is reduced in place. The last bucket also packs the control words
+    if it has nothing in the flat vector (`sends_words`)."""
 
     def __init__(
         self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
@@ -108,9 +110,9 @@ class LiveBucket:
         self.separate = self.copied + self.uncopied
         self.params = [params[index] for index in self.fused]
         self.views = [flat.views[index] for index in self.fused]
-        on_cpu = self.range.device.type == "cpu"  # on a GPU each call is a launch, and a fused one is always faster
+        on_cpu = self.range.device.type == "cpu"  # on a GPU each call is a launch, so a fused one is always faster
         self.is_large = on_cpu and sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
-        # The control words travel in the message of the last bucket, and a separate message would be one more launch.
+        # The control words travel with the last bucket, because a separate message would be one more launch.
         num_words = flat.num_words if number == len(flat.ranges) - 1 and not self.range.numel() else 0
         self.pack: Pack | None = None
         if packs and len(self.uncopied) > (0 if num_words else 1):
@@ -118,28 +120,29 @@ class LiveBucket:
         self.sends_words = self.pack is not None and num_words > 0
         self.gap_bytes = 0 if self.pack is None else self.pack.gap_bytes
         self.seen: list[Any] = []
-        self.in_parts = False  # some gradient arrives nobody knows how often: only the end of backward is safe
-        self.counted: list[int] = []  # gradients that arrive several times, as often as in the steps before
-        self.version = 0  # of the range when backward began, later when it was sent
-        self.work: dist.Work | None = None  # with a communication hook, its Future
+        self.in_parts = False  # some gradient arrives an unknown number of times: wait for the end of backward
+        self.counted: list[int] = []  # gradients that arrive a known number of times, as in earlier steps
+        self.version = 0  # version of the range when backward began, later when it was sent
+        self.work: dist.Work | None = None  # or a Future, with a communication hook
 
     def read_grads(self) -> list[Any]:
-        """The fused gradients, kept until they are gathered: reading each attribute takes time."""
+        """The fused gradients, cached until they are gathered because reading the attributes takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
 
     def find_words(self, flat: FlatGradients, uncopied: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The control words in what the last bucket sends."""
+        """The control words in the last bucket's message."""
         return self.pack.find_words(uncopied[0]) if self.pack is not None and self.sends_words else flat.words
 
 
 class Pack:
-    """Several gradients as one message, with room for control words behind them.
+    """Several gradients as one message, optionally followed by control words.
 
-    The message and the gradients as its views are made once: making a view per parameter in each step costs a small
-    model several percent of it. Their memory is freed before the next forward, if no parameter has its gradient here,
-    so that it does not add to the peak. Memory that the program still uses is left to it. Where gradients are large,
-    views are cheap and memory is not: there a message is made for each step, and goes with its gradients.
+    The message and its views, which serve as gradients, are created once: creating a view per parameter in every step
+    would cost a small model several percent of the step. Their memory is freed before the next forward unless some
+    parameter has its gradient here, so that it does not add to the peak. Memory that the program still uses is left to
+    it. Large gradients are the other way round: views are cheap compared with memory, so a message is created for each
+    step and freed with its gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], like: torch.Tensor, num_words: int) -> None:
@@ -157,14 +160,14 @@ class Pack:
         self._drop()
 
     def _drop(self) -> None:
-        """Forget the message: its memory belongs to the gradients, and to whoever else uses it."""
+        """Forget the message. Its memory stays with the gradients and any other user."""
         self.views: list[torch.Tensor] = []
         self.message = self._gradients = self._like
 
     def _build(self) -> None:
         self.message = self._like.new_empty(self._numel)
         self._gradients, self._storage = self.message[: self._end], self.message.untyped_storage()
-        # `data` gives each its own version counter, which shows when a later backward adds to it in place.
+        # `data` gives each view its own version counter, which shows whether a later backward adds to it in place.
         self.views = [self.message.as_strided(*place).data for place in self._places]
         self._num_uses = count_storage_uses(self._storage._cdata)
         self._num_references = list(map(sys.getrefcount, self.views))
@@ -176,7 +179,7 @@ class Pack:
         return self._like.new_zeros(self._numel)
 
     def fill(self, factor: float) -> torch.Tensor:
-        """Copy the gradients here, multiply them by the factor, and make each `.grad` its view. Returns the message."""
+        """Copy the gradients here, scale them by the factor, and make each `.grad` its view. Returns the message."""
         grads = list(map(_get_grad, self._params))
         are_here = list(map(operator.is_, grads, self.views)) if self.views else [False]
         if not all(are_here):
@@ -202,7 +205,7 @@ class Pack:
             torch._foreach_copy_([view for view, _ in found], [grad for _, grad in found])
 
     def find_changed(self) -> list[int]:
-        """Which of the gradients someone wrote to, or replaced, since `fill`."""
+        """The gradients that were modified or replaced since `fill`."""
         grads = list(map(_get_grad, self._params))
         are_here = all(map(operator.is_, grads, self.views))
         if are_here and list(map(_get_version, self.views)) == self._versions:
@@ -211,7 +214,7 @@ class Pack:
         return [place for place, (grad, view, then) in enumerate(found) if grad is not view or view._version != then]
 
     def end_step(self) -> None:
-        """The message has arrived."""
+        """Call this when the message has arrived."""
         if not self._lasts:
             self._drop()
 
@@ -227,8 +230,8 @@ class Pack:
             self._storage.resize_(0)
 
     def _is_used_elsewhere(self, are_here: Sequence[bool] = ()) -> bool:
-        """Whether the program holds a view, other than as the `.grad` of its parameter (`are_here`), or made another
-        tensor of the same memory."""
+        """Whether the program holds a view, other than as its parameter's `.grad` (`are_here`), or another tensor with
+        the same memory."""
         if count_storage_uses(self._storage._cdata) != self._num_uses:
             return True
         found = map(operator.ne, map(sys.getrefcount, self.views), self._num_references)
@@ -236,7 +239,7 @@ class Pack:
 
 
 def _count_elements(num_words: int, dtype: torch.dtype) -> int:
-    """A whole number of elements that holds the words. A complex element holds two."""
+    """The number of elements that hold the control words. A complex element holds two."""
     return -(-num_words // (2 if dtype.is_complex else 1))
 
 

@@ -1,4 +1,4 @@
-"""What hooks ask about the graph of autograd: the tensors in a value, what this backward will do, and where it is."""
+"""Queries on the autograd graph: tensors in a value, what the current backward will do, and the order of gradients."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def will_accumulate(params: Sequence[torch.Tensor]) -> bool:
-    """Whether this backward leaves gradients: torch.autograd.grad goes through a model and leaves none."""
+    """Whether this backward accumulates gradients. torch.autograd.grad also runs through a model, but does not."""
     for param in (params[-1], params[0], *params):
         try:
             if param.requires_grad and will_execute(get_gradient_edge(param).node):
                 return True
-        except RuntimeError:  # torch.autograd.grad with respect to this very parameter
+        except RuntimeError:  # torch.autograd.grad with respect to this parameter
             continue
     return False
 
 
 class Arrivals:
-    """The order in which gradients arrive in one backward, some perhaps in several parts."""
+    """The order in which gradients arrive in one backward. Some may arrive in several parts."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
         self._arrived: list[int] = []
-        self._hooked: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
+        self._hooked: list[tuple[Any, Any]] = []  # autograd nodes, and the handles of their hooks
 
     def record(self) -> None:
-        """Hook autograd's nodes, which go with the graph: hooks on parameters cost even after their removal."""
+        """Hook the autograd nodes, which disappear with the graph. Hooks on parameters cost time even when removed."""
         self.stop()
         self._arrived.clear()
         for index, param in enumerate(self._params):
             if param.requires_grad:
-                # Held while recording: a graph made in backward (checkpointing) then uses the same node.
+                # Kept alive while recording, so that a graph built in backward (checkpointing) uses the same node.
                 node = get_gradient_edge(param).node
                 self._hooked.append((node, node.register_hook(functools.partial(_note_arrival, self._arrived, index))))
 
@@ -77,17 +77,17 @@ class Arrivals:
 
     @property
     def places(self) -> dict[int, int]:
-        """The place of each gradient in the order, by its last part."""
+        """The position of each gradient in the order, by its last part."""
         return {index: place for place, index in enumerate(self._arrived)}
 
     @property
     def ready_order(self) -> list[int]:
-        """All gradients in the order in which they were complete when it was last recorded; the others are last."""
+        """All gradients in the last recorded order of completion. Gradients that did not arrive come last."""
         places = self.places
         return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, math.inf))
 
     def find_parts(self) -> dict[int, int]:
-        """The gradients that arrived several times, and how often."""
+        """How often each gradient arrived, if more than once."""
         return {index: count for index, count in collections.Counter(self._arrived).items() if count > 1}
 
 
@@ -96,17 +96,17 @@ def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
 
 
 def is_nested() -> bool:
-    """Whether this hook runs in a backward inside a backward, as seen from Python."""
+    """Whether this hook runs in a nested backward, judging by the Python stack."""
     frame, depth = sys._getframe(1), 0
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
-    # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
+    # On a GPU, backward runs on a separate thread, on which only a nested one is visible.
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 
 def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """Call `hook(param)`, with the parameter and not its gradient, whenever its gradient has been accumulated."""
+    """Call `hook(param)` (the parameter, not its gradient) whenever its gradient has been accumulated."""
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Communication hooks in torch's form, `hook(state, bucket) -> Future`: their buckets, results and failures."""
+"""Communication hooks with torch's interface, `hook(state, bucket) -> Future`: buckets, results and failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.runtime.world import abort_groups
 from paceline.units import name_ranks
 
 IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"
-# How often a rank that waits for a hook's result checks whether another rank's hook has failed; and whether the GPU is
-# done.
+# While a rank waits for a hook's result: how often it checks whether another rank's hook has failed, and how often it
+# polls the GPU.
 _CHECK_S, _POLL_S = 0.5, 5e-5
-CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[Any]"]]  # its state, and the function
+CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[Any]"]]  # state and function
 
 
 class Failure(NamedTuple):
@@ -34,13 +34,13 @@ class Failure(NamedTuple):
 
 
 class HookBucket:
-    """A bucket of the plan, with the methods of `torch.distributed.GradBucket`. A hook divides by the world size."""
+    """A bucket of the plan with the methods of `torch.distributed.GradBucket`. A hook divides by the world size."""
 
     def __init__(self, number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         self._index, self._is_last = number, number == len(plan.buckets) - 1
-        # Its own version counter: a write by the hook must not count as a gradient that changed late.
+        # A separate version counter, so that a write by the hook does not count as a late change of a gradient.
         buffer = self._buffer = alias(flat.ranges[number])
-        # As in torch: contiguous, in the order of memory, whatever the strides of the parameter.
+        # As in torch: contiguous in memory order, whatever the strides of the parameter.
         views = [flat.views[index] for index in plan.partition[number]]
         self._gradients = [
             buffer.as_strided((view.numel(),), (1,), view.storage_offset()).view(view.size()) for view in views
@@ -67,7 +67,7 @@ class HookBucket:
 
 
 def check_hook(hook: object) -> None:
-    """Refuse what torch refuses: a hook that is not callable, or that does not take (state, bucket)."""
+    """Reject what torch rejects: a hook that is not callable, or that does not take (state, bucket)."""
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable, not {hook!r}")
     signature = inspect.signature(hook)
@@ -82,18 +82,18 @@ def check_hook(hook: object) -> None:
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message: check that every rank has a hook, or none. Collective. With hooks, the control words
-    use their own group, because nobody knows what the hooks send in the other one."""
+    """Before the first message, check that either every rank has a hook or none has. Collective. With hooks, the
+    control words use their own group, because the messages of hooks in the other one are unknown."""
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)
     marks[channel.rank] = is_hooked
-    # A sum, as a gather, because `channel.timeout_s` applies to waiting for it.
+    # A gather implemented as a sum, so that `channel.timeout_s` applies.
     channel.wait(channel.start_sum(marks, extra_bytes=marks.nbytes), "the check for communication hooks")
     hooked = [rank for rank, mark in enumerate(marks.tolist()) if mark]
     others = [rank for rank in range(channel.world_size) if rank not in hooked]
     if hooked and others:
-        where = f"is registered on {name_ranks(hooked)} and not on {name_ranks(others)}"
+        where = f"is registered on {name_ranks(hooked)} but not on {name_ranks(others)}"
         text = f"a communication hook {where}: call register_comm_hook on all ranks, before the first step"
         raise ConfigError(text, code="mismatch")
     if hooked:
@@ -101,16 +101,17 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
 
 
 class HookCalls:
-    """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any. A
-    hook that fails may not have sent what others wait for, so it is reported in the store, which they check. On NCCL
-    their streams are blocked, and everything queued behind: they must abort the hook's messages to go on."""
+    """Calls the hook for each bucket of a step, and waits for the results; `failure` is this rank's, if any. A hook
+    that fails may not have sent what others wait for, so the failure is reported in the store, which they check. With
+    NCCL, their streams are blocked along with everything queued on them: to continue, they must abort the hook's
+    messages."""
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0
-        self._group = channel.group  # in which hooks send; the control words may have another one later
+        self._group = channel.group  # the group of the hook's messages; the control words may use another one later
         self.failure: Failure | None = None
-        self.is_over = False  # in this step: it has failed, here or on another rank
-        self._is_aborted = False  # the groups of the hook, with its messages
+        self.is_over = False  # the hook failed in this step, here or on another rank
+        self._is_aborted = False  # the hook's groups were aborted
 
     def begin(self) -> None:
         self._step += 1
@@ -120,7 +121,7 @@ class HookCalls:
             self._fail(CollectiveError(text, code="unusable"))
 
     def start(self, bucket: Any) -> Any:
-        """Call the hook. Not after a failure: its next message would be taken for the one it failed to send."""
+        """Call the hook, unless it has failed: peers would take its next message for the one it failed to send."""
         if self.is_over:
             return None
         try:
@@ -133,7 +134,7 @@ class HookCalls:
             self._fail(error)
 
     def finish(self, future: Any, into: torch.Tensor | None) -> None:
-        """Wait for a result and copy it into the bucket. Return without it where this or another rank has failed."""
+        """Wait for a result and copy it into the bucket. Return without a result if any rank has failed."""
         if future is None or self.is_over:
             return
         try:
@@ -152,7 +153,7 @@ class HookCalls:
             self._fail(error)
 
     def read(self, words: torch.Tensor) -> list[float]:
-        """The values of words that were received behind the hook's messages, on the host."""
+        """Copy words, which were received after the hook's messages, to the host."""
         if not self._channel.is_nccl or self._channel.world_size == 1:
             return words.tolist()  # type: ignore[no-any-return]
         (kept, event), checked_s = copy_to_host(words), time.monotonic()

@@ -1,8 +1,8 @@
-"""Two levels: gradients are averaged inside each host, then a codec runs between the hosts.
+"""Hierarchical averaging: gradients are averaged inside each host, then a codec runs between the hosts.
 
-Every gradient has as many equal parts as a host has ranks. A rank gets the average of its part inside its host, its
-codec exchanges that with the ranks of the same number on other hosts, and the host gathers the parts. So all ranks
-encode, and errors belong to parts of parameters, not of buckets.
+Every gradient is split into as many equal parts as a host has ranks. Each rank gets the host's average of its part,
+exchanges it through its codec with the ranks of the same local rank on other hosts, and the host gathers the parts. So
+all ranks encode, and residuals belong to parts of parameters, not of buckets.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from paceline.strategy import Strategy
 from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
 
-# Where the backend has it: the sum of the ranks' rows of this rank's number.
+# A collective that not all backends have: each rank gets the sum over the ranks of its row.
 SCATTER = "reduce-scatter"
-# A rank's messages of one bucket, each in a group of its own: inside, of the codec up to two, and inside again.
+# Messages per bucket, each in its own group: one inside the host, up to two of the codec, and one inside again.
 NUM_STAGES = 4
 
 
 class Inside(str):
-    """The kind of a collective between the ranks of one host."""
+    """The name of a collective between the ranks of one host."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The ranks of each host, in the order of the group, and which of them this rank is. All hosts have as many."""
+    """The ranks of each host in group order, and this rank. All hosts have the same number of ranks."""
 
     strategy: Strategy
     hosts: tuple[tuple[int, ...], ...]
     rank: int
-    scatters: bool  # the ranks of a host have a reduce-scatter that rounds once
+    scatters: bool  # ranks of a host have a reduce-scatter that rounds once
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Of each rank: its host, and its number there."""
+        """The host index and local rank of each rank."""
         found = {rank: (host, at) for host, ranks in enumerate(self.hosts) for at, rank in enumerate(ranks)}
         return [found[rank] for rank in range(len(found))]
 
@@ -56,7 +56,7 @@ class Levels:
         return len(self.hosts) > 1 and self.per_host > 1
 
     def open_groups(self, channel: Channel, owner: object) -> list[tuple[dist.ProcessGroup, int]]:
-        """A group for each stage, and its size. Collective."""
+        """A group and its size for each stage. Collective."""
         register()
         inside = "shm" if self._shares_memory(channel) else channel.backend
         between = "gloo" if channel.device.type == "cpu" else channel.backend
@@ -72,8 +72,8 @@ class Levels:
 
     @classmethod
     def find(cls, strategy: Strategy, channel: Channel) -> Levels | None:
-        """Where the ranks are, for a strategy between hosts. They write it to the store when the model is wrapped, so
-        that later one rank can set up alone."""
+        """Find the rank layout for a strategy between hosts. Ranks write it to the store when the model is wrapped, so
+        that a single rank can set up later."""
         if not strategy.between_hosts:
             return None
         store = dist.PrefixStore("paceline-hosts", get_default_store())
@@ -84,10 +84,10 @@ class Levels:
         text = f"strategy {strategy.text!r}: "
         if len(counts := dict.fromkeys(map(len, hosts))) > 1:
             found = f"hosts have {' and '.join(map(str, counts))} ranks"
-            text += f"{found}, and each rank sends one of equal parts: start as many on each, or leave out +hosts"
+            text += f"{found}, but +hosts needs equally many: start as many on each, or leave out +hosts"
             raise ConfigError(text, code="strategy")
         if len(hosts) == 1 and strategy.dgc:
-            text += "dgc is a momentum of the codec, which does not run on one host: leave out dgc, or +hosts"
+            text += "dgc needs a codec, which does not run on a single host: leave out dgc or +hosts"
             raise ConfigError(text, code="strategy")
         if levels.are_two and channel.world_size < dist.get_world_size():
             text += f"a group of {channel.world_size} of {dist.get_world_size()} ranks cannot be divided by hosts"
@@ -95,7 +95,7 @@ class Levels:
         return levels
 
     def average(self, codec: Codec, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
-        """Leave the average over all ranks in `grads`, the gradients of one bucket."""
+        """Average `grads`, the gradients of one bucket, over all ranks, in place."""
         num = self.per_host
         shapes = [self.strategy.cut(grad.shape, num)[0] for grad in grads]
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -111,13 +111,13 @@ class Levels:
         else:
             received = yield Inside(SWAP), rows
             mine = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
-            for row in received[1:]:  # in the order of ranks, on every backend
+            for row in received[1:]:  # in rank order, on every backend
                 mine = mine + row
             mine = mine.to(rows.dtype)
         parts = [part.view(shape) for part, shape in zip(mine.split(sizes), shapes, strict=True)]
         yield from codec.average(names, parts, step)
         gathered = yield Inside(GATHER), mine
-        codec.check(gathered)  # the other parts may not be finite, and errors are kept on all ranks or on none
+        codec.check(gathered)  # other parts may not be finite, and all ranks must keep residuals or none
         for grad, piece in zip(grads, gathered.split(sizes, 1), strict=True):
             flat = self._flatten(grad)
             for part, value in _match(flat, piece):
@@ -125,18 +125,18 @@ class Levels:
             if flat.data_ptr() != grad.data_ptr():
                 grad.copy_(self._restore(flat, grad.shape))
 
-    def _is_turned(self, shape: Sequence[int]) -> bool:
+    def _is_transposed(self, shape: Sequence[int]) -> bool:
         return self.strategy.cut(shape, self.per_host)[1]
 
     def _flatten(self, value: torch.Tensor) -> torch.Tensor:
-        """As it is cut; the same memory where it can be."""
-        return (value.flatten(1).t() if self._is_turned(value.shape) else value).reshape(-1)
+        """The elements in the order in which they are split; a view if possible."""
+        return (value.flatten(1).t() if self._is_transposed(value.shape) else value).reshape(-1)
 
     def _restore(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        return (flat.view(-1, shape[0]).t() if self._is_turned(shape) else flat).reshape(shape)
+        return (flat.view(-1, shape[0]).t() if self._is_transposed(shape) else flat).reshape(shape)
 
     def cut(self, whole: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """This rank's parts, by what belongs to which parameter."""
+        """This rank's part of each value, which belongs to the parameter named in its key."""
         num, (_, at) = self.per_host, self.places[self.rank]
         found = {}
         for name, value in whole.items():
@@ -150,8 +150,8 @@ class Levels:
     def join(
         self, parts: Sequence[Mapping[str, torch.Tensor]], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """The mean over hosts of what their ranks hold of each parameter; `parts` are in rank order. Where a rank has
-        nothing, it is zero."""
+        """The mean over hosts of what their ranks hold of each parameter. `parts` are in rank order, and missing
+        entries count as zeros."""
         mean = {}
         for name in dict.fromkeys(name for part in parts for name in part):
             shape = shapes.get(name.rpartition(" ")[2])
@@ -168,7 +168,7 @@ class Levels:
 
 
 def _match(flat: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a vector, and the places in rows that they fill."""
+    """Pair parts of a vector with the places in `rows` that they fill."""
     each = rows.size(1)
     full, rest = divmod(flat.numel(), each) if each else (0, 0)
     if full:

@@ -1,7 +1,8 @@
-"""Schedules that send differences of parameters every few steps: local SGD, SlowMo, DiLoCo, and DiLoCo in fragments.
+"""Strategies that average parameter differences every few steps: local SGD, SlowMo, DiLoCo, and streaming DiLoCo.
 
-`Outer` is one replica's part and sends nothing itself: it yields the messages of its codec, so that replicas in one
-process run it, too (`run_together`). `OuterState` runs it between ranks, when the optimizers have stepped.
+`Outer` is the state of one replica. It does not communicate itself but yields the messages of its codec, so that
+replicas in one process can run it, too (`run_together`). `OuterState` runs it between ranks, after the optimizers have
+stepped.
 """
 
 from __future__ import annotations
@@ -26,43 +27,44 @@ from paceline.parallel.replicas import Replica, digest_replica, list_some
 from paceline.parallel.strategies import Exchanges, StrategyState
 from paceline.strategy import Strategy
 
-# How often a rank between two syncs looks whether another rank has failed.
+# How often a rank checks, between two syncs, whether another rank has failed.
 _CHECK_S = 1.0
-# In the state of a strategy: what comes before the name of a parameter.
+# Keys in a strategy's state: all but the last are prefixes of parameter or buffer names.
 _START, _MOMENTUM, _MEAN, _PARAM, _BUFFER, _LRS = "start ", "momentum ", "mean ", "param ", "buffer ", "lrs"
 _COUNTS = ("base", "is_fresh", "has_drifted", "begun", "to_apply", "to_begin")
 
 
 class Outer:
-    """The outer optimizer of one replica. `start` is where all replicas began the round: in float32 where parameters
-    have fewer bits, so that small steps are not lost. A fragment is every F-th parameter.
+    """The outer optimizer of one replica. `start` holds the parameters with which all replicas began the round, in
+    float32 or better, so that small steps are not lost. A fragment is every F-th parameter.
 
-    Around each step of the replica: `begin_round` before it, `count` after it, then `advance`, which is what is due.
-    Where `is_local` is False (post-local, at first) the gradients must be averaged instead.
+    Call `begin_round` before each step of the replica, `count` after it, and then `advance`, which does what is due. If
+    `is_local` is False (in the first steps of post-local SGD), gradients must be averaged instead.
     """
 
     def __init__(self, strategy: Strategy, names: Sequence[str], params: Sequence[torch.Tensor], codec: Codec) -> None:
         self.strategy, self.names, self.params = strategy, list(names), list(params)
-        # One for each fragment: several may be under way, and a codec keeps the errors of one step at a time.
+        # One codec per fragment: several exchanges may be in flight, and a codec tracks one step at a time.
         self.codecs = [codec, *(copy.deepcopy(codec) for _ in range(strategy.fragments - 1))]
-        self.step, self.base = 0, strategy.after  # steps, and those at the last sync of all fragments
+        self.step = 0
+        self.base = strategy.after  # the step of the last full sync
         self.start = [_master(value) for value in self.values]
         self.momentum: dict[str, torch.Tensor] = {}
-        self.is_fresh = True  # `start` is to be read before the next step
+        self.is_fresh = True  # `start` must be read again before the next step
         self.has_drifted = False  # replicas may hold different parameters
-        self.means: dict[int, list[torch.Tensor]] = {}  # of fragments: averaged differences that are not applied yet
-        self.begun: dict[int, int] = {}  # of fragments whose average is under way: the step that applies it
+        self.means: dict[int, list[torch.Tensor]] = {}  # by fragment: averaged differences that are not applied yet
+        self.begun: dict[int, int] = {}  # by fragment whose average is in flight: the step that applies it
         self.to_apply: list[int] = []
         self.to_begin: list[int] = []
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """The parameters, without autograd, as real numbers."""
+        """The parameters as real tensors without autograd."""
         return [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in self.params]
 
     @property
     def errors(self) -> dict[str, torch.Tensor]:
-        """What each parameter has not sent yet."""
+        """What has not been sent yet, by parameter."""
         own = [(codec, self.names[i]) for n, codec in enumerate(self.codecs) for i in self.fragment(n)]
         return {name: codec.errors[name] for codec, name in own if name in codec.errors}
 
@@ -79,7 +81,7 @@ class Outer:
         return range(number, len(self.params), self.strategy.fragments)
 
     def begin_round(self) -> None:
-        """Before the first step after a sync: begin from the parameters as they are, which may have been loaded."""
+        """Before the first step after a sync, start from the current parameters, which may have been loaded."""
         if self.is_fresh and self.is_local:
             self.is_fresh = False
             self.read_start()
@@ -88,11 +90,11 @@ class Outer:
         for start, value in zip(self.start, self.values, strict=True):
             if start.dtype == value.dtype:
                 start.copy_(value)
-            else:  # keep what was lost when it was rounded
+            else:  # keep the bits that rounding lost
                 start.copy_(torch.where(start.to(value.dtype) == value, start, value.to(start.dtype)))
 
     def count(self) -> bool:
-        """One step more: whether something is due after its optimizer step."""
+        """Count one step. Returns whether something is due after its optimizer step."""
         self.step += 1
         if self.step <= self.strategy.after:
             return False
@@ -106,7 +108,7 @@ class Outer:
         return bool(self.to_apply or self.to_begin)
 
     def advance(self, lrs: Sequence[float] = ()) -> Exchange:
-        """Everything that is due, for replicas in one process. `lrs`: the learning rate of each parameter (SlowMo)."""
+        """Do everything that is due, for replicas in one process. `lrs`: learning rate of each parameter (SlowMo)."""
         while self.to_apply:
             self.apply(self.to_apply.pop(0), lrs, self.strategy.mixing)
         while self.to_begin:
@@ -131,12 +133,12 @@ class Outer:
         self.base, self.is_fresh, self.has_drifted = self.step, True, False
 
     def restart(self) -> None:
-        """After an error, which found the ranks at different steps: all count from the last sync again."""
+        """Count from the last sync again, after an error that found the ranks at different steps."""
         self.step, self.has_drifted, self.to_apply, self.to_begin = self.base, True, [], []
         self.begun = dict.fromkeys(self.begun, self.base + self.strategy.delay)
 
     def state(self) -> dict[str, Any]:
-        """`common` is what the last sync left on all replicas, `rank` what this one has of its own. Not copies."""
+        """`common` is what the last sync left on all replicas, and `rank` is this replica's own part. Not copied."""
         if self.is_fresh:
             self.read_start()
         common = {_START + name: start for name, start in zip(self.names, self.start, strict=True)}
@@ -151,12 +153,12 @@ class Outer:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned; `own` is this replica's part."""
+        """Continue from what `state` returned. `own` is this replica's part."""
         kept, shapes = state["common"], {name: start.shape for name, start in zip(self.names, self.start, strict=True)}
         found = {name.removeprefix(_START): tensor.shape for name, tensor in kept.items() if name.startswith(_START)}
         if shapes != found:
             odd = [name for name in {**shapes, **found} if shapes.get(name) != found.get(name)]
-            text = f"the state of strategy {self.strategy.text!r} is of another model: {list_some(odd, ', ')} differ"
+            text = f"the state of strategy {self.strategy.text!r} is for another model: {list_some(odd, ', ')} differ"
             raise ConfigError(text, code="strategy")
         vars(self).update(copy.deepcopy({name: state["outer"][name] for name in _COUNTS}))
         self.step, self.momentum, self.means = state["step"], {}, {}
@@ -170,12 +172,12 @@ class Outer:
                 self.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
 
     def average(self, number: int) -> Exchange:
-        """The average over the replicas of how far each has gone, in `means`. The differences are taken at once: the
-        replica may go on while the exchange is under way."""
+        """Average over the replicas how far each has moved, into `means`. The differences are taken immediately: the
+        replica may continue while the exchange is in flight."""
         is_dense, values, gone = self.strategy.codec == "dense", self.values, []
         for index in self.fragment(number):
             start, value = self.start[index], values[index]
-            # From where this replica really began, which is `start` rounded.
+            # Relative to where this replica really began, which is `start` after rounding.
             begin = start.to(value.dtype)
             gone.append(begin - value if is_dense else begin.to(start.dtype) - value.to(start.dtype))
         return self._exchange(number, gone)
@@ -190,8 +192,8 @@ class Outer:
         return _are_finite(self.means[number])
 
     def apply(self, number: int, lrs: Sequence[float] = (), mixing: float = 0.0) -> None:
-        """The outer step with the averaged differences. A replica that went on meanwhile keeps the share `mixing` of
-        its own parameters. Raises, and changes nothing, where the average is not finite."""
+        """Take the outer step with the averaged differences. A replica that has moved on meanwhile keeps the share
+        `mixing` of its own parameters. Raises, without changing anything, if the average is not finite."""
         if not self.is_finite(number):
             raise CollectiveError("the average of the parameters is not finite", code="not-finite")
         self.begun.pop(number, None)
@@ -200,10 +202,10 @@ class Outer:
         for index, mean in zip(self.fragment(number), gone, strict=True):
             start, name, update = self.start[index], self.names[index], mean.to(self.start[index].dtype)
             lr = 1.0 if strategy.outer != "slowmo" or not b else lrs[index]
-            # With a learning rate of 0 nothing follows about gradients, and momentum stays as it is.
+            # A learning rate of 0 tells nothing about gradients, so momentum stays unchanged.
             if b and lr:
                 before = self.momentum.get(name)
-                # SlowMo's momentum is of gradients: the learning rate may change between rounds.
+                # SlowMo's momentum is in units of gradients, because the learning rate may change between rounds.
                 moving = update / lr if before is None else before.mul_(b).add_(update, alpha=1 / lr)
                 self.momentum[name] = moving
                 update = update.add(moving, alpha=b) if strategy.outer == "diloco" else moving * lr
@@ -224,12 +226,12 @@ def _master(value: torch.Tensor) -> torch.Tensor:
 
 
 class ControlMessage:
-    """In place of the reducer in a step that sends no gradients: the control words alone."""
+    """Stands in for the reducer in a step without gradients: sends only the control words."""
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int, allow_missing: bool) -> None:
         self._replica, self._channel, self._allow_missing = replica, channel, allow_missing
         self._words = torch.zeros(num_words, device=channel.device)
-        self._missing: set[int] = set()  # without a gradient in some step since the last message
+        self._missing: set[int] = set()  # parameters without a gradient in some step since the last message
 
     def note_missing(self) -> None:
         if not self._allow_missing:
@@ -250,16 +252,16 @@ class ControlMessage:
 
 
 def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.Future[Any]:
-    """As a hook, so that an error in making the exchange is reported to all ranks, too. The groups are opened first:
-    a rank that fails must not leave the others waiting for it there."""
+    """Open the groups and start the exchange. Runs as a hook, so that an error in `make` is reported to all ranks. The
+    groups are opened first: a rank that fails must not leave the others waiting there."""
     exchanges.open()
     return exchanges.start(make())
 
 
 class OuterState(StrategyState):
-    """The schedule between ranks. A sync is due when the backward of its step is over (`count`): then the ranks have
-    agreed by control words. It runs when all parameters have been stepped; or, where not (an optimizer skipped, or a
-    parameter has none), at the next forward. Ranks count backwards, so that none can differ."""
+    """Runs the schedule between ranks. A sync becomes due at the end of its step's backward, when ranks agree through
+    control words. It runs once all parameters have been stepped; if that does not happen (a skipped step, or a
+    parameter without optimizer), at the next forward. Ranks count backward passes, whose number is the same on all."""
 
     def __init__(
         self, strategy: Strategy, module: nn.Module, replica: Replica, channel: Channel, num_words: int,
@@ -268,18 +270,18 @@ class OuterState(StrategyState):
         super().__init__(strategy, replica, channel, before)
         self.replica, self._channel, self._module = replica, channel, module
         self.control = ControlMessage(replica, channel, num_words, allow_missing)
-        # Other groups than the control words: after an error, messages of the codec may be left over.
+        # A separate group from the control words, because an error may leave messages of the codec behind.
         self._moving = Channel(channel.group, channel.device)
         self.exchanges = Exchanges(self._moving)
         self._calls = HookCalls((self.exchanges, _start), channel)
         self._futures: dict[int, Any] = {}
         self.is_due = self.defers = self.is_overdue = False
-        self._stepped: set[int] = set()  # parameters whose optimizer has stepped since a sync was due
+        self._stepped: set[int] = set()  # parameters that were stepped since a sync became due
         self._lrs: dict[int, float] = {}
         self._num_controls, self._looked_s = 0, time.monotonic()
-        self._compared: int | None = None  # the step at which the ranks compared what the last sync left
+        self._compared: int | None = None  # the step of the last comparison between ranks
         self._compares = False
-        self.unusable = ""  # the failure after which the ranks cannot match their messages any more
+        self.unusable = ""  # why the ranks are out of sync for good, if they are
         self.outer = Outer(strategy, list(self._names.values()), replica.params, self.codec)
         if isinstance(before, OuterState):
             self._follow_outer(before)
@@ -293,7 +295,7 @@ class OuterState(StrategyState):
         self._handle = register_optimizer_step_post_hook(stepped)
 
     def _follow_outer(self, before: OuterState) -> None:
-        """Continue where the state before the model was read again was."""
+        """Continue from the state before the model was read again."""
         old, new = before.outer, self.outer
         self.is_due, self.defers, self._lrs = before.is_due, before.defers, dict(before._lrs)
         if [(name, start.shape) for name, start in zip(old.names, old.start, strict=True)] == [
@@ -315,7 +317,7 @@ class OuterState(StrategyState):
 
     @property
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Those that differ between ranks until a sync, such as running statistics."""
+        """Buffers that differ between ranks until a sync, such as running statistics."""
         return [(name, b) for name, b in self._module.named_buffers() if name in self.replica.buffers]
 
     @property
@@ -329,10 +331,10 @@ class OuterState(StrategyState):
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        """Errors are differences of parameters, which no learning rate changes."""
+        """Overrides the rescaling: residuals are parameter differences, which do not scale with learning rates."""
 
     def open_groups(self) -> None:
-        """Groups that nobody else uses: a sync may come before or after the user's own messages. Collective."""
+        """Open groups that nobody else uses: a sync may run before or after the user's own messages. Collective."""
         if self._channel.world_size > 1:
             self._channel.use_own_group()
             self._moving.use_own_group()
@@ -341,11 +343,11 @@ class OuterState(StrategyState):
 
     @property
     def position(self) -> int:
-        """Steps since the last sync of everything."""
+        """Steps since the last full sync."""
         return self.outer.step - self.outer.base
 
     def digest(self, every: int) -> int:
-        """Of what the last sync left, which all ranks must hold alike; 0 where it is not the time to compare."""
+        """A digest of what the last sync left, which must be equal on all ranks; 0 if no comparison is due."""
         self._compares = bool(every) and (self._compared is None or self.outer.step - self._compared >= every)
         return digest_replica(self.as_replica()) if self._compares else 0
 
@@ -353,12 +355,12 @@ class OuterState(StrategyState):
         return replace(self.replica, params=tuple(self.outer.start))  # type: ignore[arg-type]
 
     def report_failure(self) -> None:
-        """This rank has failed: ranks between two syncs look for it, and come to the control words at once."""
+        """Signal a failure to ranks between two syncs, which then exchange control words immediately."""
         if self._channel.has_own_group:
             self._channel.report_failure(f"control {self._num_controls}")
 
-    def must_meet(self) -> bool:
-        """A backward is over: whether the ranks exchange control words now."""
+    def must_exchange_control(self) -> bool:
+        """Count a finished backward. Returns whether the ranks exchange control words now."""
         self.control.note_missing()
         is_due = self.outer.count()
         self.step = self.outer.step
@@ -371,10 +373,12 @@ class OuterState(StrategyState):
         return self._channel.has_failure(f"control {self._num_controls}")
 
     def agree(self, skips: bool) -> None:
-        """The ranks have met. `skips`: on some rank the optimizer may skip this step, so all wait for the forward."""
+        """Called after control words were exchanged. `skips`: some rank's optimizer may skip this step, so all wait."""
         self._num_controls += 1
         self._compared = self.outer.step if self._compares else self._compared
-        self.is_due, self.defers, self._stepped = bool(self.outer.to_apply or self.outer.to_begin), skips, set()
+        self.is_due = bool(self.outer.to_apply or self.outer.to_begin)
+        self.defers = skips
+        self._stepped = set()
 
     def restart(self) -> None:
         self._num_controls += 1
@@ -394,7 +398,7 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def run(self) -> None:
-        """What is due now. Collective."""
+        """Do what is due now. Collective."""
         if not self.is_due:
             return
         outer, self.is_due, self.is_overdue = self.outer, False, False
@@ -409,7 +413,7 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def complete(self) -> None:
-        """End the round now: all ranks hold the same parameters afterwards. Collective."""
+        """End the round now, so that all ranks hold the same parameters. Collective."""
         outer = self.outer
         self._finish(list(outer.begun), self.strategy.mixing)
         every = list(range(self.strategy.fragments))
@@ -422,7 +426,7 @@ class OuterState(StrategyState):
             return
         for number in numbers:
             self._futures[number] = self._calls.start(functools.partial(self.outer.average, number))
-        if not self.exchanges.can_interleave:  # nothing else may be sent until it is over
+        if not self.exchanges.can_interleave:  # nothing else may be sent until it has finished
             self.wait()
 
     def wait(self) -> None:
@@ -430,7 +434,8 @@ class OuterState(StrategyState):
             self._calls.finish(self._futures.popitem()[1], None)
 
     def _finish(self, numbers: Sequence[int], mixing: float = 0.0) -> None:
-        """Wait for the averages, and apply them if no rank has failed. One message tells, and has SlowMo's rates."""
+        """Wait for the averages, and apply them if no rank has failed. One message shares failures and SlowMo's
+        learning rates."""
         if not numbers:
             return
         for number in numbers:
@@ -450,7 +455,7 @@ class OuterState(StrategyState):
             self.unusable = f"the parameters cannot be averaged: {'; '.join(failed)}"
             raise CollectiveError(self.unusable, code="hook-failed")
         if size and not any(rest[size:]):
-            text = "slowmo needs the learning rate, and no torch.optim.Optimizer has stepped this model's parameters"
+            text = "slowmo needs the learning rate, but no torch.optim.Optimizer has stepped this model's parameters"
             raise ConfigError(f"{text}: use localsgd or diloco", code="strategy")
         lrs = [lr / max(1.0, known) for lr, known in zip(rest[:size], rest[size:], strict=True)]
         if not all(map(self.outer.is_finite, numbers)):
@@ -471,7 +476,7 @@ class OuterState(StrategyState):
         raise CollectiveError(text, code="not-finite")
 
     def state(self) -> dict[str, Any]:
-        """The common part has what the last sync left; this rank's part its own model, between two syncs."""
+        """The common part is what the last sync left. Between two syncs, this rank's part includes its model."""
         self.wait()
         with self.exchanges.side.borrowed():
             found = self.outer.state()
@@ -487,7 +492,8 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
-        """Of another number of ranks, this rank gets the mean of their parameters: the next sync averages the same."""
+        """If the number of ranks has changed, this rank gets the mean of the parameters, so the next sync's average is
+        the same."""
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
         with self.exchanges.side.borrowed():

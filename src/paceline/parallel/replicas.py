@@ -1,6 +1,6 @@
-"""What the ranks hold in common: parameters, their values and the wrapper's options; and changes after wrapping.
+"""What ranks must have in common: parameters, their values, and the wrapper's options. Detects later changes, too.
 
-A difference is raised on every rank with the same text: all of them compare the same gathered facts.
+Every rank raises the same error for a mismatch, because all of them compare the same gathered data.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from paceline.runtime.world import current_world
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, name_ranks
 
-# The reducers, and for all but the default the cap of their buckets in bytes and what follows from it.
+# The reducers. All except the default have a fixed bucket cap in bytes, and a rule that describes the buckets.
 _PER_DTYPE, _PER_GRADIENT = (sys.maxsize, "one bucket per dtype"), (1, "one bucket per gradient")
 REDUCERS = {"bucketed": None, "overlap": _PER_GRADIENT, "flat": _PER_DTYPE, "per_parameter": _PER_GRADIENT}
-# On gloo a message needs about this size per rank to be as fast per byte as a larger one.
+# On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
-# No bucket is much larger than this share of the model, so that a small model overlaps with backward, too. About four
-# messages: with more, their latency costs what the overlap gains.
+# Buckets are limited to about this share of the model, so that small models overlap with backward, too. This gives
+# about four messages; with more, their latency would cost what the overlap gains.
 _SHARE = 2 / 7
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,20 +42,20 @@ MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
 
 
 class NothingToTrainError(ConfigError, RuntimeError):
-    """No parameter of the module needs a gradient. torch raises RuntimeError here, so this is one, too."""
+    """No parameter of the module needs a gradient. Also a RuntimeError, which is what torch raises."""
 
     code = "nothing-to-train"
 
 
 def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str:
-    """The first items, and how many more there are."""
+    """The first items, and the number of remaining ones."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options that all ranks must share. `check_every` and `statistics_every` count synchronised steps."""
+    """Options that must be the same on all ranks. `check_every` and `statistics_every` count synchronised steps."""
 
     reducer: str = "bucketed"
     init: str = "broadcast"
@@ -78,8 +78,8 @@ class Options:
                 raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(values)}")
         if self.strategy.outer and (self.average != "ranks" or self.manual):
             what = "manual=True" if self.manual else f"average={self.average!r}"
-            text = f"strategy={self.strategy.text!r} averages parameters after equal numbers of steps, and {what}"
-            raise ConfigError(f"{text} is about gradients: leave it out", code="strategy")
+            text = f"strategy={self.strategy.text!r} averages parameters after equal numbers of steps, but {what}"
+            raise ConfigError(f"{text} concerns gradients: leave it out", code="strategy")
         given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
@@ -105,7 +105,7 @@ class Options:
     def make_planner(
         self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool, needs_whole: bool = False
     ) -> MakePlan:
-        """The function that makes a plan from the ready order of these gradients, and the parts that are rows."""
+        """A function that plans buckets from the ready order of these gradients and the tables sent as rows."""
         if self.plan is not None:
             plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order, rows: plan
@@ -121,7 +121,7 @@ class Options:
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
-            # Small buckets are sent early, where cores are free to carry them. Elsewhere they only cost.
+            # Small buckets are sent early, if there are spare cores to carry them. Otherwise they only add latency.
             largest = min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)
             caps = [TORCH_FIRST_CAP_BYTES, min(share, largest)]
         else:
@@ -130,18 +130,19 @@ class Options:
 
 
 def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> Plan:
-    """The given plan, if it is one for this model, and gives each gradient to one bucket where that is needed."""
+    """The given plan, after checking that it fits this model and, if needed, does not split gradients."""
     if needs_whole and plan.is_split:
-        text = "the plan splits a gradient over buckets, and a codec or a communication hook needs whole ones"
+        text = "the plan splits a gradient over buckets, but a codec or communication hook needs whole gradients"
         raise ConfigError(f"{text}: use another plan", code="plan")
     if len(plan.gradients) != len(gradients):
-        text = f"the plan is for {len(plan.gradients)} gradients, and the model has {len(gradients)}"
+        text = f"the plan is for {len(plan.gradients)} gradients, but the model has {len(gradients)}"
         raise ConfigError(text, code="plan")
     for index, pair in enumerate(zip(plan.gradients, gradients, strict=True)):
         there, here = (f"{g.num_bytes} bytes {g.dtype}" for g in pair)
         if there != here:
             names = " and ".join(dict.fromkeys(g.name for g in pair))
-            text = f"the plan is for another model: gradient {index} ({names}) has {there} there, and {here} here"
+            differ = f"gradient {index} ({names}) has {there} in the plan and {here} in the model"
+            text = f"the plan is for another model: {differ}"
             raise ConfigError(text, code="plan")
     return replace(plan, gradients=tuple(gradients))
 
@@ -151,7 +152,7 @@ _computing: list[int] = []
 
 @contextlib.contextmanager
 def only_computing(num_ranks: int) -> Iterator[None]:
-    """Wrappers that are built inside count `num_ranks` ranks on this host: the others wait and use no core."""
+    """Wrappers built in this context assume `num_ranks` ranks on this host, because the others wait and use no core."""
     _computing.append(num_ranks)
     try:
         yield
@@ -160,7 +161,7 @@ def only_computing(num_ranks: int) -> Iterator[None]:
 
 
 def _has_spare_cores(world_size: int) -> bool:
-    """Whether this host has a core for each local rank in addition to those that compute."""
+    """Whether this host has one core per local rank besides those that compute."""
     world = current_world()
     local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)
@@ -168,8 +169,8 @@ def _has_spare_cores(world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """What is kept equal on all ranks. A tied parameter is one entry with several names, the first name first.
-    `layouts` are the trained parameters as they were when the model was wrapped."""
+    """The tensors that are kept equal on all ranks. A tied parameter is one entry with several names, the first name
+    first. `layouts` describe the trained parameters at the time of wrapping."""
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
@@ -182,32 +183,32 @@ class Replica:
         return " = ".join(self.names[index])
 
     def zeros(self, index: int) -> torch.Tensor:
-        """A gradient of zeros, as it was when the model was wrapped, even if the parameter has changed since."""
+        """A gradient of zeros with the layout at the time of wrapping, even if the parameter has changed since."""
         shape, dtype, device = self.layouts[index]
         if self.params[index].shape == shape:
             return torch.zeros_like(self.params[index], dtype=dtype, device=device, requires_grad=False)
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def check(self, index: int, grad: torch.Tensor) -> None:
-        """Refuse a gradient that is sparse, or that has another shape, dtype or device than the ranks agreed on."""
+        """Reject a gradient that is sparse, or whose shape, dtype or device differs from what the ranks agreed on."""
         was = self.layouts[index]
         if grad.layout != torch.strided:
             text = "is sparse: build its layer with sparse=False, or put the parameter in `ignore`"
             raise ConfigError(f"the gradient of {self.name(index)} {text}", code="sparse-gradient")
         if (grad.shape, grad.dtype, grad.device) != was:
             before, now = (f"{tuple(a)} {_name(b)} on {c}" for a, b, c in (was, (grad.shape, grad.dtype, grad.device)))
-            text = f"is {now}, and was {before} when the model was wrapped: call rebuild() on all ranks"
+            text = f"is {now}, but was {before} when the model was wrapped: call rebuild() on all ranks"
             raise ConfigError(f"the gradient of {self.name(index)} {text}", code="model-changed")
 
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
-        """The error for gradients that changed after they had been sent, which cannot be repaired."""
+        """The error for gradients that changed after they had been sent, which is too late to fix."""
         names = list_some([self.name(index) for index in late], ", ")
-        why = "the graph differs from the steps before; reducer='flat' always waits for the end of backward"
+        why = "the graph differs from earlier steps; reducer='flat' always waits for the end of backward"
         text = f"the gradient of {names} changed after it had been sent: {why}"
         return CollectiveError(text, code="late-gradient")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them: trained, frozen, buffers."""
+        """All tensors: trained, frozen, buffers."""
         trained = {names[0]: param for names, param in zip(self.names, self.params, strict=True)}
         return {**trained, **self.frozen, **self.buffers}
 
@@ -217,13 +218,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
-    """The replica that a module is; `ignored` are full names of parameters and buffers that are not synchronised."""
+    """Read a module's replica. `ignored` are full names of parameters and buffers that are not synchronised."""
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet (a lazy module): run one batch through it before wrapping")
         if hasattr(param, "placements"):
-            raise ConfigError(f"{name} is a DTensor, which is not supported: use torch's wrapper for such a model")
+            raise ConfigError(f"{name} is a DTensor, which is not supported: use torch's wrapper for this model")
         if hasattr(param, "_in_backward_optimizers"):
             text = "is updated in backward, before its gradient is averaged: use an optimizer that steps after backward"
             raise ConfigError(f"{name} {text}")
@@ -245,7 +246,7 @@ def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
 
 
 def check_same_model(replica: Replica, options: Options, channel: Channel) -> None:
-    """Raise on every rank unless all hold the same parameters in the same order, and the same options. Collective."""
+    """Raise on every rank unless all have the same parameters in the same order and the same options. Collective."""
     lines = []
     for name, tensor in replica.tensors().items():
         kind = "buffer" if name in replica.buffers else "trained" if tensor.requires_grad else "frozen"
@@ -273,11 +274,11 @@ def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]
         if here != there:
             return f"{name} is {here} on rank 0 and {there} on rank {rank}"
     here, there = next((a, b) for (a, _), (b, _) in zip(ours, theirs, strict=True) if a != b)
-    return f"the same tensors in another order: {here} on rank 0 is {there} on rank {rank}"
+    return f"the same tensors in a different order: {here} on rank 0, {there} on rank {rank}"
 
 
 def verify_values(replica: Replica, channel: Channel) -> None:
-    """Raise on every rank, naming parameter and rank, if the values differ between the ranks. Collective."""
+    """Raise on every rank, naming parameters and ranks, if values differ between ranks. Collective."""
     mine = []
     for tensor in replica.tensors().values():
         values = tensor.detach().contiguous().cpu().reshape(-1)
@@ -288,7 +289,7 @@ def verify_values(replica: Replica, channel: Channel) -> None:
 
 
 def _compare(replica: Replica, table: Sequence[Sequence[Any]]) -> str:
-    """Which tensors differ from rank 0's, and on which ranks, as text. A row may end before the buffers."""
+    """Text that says which tensors differ from rank 0's, and on which ranks. A row may leave out the buffers."""
     found = []
     for index, name in enumerate(list(replica.tensors())[: len(table[0])]):
         if ranks := [rank for rank, row in enumerate(table) if row[index] != table[0][index]]:
@@ -297,7 +298,7 @@ def _compare(replica: Replica, table: Sequence[Sequence[Any]]) -> str:
 
 
 def _digests(replica: Replica) -> list[int]:
-    """For each parameter the sum of the bits of its elements: integers, so the order of adding does not matter."""
+    """For each parameter, the sum of its elements' bits as integers, which does not depend on summation order."""
     digests = []
     for tensor in (*replica.params, *replica.frozen.values()):
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
@@ -306,13 +307,13 @@ def _digests(replica: Replica) -> list[int]:
 
 
 def digest_replica(replica: Replica) -> int:
-    """48 bits that differ where parameters differ. One pass over the parameters."""
+    """A 48-bit hash of the parameters, computed in one pass over them."""
     text = ",".join(map(str, _digests(replica))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little") | 1
 
 
 def build_drift_error(replica: Replica, channel: Channel, step: int) -> CollectiveError:
-    """The error that names the parameters and ranks. Collective: every rank must call this."""
+    """The error that names the drifted parameters and ranks. Collective: every rank must call this."""
     found = _compare(replica, channel.share(_digests(replica)))
     text = f"the replicas have drifted apart by step {step}: {found}; something changed parameters on some ranks only"
     return CollectiveError(text, code="drift")
@@ -323,7 +324,7 @@ _is_trained = operator.attrgetter("requires_grad")
 
 @functools.cache
 def _count_registrations() -> list[int]:
-    """How many parameters and modules were registered in any module since the first call."""
+    """How many parameters and modules have been registered, in any module, since the first call."""
     count = [0]
 
     def add_one(*_: object) -> None:
@@ -335,8 +336,8 @@ def _count_registrations() -> list[int]:
 
 
 class StructureWatch:
-    """Notices parameters that are added to, or set to be trained in, a module after it was wrapped. Only a changed
-    count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long."""
+    """Detects parameters that are added or unfrozen after a module was wrapped. Only a change in the number of
+    registrations, or in `requires_grad`, triggers a slow full model scan."""
 
     def __init__(self, replica: Replica, ignored: Collection[str]) -> None:
         self._replica, self._ignored, self._frozen = replica, ignored, list(replica.frozen.values())
@@ -344,13 +345,13 @@ class StructureWatch:
         self._seen = self._count[0]
 
     def find_change(self, module: nn.Module) -> str:
-        """The change, as text, because of which gradients would not be synchronised; empty for none."""
+        """Text that describes a change after which some gradients would not be synchronised; empty for none."""
         if self._seen == self._count[0] and not any(map(_is_trained, self._frozen)):
             return ""
         self._seen = self._count[0]
         found, known = read_replica(module, self._ignored), set(map(id, self._replica.params))
         new = [names[0] for names, param in zip(found.names, found.params, strict=True) if id(param) not in known]
         if new:
-            self._seen = -1  # check again in every forward, until `rebuild`
+            self._seen = -1  # scan again in every forward, until `rebuild`
         was_frozen = "was frozen and is now trained"
         return list_some([f"{name} {was_frozen if name in self._replica.frozen else 'is new'}" for name in new], ", ")

@@ -1,10 +1,11 @@
-"""Gradients of embeddings as rows: those of the batch's tokens, which are all that a lookup's gradient has.
+"""Embedding gradients sent as rows: a lookup's gradient is zero except in the rows of the batch's tokens.
 
-It is ready last. An output head that shares the weight makes a dense gradient, which is ready early.
+These gradients are ready last. An output head that shares the weight adds a dense gradient, which is ready early.
 
-Inside the wrapper's forward an embedding looks up an alias of its weight: another leaf of autograd, with the same
-memory. So autograd delivers two gradients: that of every other use of the weight at the weight, as always, and that of
-the lookup here, as rows. They follow the last bucket, when all ranks know by the control words how many there are.
+Inside the wrapper's forward an embedding looks up an alias of its weight: a separate autograd leaf with the same
+memory. Autograd therefore delivers two gradients: that of all other uses of the weight arrives at the weight, as usual,
+and that of the lookups arrives here, as rows. Rows are sent after the last bucket, whose control words tell all ranks
+how many there are.
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ from paceline.units import format_bytes
 
 # A table below this size is not worth a message.
 _LEAST_BYTES = 256 << 10
-# After this many steps in which rows were not fewer bytes the table is sent dense from then on.
+# Once rows have failed to save bytes in this many consecutive steps, the table is sent dense for good.
 _PATIENCE = 3
-# Instead of a number of rows: this rank has a gradient that is not known as rows.
+# Reported in place of a row count: this rank's gradient may be dense.
 DENSE = 2**32 - 1
 _ALIGN_BYTES = 16
-_LATE = "the bucket of its other part is complete last, too; smaller buckets send that part early"
+_LATE = "the bucket with its dense part is also complete last; smaller buckets would send that part early"
 
 
 class Table:
-    """The weight of one or more embeddings. `is_sparse`: the user wants sparse gradients."""
+    """The weight of one or more embeddings. `is_sparse`: the user asked for sparse gradients."""
 
     def __init__(self, index: int, param: torch.Tensor, is_sparse: bool) -> None:
         self.index, self.param, self.is_sparse = index, param, is_sparse
         self.modules: list[nn.Module] = []
-        self.is_on, self.is_plain = True, True  # its lookups are seen, and its layers do no more than look up
-        self.has_other = False  # other uses of the weight add to its gradient
-        self.why = ""  # it is sent dense
-        self.sent: Rows | None = None  # as in the plan
+        self.is_on = True  # lookups are intercepted
+        self.is_plain = True  # its layers only look up rows
+        self.has_other = False  # other uses of the weight contribute to its gradient
+        self.why = ""  # why it is sent dense
+        self.sent: Rows | None = None  # the plan's entry, if it is sent as rows
         self.pending: list[torch.Tensor] = []  # sparse gradients of this backward
         self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # this rank's distinct rows and their sums
-        self.num_sent = 0  # by all ranks, in the last step
+        self.num_sent = 0  # rows sent by all ranks in the last step
         self._folded: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None  # `.grad`, its version, its rows
-        self._dense: torch.Tensor | None = None  # the averaged gradient, where there is no other part
-        self._written: tuple[int, list[torch.Tensor]] | None = None  # its version, and the rows that are not zero
+        self._dense: torch.Tensor | None = None  # the averaged gradient, if it consists of rows only
+        self._written: tuple[int, list[torch.Tensor]] | None = None  # the version of `_dense`, and its nonzero rows
         self.misfits = 0
 
     @property
@@ -69,7 +71,7 @@ class Table:
         return add_up(rows, values)
 
     def fold(self) -> None:
-        """Add what is pending to `.grad`, as autograd would have."""
+        """Add the pending gradients to `.grad`, as autograd would have done."""
         pending, self.pending = self.pending, []
         for one in pending:
             self._add(one)
@@ -88,17 +90,17 @@ class Table:
         self._folded = None if known is None else (grad, grad._version, [*known, rows])
 
     def count(self) -> int:
-        """The distinct rows that are pending."""
+        """The number of distinct pending rows."""
         return len(torch.unique(torch.cat([one._indices()[0] for one in self.pending]))) if self.pending else 0
 
     @property
     def _known(self) -> list[torch.Tensor] | None:
-        """The rows of `.grad` that are not zero, where nobody else has changed it."""
+        """The nonzero rows of `.grad`, if nothing else has modified it."""
         grad, version, rows = self._folded or (None, 0, [])
         return rows if grad is not None and grad is self.param.grad and grad._version == version else None
 
     def take(self, factor: float) -> int:
-        """This rank's part, multiplied: how many rows, or DENSE."""
+        """Take this rank's rows, scaled by `factor`. Returns their number, or DENSE."""
         assert self.sent is not None
         grad = self.param.grad
         if not self.sent.is_all or grad is None:
@@ -119,7 +121,7 @@ class Table:
         return 0 if found is None else len(found[0])
 
     def collect_dense(self, factor: float) -> torch.Tensor:
-        """All of it as one dense gradient, multiplied."""
+        """All of it as one dense gradient, scaled by `factor`."""
         assert self.sent is not None
         out, self._written = self._memory(), None
         if self.mine is None and self.sent.is_all and self.param.grad is not None:
@@ -176,18 +178,18 @@ class Table:
 
 
 class Lookups:
-    """The tables of a model, in the order of its modules. While attached, it sees their lookups; `arrive(index, rows)`
-    is called for the gradient of each. `why_dense` and `why_near`, unless empty, say why none is split, or none but
-    those with sparse gradients."""
+    """The embedding tables of a model, in module order. While attached, it intercepts lookups and calls
+    `arrive(index, rows)` for each gradient. A non-empty `why_dense` says why no table is split; a non-empty
+    `why_not_worth` says why only tables with sparse gradients are."""
 
     def __init__(
-        self, module: nn.Module, params: Sequence[torch.Tensor], why_dense: str = "", why_near: str = ""
+        self, module: nn.Module, params: Sequence[torch.Tensor], why_dense: str = "", why_not_worth: str = ""
     ) -> None:
         self.is_open = True
-        self.task: int | None = None  # autograd's number of the backward at whose end gradients are collected
+        self.task: int | None = None  # autograd's ID of the backward whose gradients are collected at its end
         self.tables: list[Table] = []
-        self.whole: list[tuple[torch.Tensor, str]] = []  # weights of embeddings that are not split, and why
-        self._live: collections.deque[torch.Tensor] = collections.deque(maxlen=64)  # aliases whose gradients may come
+        self.whole: list[tuple[torch.Tensor, str]] = []  # embedding weights that are not split, with the reason
+        self._live: collections.deque[torch.Tensor] = collections.deque(maxlen=64)  # aliases that may get gradients
         self._handles: list[Any] = []
         known: dict[torch.Tensor, Table] = {}
         places = {param: index for index, param in enumerate(params)}
@@ -195,7 +197,7 @@ class Lookups:
             weight = part._parameters.get("weight") if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
             if weight is None or weight not in places or weight.nbytes < (0 if part.sparse else _LEAST_BYTES):
                 continue
-            if why := why_dense or _why_whole(part) or ("" if part.sparse else why_near):
+            if why := why_dense or _why_whole(part) or ("" if part.sparse else why_not_worth):
                 self.whole.append((weight, why))
                 continue
             if weight not in known:
@@ -207,9 +209,9 @@ class Lookups:
         self._on_arrival = arrive
         for table in self.tables:
             for part in table.modules:
-                seam = _Seam(self, table)
-                self._handles.append(part.register_forward_pre_hook(seam.before))
-                self._handles.append(part.register_forward_hook(seam.after, always_call=True))
+                hooks = _LookupHooks(self, table)
+                self._handles.append(part.register_forward_pre_hook(hooks.before))
+                self._handles.append(part.register_forward_hook(hooks.after, always_call=True))
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -218,7 +220,7 @@ class Lookups:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Lookups inside are seen."""
+        """Intercept lookups in this context."""
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -232,7 +234,7 @@ class Lookups:
     def _arrive(self, table: Table, alias: torch.Tensor) -> None:
         grad, alias.grad = alias.grad, None
         with torch.no_grad():
-            if grad is not None and grad.layout == torch.strided:  # the layer does more with its weight than look it up
+            if grad is not None and grad.layout == torch.strided:  # the layer uses its weight for more than lookups
                 table.param.grad = grad if table.param.grad is None else table.param.grad + grad
                 table.is_plain = table.is_on = False
                 return
@@ -244,11 +246,11 @@ class Lookups:
                 self._on_arrival(table.index, grad._indices()[0])
 
     def will_arrive(self) -> bool:
-        """Whether this backward leaves the gradient of a lookup."""
+        """Whether this backward produces the gradient of a lookup."""
         return any(will_execute(get_gradient_edge(alias).node) for alias in self._live)
 
     def refuse_grad(self) -> None:
-        """Raise where `torch.autograd.grad` asks for the gradient of a table: it would lack that of the lookups."""
+        """Raise if `torch.autograd.grad` requests the gradient of a table: it would lack the lookups' share."""
         for table in self.tables if self._live else ():
             if not table.param.requires_grad:
                 continue
@@ -260,43 +262,44 @@ class Lookups:
                 raise ConfigError(text, code="autograd-grad") from None
 
 
-class RowParts(Lookups):
-    """The tables of a wrapped model, and the exchange of their rows. All ranks have the same, in the same order."""
+class EmbeddingRows(Lookups):
+    """The tables of a wrapped model, and the exchange of their rows. Ranks have the same tables in the same order."""
 
     def __init__(
         self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str, is_asked: bool = False
     ) -> None:
-        why_near = "ranks share memory" if channel.shares_memory and not is_asked else ""
-        why_near = why_near if channel.world_size > 1 else "one rank"
-        super().__init__(module, replica.params, why_dense, why_near)
+        why_not_worth = "ranks share memory" if channel.shares_memory and not is_asked else ""
+        why_not_worth = why_not_worth if channel.world_size > 1 else "one rank"
+        super().__init__(module, replica.params, why_dense, why_not_worth)
         self.replica, self.channel, self.is_open = replica, channel, False
         self.counts: list[int] = []
-        self._factor, self._seen = 1.0, list[Sequence[int]]()  # of all ranks: how many rows each table had last
+        self._factor = 1.0
+        self._seen: list[Sequence[int]] = []  # last row counts, by rank and table
         self.attach()
 
     def begin(self) -> None:
-        """A synchronised backward starts."""
+        """Prepare for a synchronised backward."""
         for table in self.tables:
             table.pending.clear()
             table.mine = None
 
     def fold(self) -> None:
-        """A backward that is not synchronised is over."""
+        """End a backward that is not synchronised."""
         with torch.no_grad():
             for table in self.tables:
                 table.fold()
 
     def find_arrived(self) -> set[int]:
-        """The parameters to which lookups in this backward gave a gradient."""
+        """The parameters that got a gradient from lookups in this backward."""
         return {table.index for table in self.tables if table.pending}
 
     @property
     def is_used(self) -> bool:
-        """Whether rows are sent."""
+        """Whether any table is sent as rows."""
         return any(table.sent is not None for table in self.tables)
 
     def use(self, plan: Plan, is_final: bool) -> None:
-        """Send what the plan has as rows. Without a final plan the lookups of all tables are counted."""
+        """Send rows as planned. Until the plan is final, count the lookups of all tables."""
         sent = {part.gradient: part for part in plan.rows}
         for table in self.tables:
             table.sent = sent.get(table.index)
@@ -306,12 +309,12 @@ class RowParts(Lookups):
                 family = plan.gradients[table.index].family
                 alike = [held for held in plan.partition if plan.gradients[held[0]].family == family]
                 is_late = table.has_other and table.index in alike[-1]
-                table.why = _LATE if is_late else "the given plan has none of its rows"
+                table.why = _LATE if is_late else "the given plan does not send its rows"
 
     @torch.no_grad()
     def collect(self, factor: float, take_part: bool) -> None:
-        """What this rank has of each table, in `counts`: the number of its rows, or DENSE. What is not sent as rows
-        goes to `.grad`."""
+        """Store this rank's row count per table, or DENSE, in `counts`. Gradients that are not sent as rows go to
+        `.grad`."""
         self._factor, self.counts = factor, [0] * len(self.tables)
         for number, table in enumerate(self.tables):
             if not take_part:
@@ -322,7 +325,7 @@ class RowParts(Lookups):
 
     @torch.no_grad()
     def exchange(self, counts: Sequence[Sequence[int]], take_part: bool) -> None:
-        """Send the rows of this step, or dense gradients where these are fewer bytes. `counts` is by rank and table.
+        """Send the rows of this step, or dense gradients where those take fewer bytes. `counts` is by rank and table.
         Collective."""
         self._seen = list(counts)
         started: list[tuple[Table, Any, Any, list[int]]] = []
@@ -357,12 +360,12 @@ class RowParts(Lookups):
         return compare_rows(most, table.row_bytes, table.param.nbytes, self.channel.world_size)
 
     def choose_first(self) -> list[Rows]:
-        """The parts that must be rows from the first step on: where sparse gradients are wanted."""
+        """Tables that must be sent as rows from the first step on: those with sparse gradients."""
         sparse = [table for table in self.tables if table.is_sparse and table.is_plain]
         return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
 
     def choose(self, dense: set[int], num_params: int) -> list[Rows]:
-        """The parts that are worth sending as rows, by what the step counted. `dense` parameters have another part."""
+        """Tables worth sending as rows, by the counts of the last step. `dense` parameters also get dense gradients."""
         found = []
         for number, table in enumerate(self.tables):
             most, is_all = max(one[number] for one in self._seen), table.index not in dense
@@ -372,7 +375,7 @@ class RowParts(Lookups):
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:
                 other = "sparse=True, and the weight has other uses"
-                table.why = table.why or (other if table.is_sparse and most else "no lookup of it was seen")
+                table.why = table.why or (other if table.is_sparse and most else "none of its lookups was seen")
             elif not are_rows_worth(share, is_all):
                 table.why = f"up to {most} rows of {len(table.param)} on each rank"
             else:
@@ -383,8 +386,8 @@ class RowParts(Lookups):
         return found
 
     def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:
-        """The ready order, if these are the parts that are sent as rows: the other tables are ready with their lookups,
-        which were not recorded, and so last."""
+        """The ready order when `rows` are sent separately. The other tables are ready with their lookups, which were
+        not recorded, and therefore last."""
         kept = {part.gradient for part in rows}
         late = {
             table.index
@@ -394,15 +397,16 @@ class RowParts(Lookups):
         return sorted(ready_order, key=late.__contains__)
 
     def limit(self, plan: Plan) -> Plan:
-        """The plan, with what cannot be sent as rows in its buckets."""
+        """The plan with tables that cannot be sent as rows moved back into buckets."""
         usable = {table.index for table in self.tables if table.is_plain}
         return plan.without_rows({part.gradient for part in plan.rows} - usable)
 
     def drop_misfits(self) -> bool:
-        """Whether there are tables whose rows have not been worth it for some steps. They are whole from now on."""
+        """Stop splitting tables whose rows have not paid off for several steps. Returns whether there are any."""
         misfits = [table for table in self.tables if table.misfits >= _PATIENCE]
         for table in misfits:
-            table.is_plain, table.misfits, table.why = False, 0, "in several steps it was not rows alone, or too many"
+            table.why = "for several steps its gradient was dense or had too many rows"
+            table.is_plain, table.misfits = False, 0
         return bool(misfits)
 
     def multiply(self, factor: float) -> None:
@@ -410,7 +414,7 @@ class RowParts(Lookups):
             table.multiply(factor)
 
     def describe(self) -> list[str]:
-        """How each table travels, for a person."""
+        """How each table is sent, as text for the user."""
         params = self.replica.params
         places: dict[torch.Tensor, int] = {param: index for index, param in enumerate(params)}
 
@@ -425,21 +429,21 @@ class RowParts(Lookups):
                 lines.append(f"embedding {size} is sent whole{why}")
                 continue
             sent_bytes = table.num_sent * (table.row_bytes + INDEX_BYTES)
-            other = "" if table.sent.is_all else "; what its other uses add is in the buckets"
-            found = f"{table.num_sent} of all ranks, {format_bytes(sent_bytes)}"
+            other = "" if table.sent.is_all else "; gradients of its other uses are in the buckets"
+            found = f"{table.num_sent} from all ranks, {format_bytes(sent_bytes)}"
             lines.append(f"embedding {size} sends rows: {found}{other}")
         return lines
 
 
-class _Seam:
-    """The hooks of one embedding. Those of a copied or loaded module do nothing."""
+class _LookupHooks:
+    """The hooks of one embedding. After a module is copied or loaded, its hooks do nothing."""
 
     def __init__(self, own: Lookups | None = None, table: Table | None = None) -> None:
         self._own: Callable[[], Lookups | None] = (lambda: None) if own is None else weakref.ref(own)
         self._table, self._was_sparse = table, False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Seam, ()
+        return _LookupHooks, ()
 
     def before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -448,13 +452,13 @@ class _Seam:
         if own is None or table is None or not own.is_open or not table.is_on or not torch.is_grad_enabled():
             return
         weight = module._parameters.get("weight")
-        # A hook of the user's expects the whole gradient; in backward, checkpointing repeats what was already seen.
+        # A user's hook expects the whole gradient. During backward, checkpointing repeats lookups already seen.
         is_other = weight is not table.param or not table.param.requires_grad or table.param._backward_hooks
         if is_other or _why_whole(module) or current_graph_task() != -1:
             return
         alias = table.param.detach().requires_grad_()
         self._was_sparse, module.sparse = module.sparse, True  # type: ignore[assignment]
-        module.__dict__["weight"] = alias  # found before the parameter
+        module.__dict__["weight"] = alias  # shadows the parameter
         own.note(alias, table)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -465,7 +469,7 @@ class _Seam:
 
 
 def _why_whole(module: Any) -> str:
-    """Why the gradient of an embedding's lookups cannot be rows; empty where it can."""
+    """Why an embedding's lookups cannot produce rows; empty if they can."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_floating_point():
         return "the layout of its weight"
@@ -476,7 +480,7 @@ def _why_whole(module: Any) -> str:
 
 
 def add_up(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row once, in order, with the sum of its values."""
+    """Each distinct row, in order, with the sum of its values."""
     unique, place = torch.unique(rows, return_inverse=True)
     return unique, values.new_zeros(len(unique), *values.shape[1:]).index_add_(0, place, values)
 
@@ -486,7 +490,7 @@ def build_sparse(rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -
 
 
 def pack_rows(table: Table, most: int) -> torch.Tensor:
-    """This rank's rows in as many bytes as those of the rank that has most: indices, then values."""
+    """This rank's rows, padded to the largest row count of any rank: indices, then values."""
     start = _find_start(most)
     total = -(-(start + most * table.row_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
     sent = torch.empty(total, dtype=torch.uint8, device=table.param.device)
@@ -498,7 +502,7 @@ def pack_rows(table: Table, most: int) -> torch.Tensor:
 
 
 def unpack_rows(table: Table, part: torch.Tensor, most: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` rows of a rank, from what `pack_rows` made there."""
+    """The `count` rows that another rank packed with `pack_rows`."""
     start, param = _find_start(most), table.param
     values = part[start : start + count * table.row_bytes].view(param.dtype).view(count, param.shape[1])
     return part[: count * INDEX_BYTES].view(torch.int32), values

@@ -1,12 +1,12 @@
-"""ZeRO-1: each rank keeps the optimizer's state of its piece of every bucket, and updates that piece of the parameters.
+"""ZeRO-1: each rank keeps the optimizer state of its shard of every bucket, and updates that shard of the parameters.
 
-A `Placement` says which elements are whose, and gives every rank the updated values. Where the ranks share memory, the
-parameters are one copy that all of them read: a rank writes its pieces there, between two messages that all ranks take
-part in. Elsewhere the pieces are gathered at the end of a step; or, if the user allows it, while the next forward runs,
-and each block of the model waits for its own.
+A `Sharding` knows which elements belong to which rank, and distributes the updated values. If the ranks share memory,
+they all read one copy of the parameters: each rank writes its shard there, between two collectives of all ranks. If
+not, the shards are gathered at the end of a step or, if the user allows it, during the next forward, in which each
+block of the model waits for its own parameters.
 
-The optimizer is the user's, with this rank's ranges of the parameters in its groups. It must work element by element,
-or take its norms from `compute_norms`, as LARS and LAMB do.
+The optimizer is the user's, with this rank's ranges of the parameters in its groups. It must work elementwise, or get
+its norms from `compute_norms`, as LARS and LAMB do.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 )
-# How long a rank waits for the others to put the state together: one that asks alone must not wait for ever.
-_MEET_S = 120.0
-# Parts of a state that are one number for a parameter, which may be a scalar itself.
+# How long a rank waits for the others to gather the state: a rank that calls alone must not wait for ever.
+_STATE_TIMEOUT_S = 120.0
+# Entries of an optimizer's state that hold one number per parameter. The parameter may be a scalar itself.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
 class Range(NamedTuple):
-    """Elements of a parameter, in the order of its memory."""
+    """Elements of a parameter, in memory order."""
 
     param: int
     start: int
@@ -52,7 +52,7 @@ class Range(NamedTuple):
 
 
 def cut_plan(flat: FlatGradients, plan: Plan, rank: int, world_size: int) -> list[list[Range]]:
-    """The ranges of a rank, by bucket. A parameter without elements is rank 0's."""
+    """The ranges of a rank, by bucket. Empty parameters belong to rank 0."""
     cuts = []
     for bucket, span in zip(plan.buckets, flat.ranges, strict=True):
         each = count_each(span.numel(), span.element_size(), world_size)
@@ -74,18 +74,18 @@ def _strides(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def _flatten(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The elements in the order of memory, without a copy where the tensor already has these strides."""
+    """The elements in memory order, without a copy if the tensor already has these strides."""
     if tensor.stride() != strides:
-        twin = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
-        tensor = twin.copy_(tensor)
+        clone = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = clone.copy_(tensor)
     return alias(tensor.detach()).as_strided((tensor.numel(),), (1,))
 
 
 def scatter(
     buffer: torch.Tensor, rank: int, world_size: int, rounds: bool = False, sums: bool = False, is_whole: bool = False
 ) -> Exchange:
-    """Average a vector: this rank gets its piece, or `is_whole` all of it. `rounds`: to bfloat16. `sums`: the backend
-    adds up; if not, ranks do, in their order."""
+    """Average a vector: this rank gets its shard, or everything if `is_whole`. `rounds`: to bfloat16. `sums`: the
+    backend sums; otherwise the ranks do, in rank order."""
     n, each = world_size, count_each(buffer.numel(), buffer.element_size(), world_size)
     flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
     each *= flat.numel() // max(1, buffer.numel())
@@ -110,7 +110,7 @@ def scatter(
 
 
 def join(pieces: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> torch.Tensor:
-    """Vectors one after the other, in a new one of this size, as all ranks send."""
+    """Concatenate vectors into a new one of this size, padded with zeros, because all ranks must send equal sizes."""
     given, at = like.detach().new_empty(size), 0
     for piece in pieces:
         given[at : at + piece.numel()] = piece
@@ -119,33 +119,33 @@ def join(pieces: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> torch
     return given
 
 
-class Placement:
-    """Which elements each rank updates, where the parameters are, and the messages that this needs."""
+class Sharding:
+    """Which elements each rank updates, where the parameters are stored, and the messages that this needs."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self.share_parameters, self.overlaps = True, False
         self._options = dist.AllreduceOptions()
-        self._options.asyncOp = False  # nothing is computed meanwhile, and another thread would only take time
-        self._homes: dict[nn.Parameter, torch.Tensor] = {}  # of each parameter: its place in the shared copy
+        self._options.asyncOp = False  # there is nothing to overlap, and another thread would only take time
+        self._homes: dict[nn.Parameter, torch.Tensor] = {}  # each parameter's memory in the shared copy
         self._versions: list[int] = []
         self._gathers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._hooks: list[Any] = []
-        self._called: set[nn.Module] = set()  # blocks that forward has called while it was recorded
-        self._needs: dict[nn.Module, set[int]] = {}  # of modules: the buckets to wait for
-        self.is_reduced = False  # the gradients since `zero_grad` are averages, in this rank's pieces
-        self._mark: torch.Tensor | None = None  # an element of a gradient that is no average here
+        self._called: set[nn.Module] = set()  # blocks that were called in the recorded forward
+        self._needs: dict[nn.Module, set[int]] = {}  # by module: the buckets to wait for
+        self.is_reduced = False  # gradients since `zero_grad` are averages, in this rank's shard
+        self._mark: torch.Tensor | None = None  # a gradient element outside this rank's shard
         self._has_warned = False
-        self.sync: Callable[[], Any] = lambda: None  # the step logic, to ask whether gradients wait to be averaged
+        self.sync: Callable[[], Any] = lambda: None  # the step logic, which knows of unaveraged gradients
 
     def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
-        """Begin again with this replica; `rounds`: the sum for all ranks rounds to bfloat16. Sends nothing."""
+        """Start over with this replica. `rounds`: the all-reduce rounds to bfloat16. Sends nothing."""
         self.release()
         self._homes.clear()
         self.replica, self.channel, self.is_planned = replica, channel, False
         self.exchanges = Exchanges(channel)
-        # Whether gradients are scattered. In shared memory a sum for all ranks is as fast.
+        # Whether gradients are scattered. In shared memory an all-reduce is just as fast.
         self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
         if self.optimizer is not None:
             self.optimizer.check(replica)
@@ -156,11 +156,11 @@ class Placement:
 
     @optimizer.setter
     def optimizer(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds this
+        self._optimizer = weakref.ref(optimizer)  # weak, because the optimizer refers to this object
 
     @property
     def held_bytes(self) -> int:
-        """The optimizer's state on this rank."""
+        """The size of the optimizer's state on this rank."""
         states = () if self.optimizer is None else self.optimizer.state.values()
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
@@ -183,7 +183,7 @@ class Placement:
         return [cut_plan(self.flat, self.plan, rank, n) for rank in range(n)]
 
     def attach(self) -> None:
-        """The gradients are averages now."""
+        """Mark the gradients as averaged."""
         self.is_reduced = True
         if self.optimizer is not None:
             self.optimizer.attach()
@@ -191,8 +191,8 @@ class Placement:
             mark.fill_(1)
 
     def _find_mark(self) -> torch.Tensor | None:
-        """Where this rank has averages in its pieces alone, the first element of another's. Its value is of no use, so
-        that it can show whether someone scaled whole gradients."""
+        """The first element of another rank's shard, if this rank averages only its own. The element's value is unused,
+        so it can reveal that whole gradients were scaled."""
         channel = self.channel
         if self._mark is None and self.is_planned and self.needs_hook and channel.device.type == "cpu":
             others = (cut_plan(self.flat, self.plan, rank, channel.world_size) for rank in range(channel.world_size))
@@ -203,59 +203,59 @@ class Placement:
         return self._mark
 
     def check_mark(self) -> None:
-        """Warn once of gradients that were scaled as a whole since backward: torch's clipping takes the norm of what is
-        in memory here, which is another on each rank."""
+        """Warn once if whole gradients were scaled since backward: torch's clipping uses the norm of the local values,
+        which differs between ranks."""
         if self._mark is None or not self.is_reduced or self._has_warned:
             return
         if (factor := self._mark.item()) not in (0, 1):
             self._has_warned = True
-            text = f"rank {self.channel.rank} multiplied gradients by {factor:.3g} since backward, and a rank has"
-            advice = "clip with model.clip_grad_norm_(); a factor that is the same on all ranks is no mistake"
-            warnings.warn(f"zero1: {text} averages of its own pieces alone: {advice}", stacklevel=4)
+            text = f"rank {self.channel.rank} scaled its gradients by {factor:.3g} since backward"
+            advice = "clip with model.clip_grad_norm_(); ignore this if all ranks use the same factor"
+            warnings.warn(f"zero1: {text}, but holds only its shard of the averages: {advice}", stacklevel=4)
 
     def find_misuse(self) -> ConfigError | None:
-        """Gradients of which a rank may have averages in its pieces alone cannot be added to, unless they are zeros. In
-        shared memory they could be, but a program must not depend on where its ranks are."""
+        """The error for accumulating into reduced gradients: a rank may hold only its shard of the averages. Zeros are
+        allowed. Shared memory would allow it, but a program must not depend on where its ranks run."""
         grads = [param.grad for param in self.replica.params if param.grad is not None] if self.is_reduced else []
         if not any(grad.any() for grad in grads):
             return None
-        text = "these gradients are averages already, of this rank's pieces alone, and cannot be added to"
+        text = "these gradients are already reduced, in this rank's shard only; you cannot accumulate into them"
         return ConfigError(
-            f"zero1: {text}: use no_sync() for all backwards but the last, then optimizer.zero_grad()", code="strategy"
+            f"zero1: {text}: use no_sync() for all but the last backward, then optimizer.zero_grad()", code="strategy"
         )
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def scatter(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket: this rank gets its piece. Without a plan all get everything, as pieces will change."""
+        """Average a bucket: this rank gets its shard. Before there is a plan, every rank gets the whole bucket."""
         buffer = bucket.buffer()
         return self.exchanges.start(self._scatter(buffer, not self.is_planned), buffer)
 
     def _scatter(self, buffer: torch.Tensor, is_whole: bool) -> Exchange:
         channel, rounds = self.channel, self.strategy.codec == "bf16" and buffer.dtype == torch.float32
-        sums = channel.shares_memory or (channel.is_nccl and not rounds)  # NCCL rounds at every hop
+        sums = channel.shares_memory or (channel.is_nccl and not rounds)  # NCCL would round at every hop
         return scatter(buffer, channel.rank, channel.world_size, rounds, sums, is_whole)
 
     def gather_words(self, words: torch.Tensor) -> torch.Tensor:
-        """A row of float64 of each rank. Collective: every rank must call this."""
+        """One float64 row per rank. Collective: every rank must call this."""
         n, rank = self.channel.world_size, self.channel.rank
         rows = torch.zeros(n, words.numel(), dtype=torch.float64, device=self.channel.device)
         rows[rank] = words
         if n > 1:
-            with naming_lost_peers("the ranks cannot take a step of the optimizer together"):
+            with naming_lost_peers("the ranks cannot take an optimizer step together"):
                 work = self.channel.group.allreduce([rows], self._options)
                 if work is not None:  # None on NCCL: a synchronous collective runs on the current stream
                     work.wait()
         return rows
 
     def pieces_of_gradients(self) -> list[torch.Tensor]:
-        """This rank's pieces of all gradients, in the memory in which they travel."""
+        """This rank's shard of all gradients, in the message buffers."""
         cut = cut_plan(self.flat, self.plan, self.channel.rank, self.channel.world_size)
         parts = [part for bucket in cut for part in bucket if part.start < part.end]
         return [self.gradient_piece(part) for part in parts if self.replica.params[part.param].grad is not None]
 
     def gradient_piece(self, part: Range) -> torch.Tensor:
-        """A range of a gradient, from the parameter if its gradient is elsewhere."""
+        """A range of a gradient in the message buffer. A gradient stored elsewhere is moved there."""
         param, view = self.replica.params[part.param], self.flat.views[part.param]
         if param.grad is not None and param.grad is not view:
             param.grad = view.copy_(param.grad)
@@ -266,10 +266,10 @@ class Placement:
         pieces, power = self.pieces_of_gradients(), float(norm_type)
         norms = torch.stack([n.double() for n in torch._foreach_norm(pieces, power)]) if pieces else torch.zeros(1)
         norms = norms.to(self.channel.device, torch.float64)
-        # The norm of the norms, first here and then over the ranks.
+        # The norm of local norms, then the norm of those over the ranks.
         total: torch.Tensor = torch.linalg.vector_norm(self.gather_words(torch.linalg.vector_norm(norms, power)), power)
         if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
+            raise RuntimeError(f"cannot clip gradients: their total norm is {total.item()}")
         total = total.to(torch.float32)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if pieces:
@@ -278,8 +278,8 @@ class Placement:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _move_in(self, params: Sequence[nn.Parameter]) -> None:
-        """Make the shared copy. Collective."""
+    def _allocate_shared(self, params: Sequence[nn.Parameter]) -> None:
+        """Allocate the shared copy of the parameters. Collective."""
         line, starts, end = LINE_BYTES, [], 0
         for param in params:
             starts.append(end)
@@ -293,7 +293,7 @@ class Placement:
         return home is not None and param.data_ptr() == home.data_ptr()
 
     def piece(self, param: nn.Parameter, part: Range) -> torch.Tensor:
-        """A range of a parameter, where this rank updates it."""
+        """A range of a parameter, in the memory that this rank updates."""
         home = self._homes.get(param)
         if home is None and param.stride() != _strides(param):
             param.data = param.data.clone()
@@ -303,12 +303,12 @@ class Placement:
         return self._homes.get(param, param).data_ptr() + part.start * param.element_size()
 
     def begin_step(self, params: Sequence[nn.Parameter], mine: Sequence[tuple[nn.Parameter, Range]]) -> None:
-        """All ranks are here, and may change their pieces. Collective where the parameters are one copy."""
+        """Wait until all ranks may change their shards. Collective if the parameters are one shared copy."""
         self.wait()
         if not self.is_shared:
             return
         if not self._homes:
-            self._move_in(params)
+            self._allocate_shared(params)
         away = [not self._is_home(param) for param in params]
         seen = self._versions or [0] * len(params)
         changed = [
@@ -320,13 +320,13 @@ class Placement:
         if rows[:, 0].any():
             names = {id(param): names[0] for param, names in zip(self.replica.params, self.replica.names, strict=True)}
             found = list_some([names[id(params[index])] for index in changed], ", ") or "parameters of another rank"
-            text = "the ranks of a host have one copy, so that a change in place counts once for each of them"
+            text = "ranks on a host share one copy, so each rank's in-place change would be applied again"
             raise ConfigError(
                 f"zero1: {found} changed in place since the last step: {text}; use shard_optimizer(..., shared=False)",
                 code="strategy",
             )
         if (rows[:, 1] != rows[0, 1]).any():
-            text = "were loaded or replaced on some ranks only: do it on all of them"
+            text = "were loaded or replaced on some ranks only: do it on all ranks"
             raise ConfigError(f"zero1: parameters {text}", code="mismatch")
         if any(away):
             for param, part in mine:
@@ -334,15 +334,15 @@ class Placement:
                     self._homes[param][part.start : part.end] = _flatten(param, _strides(param))[part.start : part.end]
 
     def end_step(self, params: Sequence[nn.Parameter], cuts: Sequence[Sequence[Sequence[Range]]]) -> None:
-        """Give the new values to all ranks. Collective."""
+        """Distribute the new values to all ranks. Collective."""
         if self.is_shared:
-            self.gather_words(torch.zeros(1))  # all have written
+            self.gather_words(torch.zeros(1))  # all ranks have written their shards
             for param in params:
                 if not self._is_home(param):
                     param.data = self._homes[param].as_strided(param.size(), _strides(param))
         elif self.channel.world_size > 1:
             self._cuts = cuts
-            # What forward needs first is in the last bucket.
+            # Forward needs the parameters of the last bucket first.
             for number in reversed(range(len(cuts[0]))):
                 self._start_gather(number, [cut[number] for cut in cuts])
             if not self.overlaps:
@@ -363,7 +363,7 @@ class Placement:
 
     @torch.no_grad()
     def wait(self, numbers: Iterable[int] | None = None) -> None:
-        """Have the new values of all parameters, or of those in these buckets."""
+        """Wait for the new values of all parameters, or of those in these buckets."""
         if not self._gathers:
             return
         for number in list(self._gathers) if numbers is None else numbers:
@@ -379,14 +379,14 @@ class Placement:
                     at += size
 
     def release(self) -> None:
-        """Give this rank its own copy of the parameters until the next step, so that it may change them."""
+        """Give this rank a private copy of the parameters until the next step, so that it may change them."""
         self.wait()
         for param in self._homes:
             if self._is_home(param):
                 param.data = param.data.clone()
 
     def watch(self, module: nn.Module) -> None:
-        """Wait for new values in forward, and before they are saved or loaded."""
+        """Wait for new values in forward, and before saving or loading."""
         while self._hooks:
             self._hooks.pop().remove()
         for part in module.modules():
@@ -397,9 +397,9 @@ class Placement:
         if self.channel.world_size == 1 or self.is_shared or not self.overlaps:
             return
         self._needs.clear()
-        self._hooks.append(module.register_forward_pre_hook(_Hook(self, Placement._wait_outside)))
+        self._hooks.append(module.register_forward_pre_hook(_Hook(self, Sharding._wait_outside_blocks)))
         self._hooks += [
-            block.register_forward_pre_hook(_Hook(self, Placement._wait_block)) for block in find_blocks(module)
+            block.register_forward_pre_hook(_Hook(self, Sharding._wait_block)) for block in find_blocks(module)
         ]
 
     def _find_needs(self, params: set[nn.Parameter]) -> set[int]:
@@ -408,10 +408,11 @@ class Placement:
             number for number, indices in enumerate(plan.partition) if not params.isdisjoint(known[i] for i in indices)
         }
 
-    def _wait_outside(self, module: nn.Module, *_: Any) -> None:
-        """Before forward: for all that is not in a block which waits itself, because the first forward called it."""
+    def _wait_outside_blocks(self, module: nn.Module, *_: Any) -> None:
+        """Before forward, wait for all parameters outside of blocks. A block waits itself if a recorded forward called
+        it."""
         if not self._gathers:
-            self._called.clear()  # a forward that has all values shows which blocks are called
+            self._called.clear()  # this forward has all values, and records which blocks it calls
             self._needs.pop(module, None)
             return
         if module not in self._needs:
@@ -429,7 +430,7 @@ class Placement:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules in lists and sequences: those whose parameters only their own forward uses."""
+    """The outermost modules in lists and sequences, whose parameters only their own forward uses."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -440,54 +441,55 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 class _Hook:
-    """A hook of a module that calls a placement as long as there is one. Copies of the module have none."""
+    """A module hook that calls a sharding as long as it exists. In copies of the module it does nothing."""
 
-    def __init__(self, placement: Placement | None, call: Callable[..., None]) -> None:
-        self._placement, self._call = (lambda: None) if placement is None else weakref.ref(placement), call
+    def __init__(self, sharding: Sharding | None, call: Callable[..., None]) -> None:
+        self._sharding, self._call = (lambda: None) if sharding is None else weakref.ref(sharding), call
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if (placement := self._placement()) is not None:
-            self._call(placement, *args)
+        if (sharding := self._sharding()) is not None:
+            self._call(sharding, *args)
 
     def __reduce__(self) -> Any:
-        return _Hook, (None, Placement.wait)
+        return _Hook, (None, Sharding.wait)
 
 
-def scatter_hook(placement: Placement, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook of a sharded optimizer."""
-    return placement.scatter(bucket)
+def scatter_hook(sharding: Sharding, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook for sharded optimizers."""
+    return sharding.scatter(bucket)
 
 
 class ShardedOptimizer(Optimizer):
-    """What `DDP.shard_optimizer` makes of an optimizer: the same, on this rank's ranges of the parameters.
+    """The optimizer that `DDP.shard_optimizer` returns: the user's class, on this rank's ranges of the parameters.
 
-    `step`, `state_dict` and `clip_grad_norm_` of the wrapper are collective: call them on every rank. For programs that
-    ask one rank alone for the state there is `consolidate_state_dict`, as in torch's ZeroRedundancyOptimizer.
+    `step`, `state_dict` and the wrapper's `clip_grad_norm_` are collective: call them on every rank. Programs that need
+    the state on one rank only can call `consolidate_state_dict`, as in torch's ZeroRedundancyOptimizer.
     """
 
-    _placement: Placement
-    _members: list[list[nn.Parameter]]  # of the model, by group
-    _parts: dict[nn.Parameter, tuple[nn.Parameter, Range]]  # by this rank's parameters
-    cuts: list[list[list[Range]]]  # by rank and bucket, of these parameters:
+    _sharding: Sharding
+    _members: list[list[nn.Parameter]]  # the model's parameters, by group
+    _parts: dict[nn.Parameter, tuple[nn.Parameter, Range]]  # keyed by this rank's parameters
+    cuts: list[list[list[Range]]]  # ranges of `_params`, by rank and bucket
     _params: tuple[nn.Parameter, ...]
     _has_norms: bool
-    _names: dict[int, str]  # of all parameters that were ever trained here
+    _names: dict[int, str]  # names of all parameters that were ever trained here
 
-    def begin(self, placement: Placement) -> None:
-        self._placement, self._members = placement, [list(group["params"]) for group in self.param_groups]
+    def begin(self, sharding: Sharding) -> None:
+        self._sharding, self._members = sharding, [list(group["params"]) for group in self.param_groups]
         self._parts, self.cuts, self._names = {}, [], {}
-        self._num_steps = self._num_asked = 0  # steps, and questions for the state since the last
-        self._whole: dict[int, dict[str, Any]] | None = None  # since `consolidate_state_dict`
-        self.check(placement.replica)
-        self.cut(placement.cut())
+        self._num_steps = 0
+        self._num_requests = 0  # requests for the state since the last step
+        self._whole: dict[int, dict[str, Any]] | None = None  # the state gathered by `consolidate_state_dict`
+        self.check(sharding.replica)
+        self.cut(sharding.cut())
 
     @property
     def members(self) -> list[nn.Parameter]:
         return [param for group in self._members for param in group]
 
     def check(self, replica: Replica) -> None:
-        if self.cuts and len(self.cuts) != self._placement.channel.world_size:
-            text = f"the optimizer is cut for {len(self.cuts)} ranks: save its state, and load it in another"
+        if self.cuts and len(self.cuts) != self._sharding.channel.world_size:
+            text = f"the optimizer is sharded for {len(self.cuts)} ranks: save its state and load it into a new one"
             raise ConfigError(f"zero1: {text}", code="strategy")
         known = set(replica.params)
         self._names |= {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
@@ -495,24 +497,24 @@ class ShardedOptimizer(Optimizer):
             for param in params:
                 if param not in known:
                     name = self._names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
-                    text = f"group {number} of the optimizer has {name}, which is not trained here"
-                    advice = "give the optimizer the parameters of model; to freeze some, save state_dict() and shard"
-                    raise ConfigError(f"zero1: {text}: {advice} a new one", code="strategy")
+                    text = f"group {number} of the optimizer has {name}, which this model does not train"
+                    advice = "pass parameters of the model; to freeze some, save state_dict() and shard a new optimizer"
+                    raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
 
     def cut(self, cuts: list[list[list[Range]]]) -> None:
-        """Take the ranges of a plan. Collective if there is a state, which goes to the new owners."""
-        full = self._collect() if self.cuts and any(self._placement.channel.share(bool(self.state))) else None
-        self.cuts, self._params = cuts, self._placement.replica.params
+        """Use the ranges of a plan. Collective if there is state, which moves to its new owners."""
+        full = self._collect() if self.cuts and any(self._sharding.channel.share(bool(self.state))) else None
+        self.cuts, self._params = cuts, self._sharding.replica.params
         self._bind()
         if full is not None:
             self._load(full)
 
     def _bind(self) -> None:
-        """Make this rank's parameters, as ranges of the model's."""
-        placement = self._placement
-        index_of = {id(param): index for index, param in enumerate(placement.replica.params)}
+        """Create this rank's parameters as ranges of the model's."""
+        sharding = self._sharding
+        index_of = {id(param): index for index, param in enumerate(sharding.replica.params)}
         parts: dict[int, list[Range]] = {}
-        for bucket in self.cuts[placement.channel.rank]:
+        for bucket in self.cuts[sharding.channel.rank]:
             for part in bucket:
                 parts.setdefault(part.param, []).append(part)
         self._parts = {}
@@ -520,52 +522,54 @@ class ShardedOptimizer(Optimizer):
             group["params"] = []
             for param in params:
                 index = index_of[id(param)]
-                # For norms of whole parameters all ranks need the same list.
+                # Norms of whole parameters need the same parameters on all ranks.
                 none = [Range(index, 0, 0)] if self._has_norms else []
                 for part in parts.get(index, none):
-                    own = nn.Parameter(placement.piece(param, part))
+                    own = nn.Parameter(sharding.piece(param, part))
                     self._parts[own] = param, part
                     group["params"].append(own)
 
     def attach(self) -> None:
-        """Make the gradients of this rank's parameters what is in the model's."""
-        views = self._placement.flat.views
+        """Point the gradients of this rank's parameters to the model's."""
+        views = self._sharding.flat.views
         for own, (param, part) in self._parts.items():
             if param.grad is None:
                 own.grad = None
             elif own.grad is None or param.grad is not views[part.param]:
-                own.grad = self._placement.gradient_piece(part)
+                own.grad = self._sharding.gradient_piece(part)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """A step of all ranks. Collective: every rank must call this."""
+        """Take a step on all ranks. Collective: every rank must call this."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        placement = self._placement
-        if not placement.is_planned or getattr(placement.sync(), "is_pending", False):
-            text = "the gradients are not averaged: step() must follow a backward that is synchronised"
+        sharding = self._sharding
+        if not sharding.is_planned or getattr(sharding.sync(), "is_pending", False):
+            text = "the gradients are not averaged: step() must follow a synchronised backward"
             raise ConfigError(f"zero1: {text}", code="strategy")
-        placement.check_mark()
-        self._num_steps, self._num_asked, self._whole = self._num_steps + 1, 0, None
+        sharding.check_mark()
+        self._num_steps += 1
+        self._num_requests = 0
+        self._whole = None
         with torch.no_grad():
-            placement.begin_step(self.members, list(self._parts.values()))
+            sharding.begin_step(self.members, list(self._parts.values()))
             self._follow()
             self.attach()
             super().step()
-            placement.end_step(self.members, self.cuts)
+            sharding.end_step(self.members, self.cuts)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # the inner one calls the hooks of steps
+    step.hooked = True  # type: ignore[attr-defined]  # the user's class calls the step hooks itself
 
     def _follow(self) -> None:
-        """Where parameters are elsewhere than before, so are this rank's."""
+        """Rebind this rank's parameters after the model's moved in memory."""
         for own, (param, part) in self._parts.items():
-            if part.start < part.end and own.data_ptr() != self._placement.address(param, part):
-                own.data = self._placement.piece(param, part)
+            if part.start < part.end and own.data_ptr() != self._sharding.address(param, part):
+                own.data = self._sharding.piece(param, part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._placement.is_reduced = False
+        self._sharding.is_reduced = False
         for own in self._parts:
             own.grad = None
         for param in self.members:
@@ -576,53 +580,54 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
-            "zero1: a group was added after sharding: give all groups to shard_optimizer", code="strategy"
+            "zero1: a group was added after sharding: pass all groups to shard_optimizer", code="strategy"
         )
 
     def wait(self) -> None:
-        """With `overlap=True`: have the new values of all parameters, before the program reads them. The wrapper does
-        so itself in forward and to save or copy."""
-        self._placement.wait()
+        """With `overlap=True`, wait for the new values of all parameters before the program reads them. The wrapper
+        does this itself in forward, and to save or copy."""
+        self._sharding.wait()
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norms of whole parameters, of which these are this rank's ranges. Collective. Summed in float64: where
-        parameters are cut does not show in float32, except in the last bit."""
+        """The norms of whole parameters, given this rank's ranges of them. Collective. Summed in float64, so that the
+        cuts affect at most the last bit in float32."""
         own: Any = params
         indices = torch.tensor([self._parts[param][1].param for param in own], device=tensors[0].device)
         norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
-        squares = norms.new_zeros(len(self._placement.replica.params)).index_add_(0, indices, norms.square())
+        squares = norms.new_zeros(len(self._sharding.replica.params)).index_add_(0, indices, norms.square())
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        return self._placement.gather_words(squares).sum(0)[indices].sqrt().to(dtype)
+        return self._sharding.gather_words(squares).sum(0)[indices].sqrt().to(dtype)
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """The whole state, as of the optimizer without shards. Collective, unless `consolidate_state_dict` was called
-        since the last step. With `to` only that rank gets it, and the others what they would have before the first
-        step."""
+        """The full state, as the unsharded optimizer would return it. Collective, unless `consolidate_state_dict` was
+        called since the last step. With `to`, only that rank gets it, and the others get the state of an optimizer
+        before its first step."""
         groups, count = [], 0
         for group, params in zip(self.param_groups, self._members, strict=True):
             groups.append({**group, "params": list(range(count, count + len(params)))})
             count += len(params)
         if self._whole is not None:
             return {"state": dict(self._whole), "param_groups": groups}
-        if absent := self._placement.channel.meet(f"state {self._num_steps}-{self._num_asked}", _MEET_S):
-            text = f"state_dict() needs all ranks, and {name_ranks(absent)} did not call it within {_MEET_S:g} s"
-            advice = "call it on all of them, or consolidate_state_dict() on all and then state_dict() on one"
+        name = f"state {self._num_steps}-{self._num_requests}"
+        if absent := self._sharding.channel.wait_for_ranks(name, _STATE_TIMEOUT_S):
+            text = f"state_dict() needs all ranks, but {name_ranks(absent)} did not call it in {_STATE_TIMEOUT_S:g} s"
+            advice = "call it on all ranks, or consolidate_state_dict() on all and then state_dict() on one"
             raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
-        self._num_asked += 1
+        self._num_requests += 1
         return {"state": self._collect(to), "param_groups": groups}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Put the whole state together on one rank. Until the next step `state_dict()` there needs no other rank, and
-        on the others has what it would have before the first step. Collective: every rank must call this."""
+        """Gather the full state on one rank. Until the next step, `state_dict()` works there without the other ranks,
+        and returns an empty state on those. Collective: every rank must call this."""
         self._whole = None
         self._whole = self.state_dict(to)["state"]
 
     @torch.no_grad()
     def _collect(self, to: int | None = None) -> dict[int, dict[str, Any]]:
-        """The state of whole parameters, by their places in the groups. Collective."""
-        channel, params = self._placement.channel, self._params
+        """The state of whole parameters, by their position in the groups. Collective."""
+        channel, params = self._sharding.channel, self._params
         place_of = {id(param): place for place, param in enumerate(self.members)}
-        mine: dict[int, dict[str, Any]] = {}  # None for what has a value for each element
+        mine: dict[int, dict[str, Any]] = {}  # a dtype stands for a tensor with a value per element
         for own, (param, _) in self._parts.items():
             if own in self.state:
                 found = {key: _describe(value, own) for key, value in self.state[own].items()}
@@ -659,8 +664,8 @@ class ShardedOptimizer(Optimizer):
         return state
 
     def _gather_state(self, key: str, parts: Sequence[Sequence[Range]]) -> torch.Tensor:
-        """The bytes of this part of the state, in a row for each rank."""
-        channel = self._placement.channel
+        """The bytes of one entry of the state, in a row per rank."""
+        channel = self._sharding.channel
         own_of = {part: own for own, (_, part) in self._parts.items()}
         mine = [self.state[own_of[part]][key].reshape(-1).view(torch.uint8) for part in parts[channel.rank]]
         sizes = channel.share(sum(tensor.numel() for tensor in mine))
@@ -669,15 +674,15 @@ class ShardedOptimizer(Optimizer):
             given[: sizes[channel.rank]] = torch.cat(mine)
         work, rows = start_message(GATHER, given, channel.group, channel.world_size)
         if work is not None:
-            channel.wait(work, "the state of the optimizer")
+            channel.wait(work, "the optimizer state")
         return rows
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take this rank's ranges of a whole state, of any number of ranks or of none."""
+        """Load this rank's ranges from a full state, sharded over any number of ranks or not at all."""
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         if saved != [len(params) for params in self._members]:
-            text = f"the state has groups of {saved} parameters, and the optimizer of {[*map(len, self._members)]}"
-            raise ConfigError(f"zero1: {text}: it is of another model or other groups", code="strategy")
+            text = f"the state has groups of {saved} parameters, but the optimizer has {[*map(len, self._members)]}"
+            raise ConfigError(f"zero1: {text}: it belongs to another model or to other groups", code="strategy")
         self._whole = None
         order = [place for group in state_dict["param_groups"] for place in group["params"]]
         state = {place: state_dict["state"][key] for place, key in enumerate(order) if key in state_dict["state"]}
@@ -699,7 +704,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def _describe(value: Any, own: torch.Tensor) -> Any:
-    """The dtype of what has a value for each element of a parameter; anything else as it is."""
+    """The dtype of a tensor with a value per element of the parameter; anything else unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype if value.shape == own.shape else value.cpu()
@@ -723,30 +728,30 @@ def _make_kind(kind: type[Optimizer]) -> type[ShardedOptimizer]:
     return type(f"Sharded{kind.__name__}", (ShardedOptimizer, kind), {"_has_norms": hasattr(kind, "compute_norms")})
 
 
-def shard(placement: Placement, optimizer: Optimizer) -> ShardedOptimizer:
+def shard(sharding: Sharding, optimizer: Optimizer) -> ShardedOptimizer:
     """Turn an optimizer of the model's parameters into one of this rank's ranges."""
     kind = type(optimizer)
     name = kind.__name__
     if kind not in _ELEMENTWISE and not hasattr(optimizer, "compute_norms"):
         known = ", ".join(sorted(other.__name__ for other in _ELEMENTWISE))
-        text = f"{name} may need whole parameters, and a rank has ranges of them"
+        text = f"{name} may need whole parameters, but a rank has only ranges of them"
         raise ConfigError(f"zero1: {text}: use {known}, LARS or LAMB", code="strategy")
     if optimizer.state:
         raise ConfigError(
-            f"zero1: this {name} has a state: shard it before its first step, and load its state after that",
+            f"zero1: this {name} already has state: shard it before its first step, then load the state",
             code="strategy",
         )
     if "step" in vars(optimizer):
-        raise ConfigError(f"zero1: a schedule already uses this {name}: shard it first", code="strategy")
+        raise ConfigError(f"zero1: a scheduler already uses this {name}: shard it first", code="strategy")
     optimizer.__class__ = _make_kind(kind)  # type: ignore[arg-type]
     assert isinstance(optimizer, ShardedOptimizer)
-    optimizer.begin(placement)
+    optimizer.begin(sharding)
     return optimizer
 
 
 @functools.cache
 def _agree_on_overflow() -> None:
-    """Let torch's GradScaler skip a step on all ranks where one of them found an infinity in its ranges."""
+    """Patch torch's GradScaler to skip a step on all ranks if one of them found an infinity in its ranges."""
     scaler: Any = torch.amp.GradScaler
     original = scaler._unscale_grads_
 
@@ -757,7 +762,7 @@ def _agree_on_overflow() -> None:
             found = found or {args[1].device: args[1]}  # none of its ranges has a gradient
             flags = list(found.values())
             mine = torch.stack([flag.double().reshape(()) for flag in flags]).amax()
-            worst = optimizer._placement.gather_words(mine).amax()
+            worst = optimizer._sharding.gather_words(mine).amax()
             for flag in flags:
                 flag.copy_(worst)
         return found

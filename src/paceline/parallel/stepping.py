@@ -1,6 +1,6 @@
-"""An optimizer that steps the parameters of each bucket as soon as it is averaged, while others are still on their way.
+"""Steps the parameters of each bucket as soon as it is averaged, while other buckets are still in flight.
 
-Exact where the new value of a parameter depends on its own gradient, value and state alone. What needs all gradients
+This is exact if a parameter's new value depends only on its own gradient, value and state. Whatever needs all gradients
 first (clipping by a global norm, a scaler that may skip the step) is refused, at the latest in `optimizer.step()`.
 """
 
@@ -18,16 +18,16 @@ _KNOWN = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAd
 
 
 class BucketSteps:
-    """Steps parts of `optimizer`, whose own `step` then leaves these parameters out."""
+    """Steps `optimizer` bucket by bucket. Its own `step` then skips these parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer) not in [getattr(torch.optim, name) for name in _KNOWN]:
             text = f"{type(optimizer).__name__} may need all gradients for one update: use one of {', '.join(_KNOWN)}"
             raise ConfigError(f"overlap_optimizer(): {text}", code="optimizer")
         self.optimizer = optimizer
-        self._parts: dict[tuple[int, ...], Any] = {}  # an optimizer for the parameters of each bucket
-        self._stepped: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # their gradients, and versions of these
-        self._values: list[dict[str, Any]] = []  # of the groups, when the first of them was stepped
+        self._parts: dict[tuple[int, ...], Any] = {}  # one optimizer per bucket
+        self._stepped: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # gradient and its version, by parameter
+        self._values: list[dict[str, Any]] = []  # group options when the first bucket was stepped
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
@@ -38,14 +38,14 @@ class BucketSteps:
             handle.remove()
 
     def find_misuse(self) -> ConfigError | None:
-        """Why a backward must not step now."""
+        """The error for a backward that must not step now, if any."""
         if not self._stepped:
             return None
         text = "a second synchronised backward before optimizer.step(): accumulate inside `with model.no_sync():`"
         return ConfigError(f"overlap_optimizer(): {text}", code="optimizer")
 
     def step(self, params: Sequence[torch.Tensor]) -> None:
-        """Step these parameters, whose gradients are averages now."""
+        """Step these parameters, whose gradients are averaged."""
         optimizer, key = self.optimizer, tuple(map(id, params))
         if not self._stepped:
             self._values = [_read_values(group) for group in optimizer.param_groups]
@@ -60,13 +60,13 @@ class BucketSteps:
         self._stepped |= {param: (param.grad, param.grad._version) for param in mine}
 
     def end(self) -> None:
-        """The step is over: its gradients are where they stay, which in the first one is the memory of a new plan."""
+        """Record where the gradients now live: after the first step they move to the memory of a new plan."""
         self._stepped = {param: (param.grad, param.grad._version) for param in self._stepped if param.grad is not None}
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if args[1:] or kwargs.get("closure") is not None:
             raise ConfigError(
-                "overlap_optimizer(): step() takes no closure: call backward() before it", code="optimizer"
+                "overlap_optimizer(): step() does not support a closure: call backward() before it", code="optimizer"
             )
         stepped, self._stepped = self._stepped, {}
         if not stepped:
@@ -75,12 +75,11 @@ class BucketSteps:
             param.grad is not grad or grad._version != version for param, (grad, version) in stepped.items()
         )
         if is_changed or getattr(optimizer, "grad_scale", None) is not None:
-            text = (
-                "gradients changed between backward() and step(), by clipping or a GradScaler, after they were applied"
-            )
-            raise ConfigError(f"overlap_optimizer(): {text}: leave it out", code="optimizer")
+            text = "gradients changed between backward() and step(), after they were applied"
+            advice = "do not clip gradients or use a GradScaler"
+            raise ConfigError(f"overlap_optimizer(): {text}: {advice}", code="optimizer")
         if [_read_values(group) for group in optimizer.param_groups[: len(self._values)]] != self._values:
-            text = "options of the optimizer changed between backward() and step(): change them after step()"
+            text = "optimizer options changed between backward() and step(): change them after step()"
             raise ConfigError(f"overlap_optimizer(): {text}", code="optimizer")
         self._aside = [(param, grad) for param, (grad, _) in stepped.items()]
         for param, _ in self._aside:
@@ -93,7 +92,7 @@ class BucketSteps:
 
 
 def _read_values(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group; those in tensors are compared by their values."""
+    """The options of a group, with tensors replaced by their values."""
     return {
         name: value.item() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()

@@ -1,4 +1,4 @@
-"""Strategies at run time: the exchanges of a codec between ranks, and the hook that gives it each bucket."""
+"""Strategies at run time: a codec's exchanges between ranks, and the communication hook that feeds it buckets."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from paceline.strategy import DENSE, Message, Strategy
 
 
 class Exchanges:
-    """Runs exchanges while backward goes on: when a message has arrived, the next one is computed, on a side stream.
+    """Runs exchanges during backward. When a message has arrived, the next one is computed on a side stream.
 
-    Every rank must start its messages in the same order. On NCCL a stream can wait for a Work as soon as it is started,
-    so an exchange is queued as a whole. Elsewhere callbacks continue it, in any order: so the first messages of all
-    exchanges have a group, the second ones another, and in each an exchange waits for those that began before it.
-    With two levels there are two more, inside a host. After an error nothing more is sent: it would be taken for what
-    is missing.
+    Every rank must start its messages in the same order. With NCCL, a stream can wait for a Work as soon as it has been
+    started, so the whole exchange is queued at once. Other backends continue an exchange in callbacks, which run in any
+    order. There the first messages of all exchanges share one group and the second messages another, and in each group
+    an exchange waits for those that began before it. With two levels there are two more groups, inside each host. After
+    an error nothing more is sent, because peers would take it for a missing message.
     """
 
     def __init__(self, channel: Channel, levels: Levels | None = None) -> None:
         self._channel = channel
         self._levels = levels if levels is not None and levels.are_two else None
-        # As it is now: later the channel may have a group of its own, for the control words, which report errors.
+        # The current group: later the channel may get its own group, for control words that report errors.
         self._groups: list[tuple[dist.ProcessGroup, int]] = [(channel.group, channel.world_size)]
         self._is_open = False
         self._lock = threading.RLock()
-        self._reached: dict[int, int] = {}  # of each exchange under way: the stage of its next message, or a later one
+        self._reached: dict[int, int] = {}  # by exchange in flight: stage of its next message, or a later one
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
         self._error: Exception | None = None
         self.side = SideStream(channel.device)
         self.num_messages = self.num_bytes = self.sent_bytes = 0
-        self.encode_s = self.decode_s = 0.0  # on the host: until the first message of an exchange, and after it
+        self.encode_s = self.decode_s = 0.0  # on the host, before and after the first message of an exchange
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -58,11 +58,11 @@ class Exchanges:
 
     @property
     def can_interleave(self) -> bool:
-        """Whether other messages may be started while an exchange is under way."""
+        """Whether other messages may be started while an exchange is in flight."""
         return len(self._groups) > 1 or self._channel.world_size == 1 or self._channel.is_nccl
 
     def open(self) -> None:
-        """Open the groups that are needed, the first time. Collective."""
+        """On the first call, open the groups that are needed. Collective."""
         if not self._is_open and self._levels is not None:
             self._groups = self._levels.open_groups(self._channel, self)
         elif not self._is_open and not self.can_interleave:
@@ -71,8 +71,8 @@ class Exchanges:
         self._is_open = True
 
     def start(self, exchange: Exchange, result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
-        """Begin an exchange. Its Future completes with `result` when the exchange is over, or has the error of this
-        rank. The first call is collective."""
+        """Begin an exchange. Its Future completes with `result` when the exchange ends, or with this rank's error. The
+        first call is collective."""
         if self._error is not None:
             raise self._error
         self.open()
@@ -86,7 +86,7 @@ class Exchanges:
         return future
 
     def _resume(self, number: int, exchange: Exchange, work: Any, value: Any, end: Any) -> None:
-        """Compute the next message of an exchange from the result of the last, and start all whose turn it is."""
+        """Compute an exchange's next message from the last result, and start all messages that may start now."""
         begin_s = time.perf_counter()
         with torch.no_grad(), self.side.current():
             try:
@@ -111,13 +111,13 @@ class Exchanges:
                         self._send(other)
 
     def count(self, kind: str, num_bytes: int, num_ranks: int) -> None:
-        """Of a message that is sent now."""
+        """Count a message that is about to be sent."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         self.sent_bytes += Message(kind, num_bytes).sent_bytes(num_ranks)
 
     def _fail(self, error: Exception, number: int, end: Any) -> None:
-        """Keep the error for what follows; what waits gets it, too."""
+        """Record the error, and fail this exchange and all waiting ones."""
         with self._lock:
             self._error = self._error or error
             waiting = [end, *(item[-1] for item in self._waiting.values())]
@@ -128,7 +128,7 @@ class Exchanges:
             future.set_exception(error)
 
     def _find_stage(self, number: int) -> int:
-        """Of the message that waits."""
+        """The stage of the waiting message."""
         reached, last = self._reached[number], NUM_STAGES - 1
         if self._levels is None:
             return reached
@@ -169,12 +169,12 @@ class Exchanges:
 
 
 def start_message(kind: str, tensor: torch.Tensor, group: Any, world_size: int) -> tuple[Any, torch.Tensor]:
-    """Start a collective: its work (None if there is nothing to wait for), and the tensor that its result is in."""
+    """Start a collective. Returns its work (None if there is nothing to wait for) and its result tensor."""
     if world_size == 1:
         return None, tensor[None] if kind == GATHER else tensor[0] if kind == SCATTER else tensor
     if kind == SUM:
         return group.allreduce([alias(tensor)], _sum_options()), tensor
-    # As bytes: not every backend moves every dtype.
+    # Sent as bytes, because not every backend supports every dtype.
     rows = tensor.contiguous()
     if kind == SCATTER:
         result = torch.empty_like(rows[0])
@@ -193,18 +193,18 @@ def _sum_options() -> Any:
 
 
 def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> None:
-    """Refuse states of another strategy. Those of a dense model are empty."""
+    """Reject states of another strategy. States of a dense model are empty."""
     texts = [state.get("strategy", DENSE.text) for state in states]
     if found := [text for text in texts if Strategy.parse(text) != strategy]:
-        text = f"the state is of strategy {found[0]!r}, and this is {strategy.text!r}"
-        raise ConfigError(f"{text}: use that one, or start without its state", code="strategy")
+        text = f"the state belongs to strategy {found[0]!r}, but this model uses {strategy.text!r}"
+        raise ConfigError(f"{text}: use that strategy, or start without its state", code="strategy")
 
 
 class StrategyState:
-    """What `strategy_hook` needs: the codec and its memory, by names of parameters. It continues where `before` was.
+    """State of `strategy_hook`: the codec and its memory, by parameter name. Continues where `before` stopped.
 
-    An error is in units of gradients: where an optimizer's learning rate changes from a to b, it is multiplied by a/b.
-    Of a scaled loss it is in units of scaled gradients, and follows the scale of torch's GradScaler.
+    Residuals are in units of gradients: when an optimizer's learning rate changes from a to b, they are multiplied by
+    a/b. With a scaled loss they are in units of scaled gradients, and follow the scale of torch's GradScaler.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class StrategyState:
         self.strategy, self._world_size, self._rank = strategy, channel.world_size, channel.rank
         self._names = {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         self._shapes = {names[0]: layout[0] for names, layout in zip(replica.names, replica.layouts, strict=True)}
-        # Errors are in the order of memory, as gradients are in a bucket: of channels_last, say, in another than usual.
+        # Residuals are in memory order, like gradients in a bucket. It is unusual for channels_last, for example.
         self._strides = {} if strategy.outer else {
             names[0]: list(strides)
             for param, names in zip(replica.params, replica.names, strict=True)
@@ -221,7 +221,7 @@ class StrategyState:
         }  # fmt: skip
         for param, names in zip(replica.params, replica.names, strict=True):
             if param.is_complex() and strategy.codec != "dense":
-                text = f"strategy {strategy.text!r}: {names[0]} is complex, and only real numbers are sent by it"
+                text = f"strategy {strategy.text!r}: {names[0]} is complex, but this strategy sends only real numbers"
                 raise ConfigError(f"{text}: use strategy='dense'", code="strategy")
         self.levels = levels = Levels.find(strategy, channel)
         if levels is not None and levels.are_two:
@@ -229,25 +229,25 @@ class StrategyState:
         else:
             runs = DENSE if levels is not None and len(levels.hosts) == 1 else strategy
             self.codec = build_codec(runs, channel.rank, channel.world_size)
-        # In shared memory ranks can round while they add up float32, which is as fast as not to round.
+        # With shared memory, ranks can round while they sum in float32, which is as fast as not rounding.
         is_float32 = all(dtype == torch.float32 for _, dtype, _ in replica.layouts)
         is_shared = channel.shares_memory and channel.world_size > 1
         self.rounds = strategy.codec == "bf16" and levels is None and is_shared and is_float32
         if isinstance(self.codec, BFloat16) and self.codec.world_size == channel.world_size:
-            # In shared memory ranks add in float32 and round once. gloo and NCCL round at every hop of a ring.
+            # With shared memory, ranks sum in float32 and round once. gloo and NCCL round at every hop of a ring.
             self.codec.sums_precisely = channel.shares_memory
         self.exchanges, self.step = Exchanges(channel, levels), 0
-        self._rates: dict[str, Any] = {}  # of each parameter, the learning rate that its error belongs to
-        # Of each parameter: the optimizer that stepped it last, and its group there, which has the next rate.
+        self._rates: dict[str, Any] = {}  # by parameter: the learning rate that its residual refers to
+        # By parameter: the optimizer that stepped it last, and the index of its group, which has the next rate.
         self._steppers: dict[str, tuple[Callable[[], Optimizer | None], int]] = {}
-        self._scale: Any = None  # of the loss, that errors belong to; None: it was not scaled
+        self._scale: Any = None  # loss scale of the residuals; None: not scaled
         self._scaler: Callable[[], Any] = lambda: None
         self._is_first = True  # the next bucket is the first of a step
         if before is not None and before._world_size == self._world_size:
             self._follow(before)
         self._end: Callable[[], object] = lambda: None
         if strategy.outer or strategy.codec in ("dense", "bf16"):
-            return  # there are no errors of gradients
+            return  # gradients have no residuals
         _watch_scalers()
         _states.add(self)
         own = weakref.ref(self)
@@ -264,15 +264,15 @@ class StrategyState:
         _states.discard(self)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        """Note the rates of this step, and refuse a second momentum."""
+        """Record the learning rates of this step, and refuse a second momentum."""
         for number, group in enumerate(optimizer.param_groups):
             if not (names := self._find_names(group)):
                 continue
             momentum = group.get("momentum") or (group.get("betas") or (0,))[0]
             if self.strategy.dgc and momentum:
-                twice = f"momentum would be applied twice: {type(optimizer).__name__} has {momentum:g}, and dgc"
-                text = f"strategy {self.strategy.text!r}: {twice} {self.strategy.dgc:g}"
-                text += "; use an optimizer without it, or leave out dgc"
+                twice = f"{type(optimizer).__name__} has momentum {momentum:g} and dgc has {self.strategy.dgc:g}"
+                text = f"strategy {self.strategy.text!r} would apply momentum twice: {twice}"
+                text += "; use an optimizer without momentum, or leave out dgc"
                 raise ConfigError(text, code="strategy")
             self._note_rate(names, group.get("lr", 0.0))
             self._steppers |= dict.fromkeys(names, (weakref.ref(optimizer), number))
@@ -281,15 +281,15 @@ class StrategyState:
         return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
 
     def _note_rate(self, names: Sequence[str], rate: Any) -> None:
-        """From now on their errors belong to this rate, if it is above 0."""
-        if isinstance(rate, torch.Tensor) and rate.is_cuda:  # without waiting for it
+        """Let these residuals refer to this learning rate from now on, if it is above 0."""
+        if isinstance(rate, torch.Tensor) and rate.is_cuda:  # avoids waiting for the GPU
             with self.exchanges.side.borrowed():
                 self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
         elif rate > 0:
             self._rates |= dict.fromkeys(names, float(rate))
 
     def _follow_rates(self) -> None:
-        """Before the first exchange of a step: rescale errors that belong to another rate than that of the step."""
+        """Before the first exchange of a step, rescale residuals that refer to another learning rate."""
         for name, (find, number) in self._steppers.items():
             optimizer = find()
             if optimizer is None or number >= len(optimizer.param_groups):
@@ -303,7 +303,7 @@ class StrategyState:
             self._note_rate([name], new)
 
     def note_scaler(self, scaler: Any, optimizer: Optimizer) -> None:
-        """A scaler has looked at gradients; if they are of these parameters, it is their scale."""
+        """Record the GradScaler that unscales the gradients of these parameters."""
         if any(map(self._find_names, optimizer.param_groups)):
             self._scaler = weakref.ref(scaler)
             if self._scale is None:
@@ -311,13 +311,13 @@ class StrategyState:
                     self._scale = _read_scale(scaler)
 
     def _follow_scale(self) -> None:
-        """Before the first exchange of a step: rescale what belongs to another scale of the loss."""
+        """Before the first exchange of a step, rescale residuals that refer to another loss scale."""
         if self._scale is None:
             return
-        if (scaler := self._scaler()) is None:  # of a state that was loaded, or the program has another one now
+        if (scaler := self._scaler()) is None:  # the state was loaded, or the program now uses another one
             found = [s for s in gc.get_objects() if issubclass(type(s), torch.amp.GradScaler) and s.is_enabled()]
             if len(found) > 1:
-                return  # the next step shows which
+                return  # the next step shows which one is used
             scaler = found[0] if found else None
             self._scaler = (lambda: None) if scaler is None else weakref.ref(scaler)
         new = 1.0 if scaler is None else _read_scale(scaler)
@@ -326,13 +326,13 @@ class StrategyState:
         self._scale = None if scaler is None else self._scale if new is None else new
 
     def rescale(self, factor: Any) -> None:
-        """Gradients are in another unit from now on: so is all that is kept, a momentum, too."""
+        """Convert everything that is kept, including momentum, to a new unit of gradients."""
         with self.exchanges.side.borrowed():
             self.codec.rescale(list(self.codec.errors), factor)
 
     def state(self) -> dict[str, Any]:
-        """`common` is the same on all ranks, `rank` is this rank's part."""
-        # Copies, which later steps do not change.
+        """`common` is the same on all ranks, and `rank` is this rank's part."""
+        # Copies, so that later steps do not change them.
         with self.exchanges.side.borrowed():
             memory = self.codec.common, self.codec.errors
         common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
@@ -345,7 +345,7 @@ class StrategyState:
 
     @property
     def sent(self) -> Sent:
-        """The messages so far, and the bytes that were passed to them."""
+        """The number of messages so far, and their bytes."""
         return Sent(self.exchanges.num_messages, self.exchanges.num_bytes)
 
     @property
@@ -353,7 +353,7 @@ class StrategyState:
         return self.codec.memory_bytes
 
     def compute_costs(self, channel: Channel, num_steps: int, held_bytes: int = 0) -> StrategyCosts:
-        """Of a step, in the mean over all since the model was wrapped; `channel` has sent what passed no codec."""
+        """Mean costs of a step since the model was wrapped. `channel` counts what did not pass through a codec."""
         exchanges, steps = self.exchanges, max(1, num_steps)
         plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
         sent, memory = (exchanges.sent_bytes + plain) // steps, self.memory_bytes + held_bytes
@@ -362,9 +362,9 @@ class StrategyState:
         )
 
     def load(self, states: Sequence[dict[str, Any]], *optimizers: Optimizer) -> None:
-        """Continue from the states of all ranks. Of another number of ranks, every rank gets the mean of their errors:
-        what is applied is the mean of gradients and errors, so nothing is lost or counted twice. `optimizers`: those
-        that step the parameters; without them, errors follow a learning rate only from the second step on."""
+        """Continue from the states of all ranks. If the number of ranks has changed, every rank gets the mean of the
+        residuals: the update is the mean of gradients and residuals, so nothing is lost or counted twice. `optimizers`
+        are those that step the parameters; without them, residuals follow learning rates only from the second step."""
         check_states(states, self.strategy)
         if not states:
             return
@@ -388,8 +388,8 @@ class StrategyState:
         self._take(states[0], mean)
 
     def _load_parts(self, states: Sequence[dict[str, Any]], levels: Levels) -> None:
-        """On the same hosts each rank has its own part, also of what ranks of one number have alike. On others the mean
-        over the hosts is cut anew."""
+        """On the same hosts each rank loads its own part, including what ranks with the same local rank share. On other
+        hosts, the mean over the hosts is split again."""
         places = [tuple(state["place"]) for state in states]
         if places == levels.places:
             self._take(states[self._rank], states[self._rank]["rank"])
@@ -398,19 +398,20 @@ class StrategyState:
         before = replace(levels, hosts=tuple(map(tuple, by_host)))
         errors = before.join([state["rank"] for state in states], self._shapes)
         if errors and len(levels.hosts) == 1:
-            text = f"the state of strategy {self.strategy.text!r} has errors of {len(by_host)} hosts"
-            raise ConfigError(f"{text}, which one host never sends: use several, or start without it", code="strategy")
+            text = f"the state of strategy {self.strategy.text!r} has residuals of {len(by_host)} hosts"
+            text += ", which a single host never sends: use several hosts, or start without the state"
+            raise ConfigError(text, code="strategy")
         self._take(states[0], levels.cut(errors, self._shapes))
 
     def _fits(self, name: str, error: torch.Tensor) -> bool:
-        """Whether this is an error of a parameter that the model has, or of this rank's part of it."""
+        """Whether this residual has the size of a parameter of the model, or of this rank's part of it."""
         shape = self._shapes.get(name.rpartition(" ")[2])
         if shape is not None and self.levels is not None:
             shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
         return shape is not None and shape.numel() == error.numel()
 
     def _follow(self, before: StrategyState) -> None:
-        """Continue where the state before the model was read again was, with what still fits the parameters."""
+        """Continue from the state before the model was read again, with everything that still fits the parameters."""
         found = StrategyState.state(before)
         kept = {part: {n: v for n, v in found[part].items() if n in self._shapes} for part in ("common", "rates")}
         errors = {name: error for name, error in found["rank"].items() if self._fits(name, error)}
@@ -421,12 +422,12 @@ class StrategyState:
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         for name, error in errors.items():
             if not self._fits(name, error):
-                text = f"the state of strategy {self.strategy.text!r} has an error of {error.numel()} elements"
+                text = f"the state of strategy {self.strategy.text!r} has a residual of {error.numel()} elements"
                 raise ConfigError(f"{text} for {name}, which this model does not have", code="strategy")
         self._keep(common, errors)
 
     def _keep(self, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
-        # Copies: a step changes neither what was given nor what `state` returned. A checkpoint is often on the CPU.
+        # Copies, so that steps change neither the input nor what `state` returned. Checkpoints are often on the CPU.
         saved, device = found.get("strides", {}), self.exchanges.side.device
         with self.exchanges.side.borrowed():
             errors = {name: error.detach().to(device) for name, error in errors.items()}
@@ -436,23 +437,23 @@ class StrategyState:
         self.step = found["step"]
 
     def _reorder(self, name: str, error: torch.Tensor, saved: Mapping[str, Sequence[int]]) -> torch.Tensor:
-        """A copy in the order of this model's memory; a part of a parameter, as it is."""
+        """A copy in this model's memory order. Part of a parameter is copied as it is."""
         name = name.rpartition(" ")[2]
         shape, old, new = self._shapes[name], saved.get(name), self._strides.get(name)
         if old == new or self.levels is not None:
             return error.clone()
         value = error.reshape(-1).as_strided(shape, old or _usual_strides(shape))
-        twin = torch.empty_strided(shape, new or _usual_strides(shape), dtype=error.dtype, device=error.device)
-        return twin.copy_(value).as_strided(error.shape, error.stride())
+        reordered = torch.empty_strided(shape, new or _usual_strides(shape), dtype=error.dtype, device=error.device)
+        return reordered.copy_(value).as_strided(error.shape, error.stride())
 
     def discard(self, params: Sequence[torch.Tensor] | None) -> None:
-        """The averages of the step are not applied, or not those of these parameters."""
+        """Undo the step for all parameters, or for these, because its averages are not applied."""
         self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
         if any(id(param) not in self._names for param in params):
-            raise ConfigError("comm_hook() was given another model than the one that is wrapped", code="strategy")
+            raise ConfigError("comm_hook() was given a different model than the one that is wrapped", code="strategy")
         names = [self._names[id(param)] for param in params]
         if self._is_first:
             with self.exchanges.side.borrowed():
@@ -467,7 +468,7 @@ class StrategyState:
         return self.exchanges.start(exchange, buffer)
 
 
-_states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # whose errors depend on the scale of a loss
+_states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # states with residuals, which depend on the loss scale
 
 
 def _usual_strides(shape: torch.Size) -> tuple[int, ...]:
@@ -475,14 +476,14 @@ def _usual_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _read_scale(scaler: Any) -> Any:
-    """On a GPU a copy there, so that nothing waits for it; None before its first loss."""
+    """The loss scale; on a GPU a copy there, to avoid waiting for it; None before the first loss."""
     scale = scaler._scale
     return scale if scale is None else scale.clone() if scale.is_cuda else float(scale)
 
 
 @functools.cache
 def _watch_scalers() -> None:
-    """Let torch's GradScaler show which optimizer's gradients it unscales, also inside fused optimizers."""
+    """Patch torch's GradScaler to reveal which optimizer's gradients it unscales, even for fused optimizers."""
     kind: Any = torch.amp.GradScaler
     original = kind._unscale_grads_
 
@@ -500,7 +501,7 @@ def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[tor
     return state.average(bucket)
 
 
-strategy_hook.__annotations__.clear()  # torch compares them with classes, and here they are text
+strategy_hook.__annotations__.clear()  # torch compares them with classes, but here they are strings
 
 
 def _world() -> dist.ProcessGroup:
@@ -514,8 +515,8 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
 
     Args:
         strategy: What to send, such as "int8" (`docs/strategies.md`).
-        model: The module that is wrapped.
-        group: Its process group; None is the default group.
+        model: The wrapped module.
+        group: Its process group; None means the default group.
 
     Returns:
         `(state, hook)`, the arguments of `register_comm_hook`.
@@ -531,6 +532,6 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
 
 
 def find_hook_state(model: nn.Module) -> StrategyState | None:
-    """The state of `comm_hook` that torch's wrapper was given, if any."""
+    """The state of the `comm_hook` registered with torch's wrapper, if any."""
     hooks = getattr(model, "_comm_hooks", ()) if isinstance(model, DistributedDataParallel) else ()
     return next((state for _, state in hooks if isinstance(state, StrategyState)), None)

@@ -1,21 +1,20 @@
-"""Which CUDA stream waits for which. Every message, codec and schedule follows this rule; on a CPU it does nothing.
+"""Rules for which CUDA stream waits for which. Every message, codec and schedule follows them; a CPU needs none.
 
-The *caller's stream* is the one that is current where the program runs: forward, backward, the optimizer. Messages run
-on the backend's own streams, and what is computed between the messages of an exchange runs on one *side stream*.
+The *caller's stream* is the current stream of the program: forward, backward, the optimizer. Messages run on the
+backend's own streams. Computations between the messages of an exchange run on one *side stream*.
 
-1. A message waits for the stream that is current where it is started. Both NCCL and gloo do that by themselves.
+1. A message waits for the stream that is current when it is started. NCCL and gloo both ensure this.
 2. The result of a message may be used on a stream that has waited for its Work: the stream that is current at
-   `Work.wait()`, or the side stream (`SideStream.receive`). A Future, or a finished Work, does not say that the GPU is
-   done, and neither makes the host wait for it.
-3. An exchange starts after what is queued on the caller's stream (`SideStream.follow_caller`). From then on it waits
+   `Work.wait()`, or the side stream (`SideStream.receive`). A Future, or a finished Work, does not mean that the GPU
+   has finished, and neither makes the host wait for it.
+3. An exchange starts after everything queued on the caller's stream (`SideStream.follow_caller`). From then on it waits
    only for its own messages, on the side stream, so that it overlaps with backward. Its inputs must not change until it
-   is over, so a schedule computes parameter differences on the caller's stream, before the exchange starts.
+   has finished, so a schedule computes parameter differences on the caller's stream before the exchange starts.
 4. The Future of an exchange completes with a tensor (`SideStream.complete`), because torch records events only for the
-   devices of tensors in the value of a Future. Waiting for it then makes the waiter's stream wait for the side
-   stream.
-5. What a codec keeps between steps is allocated on the side stream, also where a checkpoint is loaded or errors are
-   rescaled (`SideStream.borrowed`): the allocator returns freed memory to the stream that allocated it, and would reuse
-   memory of the caller's stream while the side stream still reads it.
+   devices of tensors in a Future's value. Waiting for it then makes the waiter's stream wait for the side stream.
+5. Memory that a codec keeps between steps is allocated on the side stream, even when a checkpoint is loaded or
+   residuals are rescaled (`SideStream.borrowed`). The allocator returns freed memory to the stream that allocated it,
+   and would reuse memory of the caller's stream while the side stream still reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 
 
 class SideStream:
-    """A stream beside the caller's, for what is computed between messages."""
+    """A stream next to the caller's, for computations between messages."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,8 +52,8 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def receive(self, work: Any) -> None:
-        """Make the side stream wait for a message that has arrived, or for one of NCCL's. Not by `wait()`: gloo calls
-        back before it marks a Work as finished."""
+        """Make the side stream wait for a message that has arrived, or for an NCCL message. Does not call `wait()`:
+        gloo runs callbacks before it marks a Work as finished."""
         if self._stream is not None and work is not None:
             with self.current():
                 work.synchronize()
@@ -71,13 +70,13 @@ class SideStream:
         return torch.futures.Future(devices=None if self._stream is None else [self.device])
 
     def complete(self, future: torch.futures.Future[Any], result: torch.Tensor | None) -> None:
-        """Set the result; whoever waits for it makes its own stream wait for the side stream."""
+        """Set the result. Waiting for the Future makes the waiter's stream wait for the side stream."""
         with self.current():
             future.set_result(self._mark if result is None else result)
 
 
 def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """Copy a vector to pinned memory, on the current stream. The copy may be read after the event."""
+    """Copy a vector to pinned memory, on the current stream. Read the copy only after the event."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     kept = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
     event.record()

@@ -1,4 +1,4 @@
-"""When each bucket of a step was ready, sent and done, and the report that a person reads."""
+"""When each bucket of a step was ready, launched and done, and the report for the user."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.report.table import Column, Table
 from paceline.strategy import Strategy
 from paceline.units import format_bytes, format_ms
 
-# Steps that are recorded: the first 4 with a plan, then every 32nd.
+# Recorded steps: the first 4 with a plan, then every 32nd.
 _FIRST, _EVERY = 4, 32
 
 
 @dataclass
 class BucketTimes:
-    """Seconds since backward began. `done_s` is the end of the reduction, `waited_s` the time that the host waited."""
+    """Seconds since backward began. `done_s` is the end of the reduction, `waited_s` how long the host waited."""
 
     num_bytes: int
     ready_s: float = 0.0
@@ -32,13 +32,14 @@ class BucketTimes:
 
 @dataclass
 class StepTimes:
-    """One step. `begin_s` is the reading of `time.perf_counter` when backward began; other times count from it."""
+    """Times of one step. `begin_s` is `time.perf_counter()` at the start of backward; other times are relative to
+    it."""
 
     buckets: list[BucketTimes]
     backward_s: float
     over_s: float
     begin_s: float
-    rows_s: tuple[float, float] | None = None  # when rows of embeddings were sent, and when all ranks' were added
+    rows_s: tuple[float, float] | None = None  # when embedding rows were sent, and when those of all ranks were added
 
     @property
     def busy_s(self) -> float:
@@ -51,22 +52,22 @@ class StepTimes:
 
     @property
     def exposed_s(self) -> float:
-        """Communication after the end of backward."""
+        """Communication time after the end of backward."""
         return max(0.0, self.over_s - self.backward_s)
 
 
 class Timeline:
-    """Records the times of some steps, on a GPU as events of its stream; `sample_next` records the next in any case."""
+    """Records the times of some steps, on a GPU as stream events. `sample_next` forces recording of the next step."""
 
     def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
         self._bytes, self._on_gpu = tuple(bucket_bytes), device.type == "cuda"
         self._num_steps, self.sample_next = 0, False
         self._begin_s = self._backward_s = 0.0
-        # Of this step, if it is recorded, and of the last one that was: seconds or events by name and bucket.
+        # Seconds or events by name and bucket: of this step if it is recorded, and of the last recorded step.
         self._marks: dict[tuple[str, int], Any] | None = None
         self._unread: tuple[float, dict[tuple[str, int], Any]] | None = None
         self._last: StepTimes | None = None
-        self._recorded = -1  # the number of the last step that was recorded
+        self._recorded = -1  # number of the last recorded step
         self._exposed_s: float | None = None
 
     def begin(self) -> None:
@@ -76,7 +77,7 @@ class Timeline:
         self.mark("begin")
 
     def mark(self, name: str, number: int = 0) -> None:
-        """This happens now, to the bucket with this number."""
+        """Record that this event happens now, to the bucket with this number."""
         if self._marks is None:
             return
         if self._on_gpu:
@@ -86,7 +87,7 @@ class Timeline:
             self._marks[name, number] = time.perf_counter() - self._begin_s
 
     def follow(self, number: int, work: Any) -> None:
-        """Mark the end of a message."""
+        """Record the end of a message."""
         if self._marks is not None and work is not None and not self._on_gpu:
             marks, begin_s = self._marks, self._begin_s
             future = work if isinstance(work, torch_internals.Future) else work.get_future()
@@ -107,7 +108,7 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float | None:
-        """Of the last step; on a GPU, of the last recorded step that is over. Does not wait."""
+        """Exposed time of the last step or, on a GPU, of the last recorded step that has finished. Does not wait."""
         if self._on_gpu and self._unread is not None and all(event.query() for event in self._unread[1].values()):
             step = self.read()
             self._exposed_s = None if step is None else step.exposed_s
@@ -115,7 +116,7 @@ class Timeline:
 
     @property
     def age(self) -> int | None:
-        """How many steps ago the last recorded one was: 0 is the last of all; None where there is none."""
+        """How many steps ago the last recorded step was (0: the last step); None if there is none."""
         return self._num_steps - self._recorded if self._recorded >= 0 else None
 
     def read(self) -> StepTimes | None:
@@ -130,7 +131,7 @@ class Timeline:
             self._last = StepTimes([], at_s["backward", 0], at_s["over", 0], begin_s, rows_s)
             for number, num_bytes in enumerate(self._bytes):
                 ready_s, launch_s, wait_s, waited_s = (at_s[k, number] for k in ("ready", "launch", "wait", "waited"))
-                # The waiting thread may know it before the thread that completes Futures.
+                # The waiting thread may notice the end before the thread that completes Futures.
                 done_s = min(waited_s, at_s.get(("done", number), waited_s))
                 self._last.buckets.append(BucketTimes(num_bytes, ready_s, launch_s, done_s, waited_s - wait_s))
         return self._last
@@ -148,8 +149,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class StrategyCosts:
-    """What a strategy costs a rank: bytes and seconds of one step, on the average of all; the seconds are the host's.
-    `memory_bytes` is all that it holds, with a sharded optimizer its state on this rank."""
+    """Cost of a strategy on a rank: mean bytes and host seconds per step. `memory_bytes` is everything that it keeps,
+    including a sharded optimizer's state on this rank."""
 
     text: str
     sent_bytes: int
@@ -161,13 +162,13 @@ class StrategyCosts:
     def __str__(self) -> str:
         sent, received, memory = map(format_bytes, (self.sent_bytes, self.received_bytes, self.memory_bytes))
         encode, decode = map(format_ms, (self.encode_s, self.decode_s))
-        spent = f"encodes for {encode} ms, decodes for {decode} ms; memory {memory}"
-        return f"strategy {self.text}: a step sends {sent}, receives {received}, {spent}"
+        spent = f"encoding takes {encode} ms, decoding {decode} ms; memory {memory}"
+        return f"strategy {self.text}: {sent} sent and {received} received per step, {spent}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The plan, the times of one synchronised step on this rank, and what limits it."""
+    """The plan, the times of one synchronised step on this rank, and what limits the step."""
 
     rank: int
     world_size: int
@@ -175,12 +176,12 @@ class Report:
     num_steps: int
     plan: Plan
     times: StepTimes | None
-    strategy: StrategyCosts | None = None  # None: the plain all-reduce
-    embeddings: tuple[str, ...] = ()  # how each travels
+    strategy: StrategyCosts | None = None  # None: plain all-reduce
+    embeddings: tuple[str, ...] = ()  # how each embedding is sent
 
     @property
     def exposed_s(self) -> float | None:
-        """Communication after the end of this rank's backward."""
+        """Communication time after the end of this rank's backward."""
         return None if self.times is None else self.times.exposed_s
 
     def __str__(self) -> str:
@@ -190,7 +191,7 @@ class Report:
         head += f"\n{self.strategy}" if self.strategy is not None else ""
         head = "\n".join([head, *self.embeddings])
         if times is None and self.strategy is not None and Strategy.parse(self.strategy.text).outer:
-            return f"{head}\nthe steps of a schedule send no buckets, and are not timed"
+            return f"{head}\nthis strategy averages parameters, so there are no buckets to time"
         if times is None:
             return f"{head}\nno step has been timed yet"
         table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)
@@ -198,28 +199,28 @@ class Report:
         ends = f"backward over at {over} ms, all gradients averaged at {averaged} ms: {exposed} ms exposed"
         if times.rows_s is not None:
             sent, added = map(format_ms, times.rows_s)
-            ends = f"rows of embeddings sent at {sent} ms, added at {added} ms\n{ends}"
+            ends = f"embedding rows sent at {sent} ms, added at {added} ms\n{ends}"
         return "\n".join([head, table, ends, self.advice])
 
     @property
     def advice(self) -> str:
-        """One sentence on what limits the step; empty where none was timed."""
+        """One sentence on what limits the step; empty if no step was timed."""
         if (times := self.times) is None:
             return ""
         if self.world_size == 1:
             return "one rank: there is no communication"
         if times.exposed_s < 0.02 * times.backward_s:
-            return "communication is hidden behind backward: only less computation could make the step faster"
+            return "communication is hidden behind backward: only faster computation would shorten the step"
         last, has_several = times.buckets[-1], len(times.buckets) > 1
         tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
         if tail_s > 0.7 * times.exposed_s and has_several:
             exposed = f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms"
-            return f"{exposed}: a smaller one, or one before it that is sent earlier, would shorten the step"
+            return f"{exposed}: a smaller last bucket, or sending an earlier bucket sooner, would shorten the step"
         if times.buckets[0].ready_s > 0.5 * times.backward_s and has_several:
-            return "the first bucket is ready only in the second half of backward: smaller ones would start sooner"
+            return "the first bucket is ready only in the second half of backward: smaller buckets would start sooner"
         if times.busy_s > times.backward_s:
             busy, backward = format_ms(times.busy_s), format_ms(times.backward_s)
-            found = f"communication takes {busy} ms and backward {backward} ms: no plan can hide it all"
+            found = f"communication takes {busy} ms and backward {backward} ms: no plan can hide all of it"
             fewer = "send fewer bytes (strategy='bf16')" if self.strategy is None else "send fewer bytes"
-            return f"{found}; accumulate, {fewer}, or use a faster transport"
+            return f"{found}; accumulate gradients, {fewer}, or use a faster transport"
         return "communication starts too late to be hidden: more, smaller buckets would start sooner"

@@ -8,15 +8,15 @@ from typing import Any
 
 def why_not() -> str:
     """Why ranks on this machine cannot share memory; empty if they can."""
-    from paceline.transport.native import why_not  # not when torch is imported: it takes 20 ms
+    from paceline.transport.native import why_not  # not at module level, where it would add 20 ms to importing torch
 
     return why_not()
 
 
 def register() -> None:
-    """Register `shm` and its alias `paceline` with torch.distributed; does nothing the second time. Loads no C yet.
+    """Register `shm` and its alias `paceline` with torch.distributed. Later calls do nothing. Does not load C code yet.
 
-    torch calls this when it is imported (entry point `torch.backends`), and must not fail because of it.
+    torch calls this on import (entry point `torch.backends`), and the import must not fail because of it.
     """
     with contextlib.suppress(Exception):
         import torch.distributed as dist
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _patch_monitored_barrier(dist: Any) -> None:
-    """torch allows `monitored_barrier` for groups named gloo only; ours contains one."""
+    """torch allows `monitored_barrier` only for gloo groups; ours contains one."""
     from torch.distributed import distributed_c10d
 
     original = distributed_c10d.monitored_barrier

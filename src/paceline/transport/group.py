@@ -1,7 +1,7 @@
-"""The process group of the backend `shm`: collectives between ranks of one host in shared memory, the rest on gloo.
+"""The process group of the backend `shm`: shared memory between ranks of one host, and gloo for everything else.
 
-Which way an operation goes follows from what ranks that agree see alike (kind, type, sizes, and their hosts), never
-from how one of them calls it.
+The path of an operation depends only on what all ranks know (collective, dtype, sizes, hosts), never on how one rank
+calls it.
 """
 
 import contextlib
@@ -32,27 +32,27 @@ from paceline.transport.works import (
     is_wrapper_subclass,
 )
 
-_SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
-_STOPPED_S = 1.2  # a process that stays stopped for this long counts as lost
+_SLOT_BYTES = 1 << 20  # two per rank; smaller slots bounce cache lines between cores, larger ones exceed the caches
+_STOPPED_S = 1.2  # a process that stays suspended for this long counts as lost
 
-# By their hash: to read which reduction torch's options hold takes a microsecond, and its name another two.
+# Keyed by hash: reading the reduction from torch's options takes a microsecond, and its name another two.
 _Op: Any = dist.ReduceOp
 _OPS = {hash(_Op(op)): number for op, number in (
     (_Op.SUM, native.SUM), (_Op.AVG, native.AVG), (_Op.MIN, native.MIN), (_Op.MAX, native.MAX)
 )}  # fmt: skip
-_SMALL = 16 << 10  # elements: below, one lane takes all, and a Work may keep the tensor
+_SMALL = 16 << 10  # elements; smaller messages use one lane, and their Work may be reused
 _AllreduceOptions, _Tensor = c10d.AllreduceOptions, torch.Tensor
-# An operation of the core, with its tensors instead of their addresses.
+# An operation of the core, with tensors in place of addresses.
 _Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
 _NOTHING = torch.empty(0, device="cpu")
 _BARRIER: native.Operation = (native.BARRIER, 0, 0, 0, 0, 0, 0)
 
-# torch describes the methods of a group with overloads that only its own class can have.
+# torch types a group's methods with overloads that only its own class can have.
 _TorchGroup: Any = dist.ProcessGroup
 
 
 class PacelineGroup(_TorchGroup):
-    """What `init_process_group("shm")` and `new_group(backend="shm")` make. Collective: every rank must make one."""
+    """The group that `init_process_group("shm")` and `new_group(backend="shm")` create. Collective."""
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         rank, size = options.group_rank, options.group_size
@@ -70,7 +70,7 @@ class PacelineGroup(_TorchGroup):
             group._set_default_backend(kind)  # torch 2.15 asks it for the group's name, to attach a flight recorder
         self._cuda: Any = None
         self._futures, self._pending = works.Futures(), dict[int, works.NativeWork]()
-        self._finished = works.FinishedWork([])  # of small messages, one after the other
+        self._finished = works.FinishedWork([])  # shared by all small messages
         self._serial = self._num_started = 0
         _patch_built_in_hooks()
         self._open(names)
@@ -89,7 +89,7 @@ class PacelineGroup(_TorchGroup):
         limits_s = self._timeout.total_seconds(), _STOPPED_S
         self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, self._pids, *limits_s)
         self._lane, self._run = self._native.first
-        self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
+        self._native.run(_BARRIER)  # every rank has the segments, or is named in an error here
         self._levels, self._is_quick = None, self._size > 1
         if len(set(hosts)) > 1:
             self._is_quick = False
@@ -111,7 +111,7 @@ class PacelineGroup(_TorchGroup):
             self._store.set(key, name)
         limit_s = self._timeout.total_seconds()
         deadline = time.monotonic() + limit_s
-        while not self._store.check([key]):  # polled: `wait` would log a page of its own
+        while not self._store.check([key]):  # polled, because `wait` would log a page of errors
             native.check_alive(self._here[0], self._pids[0])
             if time.monotonic() > deadline:
                 raise LaunchError(f"rank {self._here[0]} did not share its memory within {limit_s:g} s", code="timeout")
@@ -120,23 +120,23 @@ class PacelineGroup(_TorchGroup):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks are on one host, so that every collective that can be is done in shared memory."""
+        """Whether all ranks are on one host, so that collectives use shared memory where possible."""
         return self._levels is None
 
     def getBackendName(self) -> str:
         return "shm"
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Bytes, all zero, that are reduced where they lie. Collective: every rank must allocate as many.
+        """Zero bytes that are reduced in place. Collective: every rank must allocate the same number.
 
-        They are this rank's part of memory that the ranks of its host share, and live as long as a tensor in them.
+        They are this rank's part of memory shared by the ranks of the host, and live as long as a tensor in them.
         """
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._native.run((*_BARRIER[:-1], num_bytes))  # a different size on any rank is an error on all
         mapping = self._share(num_bytes, self._pass_by_broadcast)
         self._serial += 1
-        self._native.run(_BARRIER)  # everyone has its own part nearby
+        self._native.run(_BARRIER)  # every rank has touched its own part, which places it nearby
         mapping.populate(0, mapping.num_bytes)
         part = mapping.part(self._index)
         if self._native.add_arena(self._serial, mapping.address, mapping.part_bytes):
@@ -144,7 +144,7 @@ class PacelineGroup(_TorchGroup):
         return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
 
     def allocate_common(self, num_bytes: int) -> torch.Tensor:
-        """The same bytes for all ranks of this host, all zero. Collective: every rank must allocate as many."""
+        """Zero bytes shared by all ranks of this host. Collective: every rank must allocate the same number."""
         self._native.run((*_BARRIER[:-1], num_bytes))
         mapping = self._share(-(-num_bytes // self._size), self._pass_by_broadcast)
         self._native.run(_BARRIER)
@@ -158,7 +158,7 @@ class PacelineGroup(_TorchGroup):
         return text.value.decode()
 
     def shutdown(self) -> None:
-        """Leave; ranks that still wait for this one get an error."""
+        """Leave the group. Ranks that still wait for this one get an error."""
         if self._levels is not None:
             self._levels.close()
         self._native.close()
@@ -171,20 +171,21 @@ class PacelineGroup(_TorchGroup):
     abort = shutdown
 
     def __del__(self) -> None:
-        for part in ("_levels", "_native"):  # those that exist, if the constructor failed half-way
+        for part in ("_levels", "_native"):  # the constructor may have failed half-way
             if getattr(self, part, None) is not None:
                 getattr(self, part).close()
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if self._is_quick and type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
-            # What most callers pass. Below does the same for anything; most of the time of a small message is Python.
+            # Fast path for common arguments. The code below handles everything, but for small messages Python
+            # dominates.
             tensor = tensors[0]
             dtype, op = DTYPES.get(tensor.dtype), _OPS.get(hash(opts.reduceOp))
             address = 0
             if type(tensor) is _Tensor and dtype is not None and op is not None and tensor.is_cpu:
                 try:
                     address = tensor.data_ptr() if tensor.is_contiguous() and not tensor.is_neg() else 0
-                except RuntimeError:  # of a sparse tensor, say
+                except RuntimeError:  # a sparse tensor, for example
                     pass
             if address:
                 count = tensor.numel()
@@ -204,7 +205,7 @@ class PacelineGroup(_TorchGroup):
             return self._backend(tensors[0]).allreduce(tensors, opts)
         if self._size == 1:
             self._num_started += 1
-            return works.FinishedWork(tensors)  # whatever the operation: there is one operand
+            return works.FinishedWork(tensors)  # whatever the operation: there is only one operand
         return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -219,8 +220,8 @@ class PacelineGroup(_TorchGroup):
         return self._start(operations, opts, tensors, *(after for _, after in runs))
 
     def average_rounded(self, tensor: torch.Tensor, words: torch.Tensor, opts: Any) -> Any:
-        """Average a vector of float32 as ranks do that send bfloat16 (each share is rounded, then the sum of them), and
-        add up `words` as they are. In one pass over the vector; only where all ranks share memory."""
+        """Average a float32 vector as if ranks sent bfloat16 (each share is rounded, then their sum), and sum `words`
+        exactly. Takes one pass over the vector. Needs ranks that share memory."""
         operations = [(native.ALL_REDUCE, native.F32, native.ROUNDED, 0, tensor, tensor, tensor.numel())]
         if words.numel():
             operations.append((native.ALL_REDUCE, DTYPES[words.dtype], native.SUM, 0, words, words, words.numel()))
@@ -283,7 +284,7 @@ class PacelineGroup(_TorchGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: works.Tensors, inputs: works.Tensors, opts: Any = None) -> Any:
         return _last_of([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    # Newer names of the same.
+    # Newer names.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -295,7 +296,7 @@ class PacelineGroup(_TorchGroup):
             return self._cuda_backend().barrier(opts)
         if self._levels is not None:
             return self._gloo.barrier(opts)
-        if self._pending and not _is_asynchronous(opts):  # as elsewhere, what was started before is there after it
+        if self._pending and not _is_asynchronous(opts):  # as in other backends, earlier operations finish first
             for work in list(self._pending.values()):
                 work.exception() if work.is_finished() else work.wait()
         return self._start_one(_BARRIER, opts)
@@ -308,9 +309,9 @@ class PacelineGroup(_TorchGroup):
         return number + self._num_started
 
     def _start(self, operations: Sequence[_Operation], opts: Any, result: works.Tensors, *after: works.After) -> Any:
-        """Run or start operations, and then what comes `after`."""
+        """Run or start operations, followed by the `after` actions."""
         self._num_started += len(operations)
-        timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
+        timeout_s = max(0.0, opts.timeout.total_seconds())  # negative: the group's own timeout
         actions = [action for action in after if action is not None]
         if self._pending:
             self._sweep()
@@ -336,7 +337,7 @@ class PacelineGroup(_TorchGroup):
         return work
 
     def _start_one(self, operation: native.Operation, opts: Any, *tensors: torch.Tensor) -> Any:
-        """The same for one operation in shared memory on contiguous tensors, after which there is nothing to do."""
+        """`_start` for one operation in shared memory on contiguous tensors, without `after` actions."""
         self._num_started += 1
         if self._pending:
             self._sweep()
@@ -348,19 +349,20 @@ class PacelineGroup(_TorchGroup):
         return works.FinishedWork(tensors)
 
     def _sweep(self) -> None:
-        """Finish what can be: nobody need keep a Work, or wait for it."""
-        for oldest in list(self._pending.values()):  # a copy: the thread of the Futures removes Works meanwhile
+        """Finish the works that can be finished: callers need not keep or wait for them."""
+        for oldest in list(self._pending.values()):  # a copy, because the Futures thread may remove works meanwhile
             if not oldest.try_finish():
                 break
             oldest.find_error()
 
     def _backend(self, tensor: torch.Tensor) -> Any:
         if is_wrapper_subclass(tensor):
-            return self._plain  # through torch's dispatcher, which knows what is inside
+            return self._plain  # torch's dispatcher handles the tensors inside
         return self._cuda_backend() if tensor.is_cuda else self._gloo
 
     def _cuda_backend(self) -> Any:
-        """What moves GPU tensors: NCCL if the group was asked for with `cuda:nccl`, else gloo. Made when first used."""
+        """The backend for GPU tensors: NCCL if the group was created with `cuda:nccl`, otherwise gloo. Created
+        lazily."""
         if self._cuda is None:
             kind, self._cuda = dist.ProcessGroup.BackendType.GLOO, self._gloo
             if "cuda:nccl" in dist.get_backend_config(self):
@@ -378,7 +380,7 @@ def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
 
 
 def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
-    """torch's groups also take a bare reduction or root, and a time limit, instead of options."""
+    """Options, because torch's groups also accept a bare reduction or root, and a timeout."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -392,7 +394,7 @@ def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 
 
 def _last_of(started: Sequence[Any]) -> Any:
-    """What is to be waited for after several operations: ours are done in order, others are waited for here."""
+    """The work to wait for after several operations. Ours finish in order; others are waited for here."""
     if not all(isinstance(work, works.NativeWork | works.FinishedWork) for work in started):
         for work in started[:-1]:
             work.wait()
@@ -404,7 +406,7 @@ def _is_asynchronous(opts: Any) -> bool:
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    """A collective that shared memory does not do, by the backend of its tensors."""
+    """A collective without a shared-memory version, delegated to the backend of its tensors."""
 
     def call(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._backend(_first_tensor([*args, *kwargs.values()])), name)(*args, **kwargs)
@@ -429,7 +431,7 @@ works.keep_from_compiler(PacelineGroup)
 
 @functools.cache
 def _patch_built_in_hooks() -> None:
-    """torch's built-in hooks are C++, and take no Future that Python has completed: here their twins in Python run."""
+    """torch's built-in hooks are C++ and reject Futures completed by Python: use their Python counterparts instead."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,7 +1,7 @@
-"""All-reduce over several hosts: inside each in shared memory, between one leader per host over gloo, piece by piece.
+"""All-reduce over several hosts: in shared memory inside each host, and over gloo between one leader per host.
 
-While the leaders exchange one piece, the next is reduced inside the hosts; the result comes back by a broadcast inside.
-A rank that fails leaves the reason in the store and closes its group inside, so that none waits for it on any host.
+It is pipelined: while the leaders exchange one piece, the hosts reduce the next. Results return by broadcast inside
+each host. A rank that fails stores the reason and closes its host's group, so that no rank on any host waits for it.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from paceline.transport import native, proof
 from paceline.transport.works import DTYPES
 
 _PIECE_BYTES = 1 << 20
-_LOOK_S = 0.25  # how often a leader that waits for other hosts checks whether one of them has failed
-_REPORT_S = 1.0  # how long a leader that lost its connection waits for a report that names the rank
+_POLL_S = 0.25  # how often a waiting leader checks whether another host has failed
+_REPORT_S = 1.0  # how long a leader that lost its connection waits for a report that names the lost rank
 _REDUCE: dict[int, Any] = {native.SUM: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN, native.MAX: dist.ReduceOp.MAX}
 
 
 class _AllReduce(threading.Event):
-    """One all-reduce of a contiguous tensor in place, set when it has ended; `op` is the core's number."""
+    """One all-reduce of a contiguous tensor, in place; set when it has ended. `op` is the core's number."""
 
     def __init__(self, flat: torch.Tensor, op: int, timeout_s: float) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class _AllReduce(threading.Event):
 
 
 class TwoLevels:
-    """Ranks whose `hosts` these are, in rank order; those of this host share memory in `inside`. Collective.
+    """Ranks on several `hosts`, given in rank order. The ranks of this host share memory in `inside`. Collective.
 
-    `names` are the ranks in error messages. All-reduces run one after the other, on a thread, and are started and
-    waited for as those of `native.Lanes`, but given with tensors instead of their addresses.
+    `names` are the ranks in error messages. All-reduces run one after another on a thread. The interface is that of
+    `native.Lanes`, but with tensors in place of addresses.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TwoLevels:
         leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]  # the first rank of each host
         mine = hosts.index(hosts[rank])
         self._others = " or ".join(str(names[leader]) for leader in leaders if leader != mine)
-        # A connection of its own: another thread may be waiting on the group's.
+        # A separate connection, because another thread may be waiting on the group's.
         self._reports = dist.PrefixStore("hosts", store.clone())
         self._between: Any = None
         if rank == mine:
@@ -68,7 +68,8 @@ class TwoLevels:
             proof.check_pairs(self._between, f"{name}/leaders")
         self._works: queue.SimpleQueue[_AllReduce | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
-        self._is_closing, self._lock = False, threading.Lock()  # of both the flag and the end of the queue
+        self._is_closing = False
+        self._lock = threading.Lock()  # guards the flag and the end of the queue
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
 
@@ -97,10 +98,10 @@ class TwoLevels:
     try_finish = is_done
 
     def close(self) -> None:
-        """Leave the group. Work that has not run fails."""
+        """Leave the group. Operations that have not run yet fail."""
         with self._lock:
             self._is_closing = True
-            self._works.put(None)  # after all work: the thread concludes what is submitted, and then ends
+            self._works.put(None)  # after all operations, so that the thread concludes them before it ends
         self._inside.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -116,11 +117,11 @@ class TwoLevels:
             work.conclude(self._failure)
 
     def _all_reduce(self, work: _AllReduce) -> None:
-        """Inside, between, inside; every rank of a host goes through the same operations inside, in the same order."""
+        """Reduce inside, reduce between hosts, broadcast inside. Ranks of a host run the same operations in order."""
         op = native.SUM if work.op == native.AVG else work.op
         opts = c10d.AllreduceOptions()
         opts.reduceOp = _REDUCE[op]
-        if work.timeout_s:  # else the group's own
+        if work.timeout_s:  # otherwise the group's own timeout
             opts.timeout = timedelta(seconds=work.timeout_s)
         before: tuple[torch.Tensor, Any] | None = None
         for piece in work.flat.split(max(1, _PIECE_BYTES // work.flat.element_size())):
@@ -129,7 +130,7 @@ class TwoLevels:
             if before is not None:
                 self._spread(work, *before)
             before = piece, between
-        assert before is not None  # even of nothing there is one piece
+        assert before is not None  # an empty tensor is one piece, too
         self._spread(work, *before)
 
     def _spread(self, work: _AllReduce, piece: torch.Tensor, between: Any) -> None:
@@ -146,10 +147,10 @@ class TwoLevels:
         self._inside.run(operation, work.timeout_s)
 
     def _await(self, work: Any) -> None:
-        """Wait for the other hosts, as long as none of them has failed."""
+        """Wait for the other hosts, unless one of them fails."""
         while not work.is_completed():
             try:
-                work.wait(timedelta(seconds=_LOOK_S))
+                work.wait(timedelta(seconds=_POLL_S))
             except RuntimeError:
                 if self._is_closing:
                     raise _closed() from None
@@ -158,26 +159,26 @@ class TwoLevels:
         try:
             work.wait()
         except RuntimeError as error:
-            # gloo names an address; a rank on the host of the lost one knows its number.
+            # gloo's error names an address; a rank on the lost rank's host knows its number.
             deadline = time.monotonic() + _REPORT_S
             while not (reason := self._read_reason()) and time.monotonic() < deadline:
-                time.sleep(_LOOK_S / 5)
+                time.sleep(_POLL_S / 5)
             lost = f"the connection to the host of rank {self._others} failed: {str(error).splitlines()[0]}"
             raise (reason or native.TransportError(lost, code="peer-lost")) from error
 
     def _report_failure(self, error: Exception) -> Exception:
-        """Report the reason to all hosts and leave the group of this one; returns the first error."""
+        """Report the reason to all hosts and leave this host's group. Returns the first error."""
         if self._is_closing:
             return error
         reason = self._read_reason()
         if not reason:
-            with contextlib.suppress(RuntimeError):  # the store is gone with the rank that served it
+            with contextlib.suppress(RuntimeError):  # the rank that served the store has left
                 self._reports.set("reason", json.dumps([str(error), getattr(error, "code", "")]))
         self._inside.close()
         return reason or error
 
     def _read_reason(self) -> native.TransportError | None:
-        """Why another rank failed; None if none has."""
+        """Why another rank failed; None if no rank has."""
         with contextlib.suppress(RuntimeError):
             if self._reports.check(["reason"]):
                 text, code = json.loads(self._reports.get("reason"))

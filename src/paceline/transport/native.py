@@ -1,7 +1,7 @@
-"""The compiled core by its C interface: loading it, memory that ranks of one host share, and their group in it.
+"""Bindings to the C core: loading it, memory shared by the ranks of one host, and their group in that memory.
 
-The memory is an anonymous file whose descriptor the first rank hands to the others over a Unix socket. It goes with the
-last of them, however that ends, and does not count against /dev/shm.
+The memory is an anonymous file whose descriptor the first rank passes to the others over a Unix socket. It is freed
+with the last rank, however that ends, and does not count against /dev/shm.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
 _PAGE = mmap.PAGESIZE
-# Linux: have part of a mapping in memory now, and get an error where there is none instead of being killed later.
+# madvise on Linux: allocate part of a mapping now, and fail if memory is short instead of being killed later.
 _POPULATE_WRITE, _HUGE_PAGES = 23, 14
-LOOK_S = 0.3  # how often a rank that waits for memory looks whether the others are alive
-# Waking another thread costs tens of microseconds.
+POLL_S = 0.3  # how often a rank that waits for memory checks whether the others are alive
+# Shorter pieces do not pay off: waking another thread costs tens of microseconds.
 _LANE_BYTES, _LINE_BYTES = 512 << 10, 128
 
-# An operation: kind, type, reduction, root, addresses of input and output, number of elements.
+# Collective, dtype, reduction, root, input address, output address, number of elements.
 Operation = tuple[int, int, int, int, int, int, int]
-# The lanes that an operation uses, and its number in each.
+# The lanes that an operation uses, with its number in each.
 Ticket = list[tuple[int, int]]
 
 _VERSION = 6  # PLN_VERSION in the header
-_FORKED = "this process was forked from a rank, and the rank's group is not its own: start it with `spawn`"
-# The code of each failure, and its text where the core has none.
+_FORKED = "this process was forked from a rank and cannot use the rank's group: start it with `spawn`"
+# The code of each failure, and its text if the core has none.
 _ERRORS = {
     DEAD: ("peer-lost", ""), STOPPED: ("peer-lost", ""), LEFT: ("peer-lost", ""), TIMEOUT: ("timeout", ""),
     MISMATCH: ("mismatch", ""), CLOSED: ("closed", "the process group is closed"), FORKED: ("forked", _FORKED),
@@ -53,11 +53,11 @@ _ERRORS = {
 
 
 class TransportError(CollectiveError):
-    """A group in shared memory that can be used no more; a `RuntimeError` too, as torch's own backends raise."""
+    """A shared-memory group that can no longer be used. A `RuntimeError` too, like the errors of torch's backends."""
 
 
 def find_library() -> Path | None:
-    """The compiled core next to this module, if there is one."""
+    """The path of the compiled core, if it exists."""
     if override := os.environ.get("PACELINE_NATIVE_LIBRARY"):
         return Path(override)
     path = Path(__file__).with_name("_native.so")
@@ -66,7 +66,7 @@ def find_library() -> Path | None:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The core, with its functions typed; `ConfigError` where it cannot be had. Calls release the GIL."""
+    """The core with typed functions; `ConfigError` if it is not available. Calls release the GIL."""
     if reason := why_not():
         raise ConfigError(f"the shared-memory transport is not available: {reason}")
     library = ctypes.CDLL(str(find_library()))
@@ -108,18 +108,19 @@ def why_not() -> str:
         return "it needs Linux with memfd_create"
     path = find_library()
     if path is None:
-        return "its C core is not built: install a wheel of Paceline, or install it again where a C compiler is"
+        return "its C core is not built: install a Paceline wheel, or reinstall it on a machine with a C compiler"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"its C core does not load: {error}"
     if not hasattr(library, "pln_version") or library.pln_version() != _VERSION:
-        return f"its C core ({path}) was built from other sources: install Paceline again"
+        return f"its C core ({path}) was built from other sources: reinstall Paceline"
     return ""
 
 
 def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
-    """The lanes of ranks on one host with `cores` each, one where no core is spare, or PACELINE_LANES of the first."""
+    """The number of lanes for ranks on one host with `cores` each: the first rank's PACELINE_LANES, otherwise one, or
+    more if there are spare cores."""
     if not requested:
         return max(1, min(4, min(cores) // len(cores)))
     if requested not in map(str, range(1, 17)):
@@ -128,10 +129,10 @@ def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
 
 
 class Mapping:
-    """Memory with a part of whole pages for each of the ranks on a host, all zero; `index` counts them.
+    """Zeroed memory with a page-aligned part for each of the ranks on a host; `index` is this rank's.
 
-    Collective. `pass_name` takes the first rank's text, and "" on the others, and returns the first rank's on all.
-    The memory lives as long as this or a tensor in it.
+    Collective. `pass_name` gets the first rank's text (the others pass "") and returns it on all ranks. The memory
+    lives as long as this object or a tensor in it.
     """
 
     def __init__(
@@ -156,33 +157,33 @@ class Mapping:
             os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._advise(0, total, _HUGE_PAGES)
-        # Now and not in the first step; and too little memory is an error here.
+        # Now rather than in the first step, so that a lack of memory is an error here.
         self.populate(index * self.part_bytes, self.part_bytes)
 
     def part(self, index: int, num_bytes: int = 0) -> Any:
-        """The bytes of a rank, or this number from there, as an object that keeps the memory and can be watched."""
+        """A rank's bytes, or `num_bytes` from there, as an object that keeps the memory alive and can be finalised."""
         return (ctypes.c_char * (num_bytes or self.part_bytes)).from_buffer(self._memory, index * self.part_bytes)
 
     def populate(self, begin: int, num_bytes: int) -> None:
-        """Have these bytes in memory, near this rank if they are not in memory yet."""
+        """Allocate these bytes, near this rank unless they are already allocated."""
         if self._advise(begin, num_bytes, _POPULATE_WRITE) in (errno.ENOMEM, errno.EFAULT):
-            raise CollectiveError(f"there is no memory for {num_bytes} bytes of shared buffers", code="memory")
+            raise CollectiveError(f"not enough memory for {num_bytes} bytes of shared buffers", code="memory")
 
     def _advise(self, begin: int, num_bytes: int, advice: int) -> int:
-        """The result of madvise: 0, or an error number. Older kernels know fewer kinds of advice."""
+        """The result of madvise: 0 or an error number. Older kernels support less advice."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         return ctypes.get_errno() if libc.madvise(self.address + begin, num_bytes, advice) else 0
 
 
 def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str], timeout_s: float) -> None:
-    """Hand a file to the processes of these ranks (by pid), and to no other."""
+    """Pass a file descriptor to the processes of these ranks (by pid), and to no others."""
     deadline, was_reported = time.monotonic() + timeout_s, False
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address = f"paceline-{secrets.token_hex(16)}"
         listener.bind("\0" + address)
         listener.listen(max(64, len(peers)))
-        listener.settimeout(LOOK_S)
+        listener.settimeout(POLL_S)
         pass_name(address)
         while peers:
             try:
@@ -199,13 +200,13 @@ def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str
                     socket.send_fds(link, [b"memory"], [descriptor])
                     del peers[pid]
                 elif pid < 0 and not was_reported:
-                    text = "refused a process of another user that asked for the memory of this job"
+                    text = "rejected a process of another user that requested this job's memory"
                     print(f"paceline: {text}", file=sys.stderr, flush=True)
                     was_reported = True
 
 
 def _receive(name: int, pid: int, address: str, timeout_s: float) -> int:
-    """The file of the rank of this name and process."""
+    """Receive the file descriptor from this rank's process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(timeout_s)
         try:
@@ -221,7 +222,7 @@ def _receive(name: int, pid: int, address: str, timeout_s: float) -> int:
 
 
 def _pid_of(link: socket.socket) -> int:
-    """The process at the other end, if it is this user's; the kernel vouches for it."""
+    """The peer's process ID according to the kernel; -1 if it belongs to another user."""
     pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(pid) if user == os.geteuid() else -1
 
@@ -234,11 +235,11 @@ def check_alive(name: int, pid: int) -> None:
 
 
 class Lanes:
-    """Ranks that share memory, in one group of the core or several side by side, each in a segment of its own.
+    """Ranks that share memory, in one or more parallel groups of the core, each with its own segment.
 
-    One core waits for memory most of the time. Where a host has more cores than ranks, a long vector is cut, and each
-    piece goes through a group and a thread of its own. The sums do not depend on it: every element is added up in rank
-    order. The C side lives as long as this object and not only until `close`: another thread may be inside a call.
+    A single core mostly waits for memory. If a host has more cores than ranks, a long vector is cut into pieces, each
+    handled by its own group and thread. The result does not depend on it: every element is summed in rank order. The C
+    objects live as long as this one, not just until `close`, because another thread may be inside a call.
     """
 
     def __init__(
@@ -253,20 +254,20 @@ class Lanes:
                 raise ConfigError(f"{size} ranks cannot share one segment")
             self._handles.append(handle)
         self._first, *self._others = self._handles
-        # Bound once: a small message takes a few microseconds.
+        # Looked up once, because a small message takes only a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
     @property
     def first(self) -> tuple[int, Any]:
-        """The lane of small operations, and what runs one there: the core's `pln_run`."""
+        """The lane for small operations, and the function that runs one there (`pln_run`)."""
         return self._first, self._run
 
     def build_error(self, code: int) -> TransportError:
-        """The error of an operation in the first lane alone."""
+        """The error for an operation that used only the first lane."""
         return self._fail(self._first, code, [])
 
     def run(self, operation: Operation, timeout_s: float = 0.0) -> None:
-        """One operation, from its beginning to its end. A time limit of 0 is the group's."""
+        """Run one operation to completion. A timeout of 0 means the group's own."""
         ticket: Ticket = []
         if self._others:
             operation, *others = self._cut(operation)
@@ -278,7 +279,7 @@ class Lanes:
             self.wait(ticket)
 
     def submit(self, operation: Operation, timeout_s: float = 0.0) -> Ticket:
-        """Start an operation behind those before it."""
+        """Queue an operation."""
         pieces = self._cut(operation) if self._others else [operation]
         return self._submit_all(self._handles, pieces, timeout_s)
 
@@ -292,7 +293,7 @@ class Lanes:
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        """Wait for a ticket; unless it only takes longer, nothing of it runs any more after an error, in any lane."""
+        """Wait for a ticket. After an error other than a timeout of this call, none of it runs any more in any lane."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle, number in ticket:
             code = self._wait(handle, number, -1.0 if deadline is None else max(1e-6, deadline - time.monotonic()))
@@ -305,7 +306,7 @@ class Lanes:
         return all([self._library.pln_is_done(handle, number) for handle, number in ticket])
 
     def try_finish(self, ticket: Ticket) -> bool:
-        """Whether an operation has finished or failed, or can be finished now without waiting; then it is."""
+        """Whether an operation has ended. Finishes it here if that takes no waiting."""
         return all([self._wait(handle, number, 0.0) != RUNNING for handle, number in ticket])
 
     def add_arena(self, serial: int, address: int, part_bytes: int) -> bool:
@@ -316,7 +317,7 @@ class Lanes:
             self._library.pln_remove_arena(handle, serial)
 
     def close(self) -> None:
-        """Leave the group; what still runs or waits here, on any thread, ends with an error."""
+        """Leave the group. Operations in progress, on any thread, end with an error."""
         for handle in self._handles:
             self._library.pln_close(handle)
 
@@ -325,7 +326,7 @@ class Lanes:
             self._library.pln_free(handle)
 
     def _cut(self, operation: Operation) -> list[Operation]:
-        """A long all-reduce in as many pieces as there are lanes; anything else as it is."""
+        """Cut a long all-reduce into one piece per lane; anything else stays whole."""
         kind, dtype, op, root, source, target, count = operation
         item = ITEM_BYTES[dtype]
         if kind != ALL_REDUCE or count * item < 2 * _LANE_BYTES:
@@ -337,7 +338,7 @@ class Lanes:
         return [(kind, dtype, op, root, source + at * item, target + at * item, length) for at, length in pieces]
 
     def _fail(self, handle: int, code: int, ticket: Ticket) -> TransportError:
-        """One lane has failed, and so must the others: none may write later to memory that the caller has freed."""
+        """Make the other lanes fail too, so that none writes later to memory that the caller has freed."""
         short, text = _ERRORS[code]
         if not text:
             buffer = ctypes.create_string_buffer(512)

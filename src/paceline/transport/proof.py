@@ -1,7 +1,7 @@
-"""Proof that the other ends of gloo's connections are ranks of this world, before anything else goes through them.
+"""Authenticates the peers of gloo's connections as ranks of this job, before anything else is sent through them.
 
-gloo listens on a TCP port and takes whoever first sends a small number for the peer. A stranger on the host finds the
-port in /proc. So each pair of ranks exchanges what only ranks can compute, by a key from the private store.
+gloo listens on a TCP port, and accepts as a peer whatever sends a small number first. Any process on the host can find
+the port in /proc. So each pair of ranks exchanges HMACs with a key from the private store.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from paceline.errors import LaunchError
 from paceline.torch_internals import c10d
 
 _BYTES = 32
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _key: bytes = b""
 _store: Any = None
 
 
 def use_key(key: bytes, store: Any = None) -> None:
-    """Ask for proof by this key in groups that are made from now on; empty: for none, as where the store is open. In
-    the store a rank that refuses a stranger says so to the others."""
+    """Authenticate the groups that are created from now on with this key; an empty key turns this off, as for an open
+    store. A rank that rejects a connection reports it to the others in `store`."""
     global _key, _store
     _key, _store = key, store
 
 
 def check_group(group: Any) -> None:
-    """Check the connections of a group of torch's, if they are gloo's. Collective: call on every rank of the group."""
-    if not isinstance(group, c10d.ProcessGroup):  # this rank is no member
+    """Authenticate the connections of a torch group, if it uses gloo. Collective: call it on every rank of the
+    group."""
+    if not isinstance(group, c10d.ProcessGroup):  # this rank is not a member
         return
     try:
         backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # it has none for the CPU
+    except RuntimeError:  # no backend for the CPU
         return
     if isinstance(backend, c10d.ProcessGroupGloo):
         check_pairs(backend, group.group_name)
 
 
 def check_pairs(backend: Any, name: str) -> None:
-    """Exchange proofs over every connection of this group of gloo's, of this name. Collective."""
+    """Exchange proofs over every connection of a gloo group with this name. Collective."""
     rank, size = backend.rank(), backend.size()
     if not _key or size == 1:
         return
@@ -54,11 +55,11 @@ def check_pairs(backend: Any, name: str) -> None:
     failure = ""
     while not failure and not work.is_completed():
         try:
-            work.wait(timedelta(seconds=_LOOK_S))
+            work.wait(timedelta(seconds=_POLL_S))
         except RuntimeError as error:
             if text := _read_refusal():
                 raise LaunchError(text, code="stranger") from None
-            if not work.is_completed() and _find_strangers():  # completed by now, it says itself how
+            if not work.is_completed() and _find_strangers():  # otherwise `work.wait` below reports the error
                 failure = str(error).partition("\n")[0]
     if not failure:
         try:
@@ -72,17 +73,17 @@ def check_pairs(backend: Any, name: str) -> None:
         return
     text = ""
     if strangers := ", ".join(map(str, _find_strangers())):
-        text = f"a process of another user (uid {strangers}) connected in the place of a rank"
+        text = f"a process of another user (uid {strangers}) connected in place of a rank"
     elif not failure:
-        text = f"what connected in the place of rank {bad[0]} of {size} is no rank of this job"
+        text = f"the process that connected as rank {bad[0]} of {size} is not a rank of this job"
     if text:
-        raise _refuse(f"refused a stranger: {text}; start the job again")
-    text = _read_refusal() or f"ranks lost each other while they proved who they are: {failure}"
+        raise _refuse(f"rejected an unauthenticated connection: {text}; start the job again")
+    text = _read_refusal() or f"ranks lost contact during authentication: {failure}"
     raise LaunchError(text, code="stranger" if _read_refusal() else "peer-lost")
 
 
 def _refuse(text: str) -> LaunchError:
-    """The error for a stranger, which the other ranks raise, too: they may wait for this one."""
+    """The error for an unauthenticated connection. The other ranks raise it too, because they may wait for this one."""
     if _store is not None:
         with contextlib.suppress(RuntimeError):
             _store.set("stranger", text)
@@ -90,7 +91,7 @@ def _refuse(text: str) -> LaunchError:
 
 
 def _read_refusal() -> str:
-    """What another rank said about a stranger; empty where none did."""
+    """Another rank's report of an unauthenticated connection; empty if there is none."""
     if _store is not None:
         with contextlib.suppress(RuntimeError):
             if _store.check(["stranger"]):
@@ -103,7 +104,7 @@ def _prove(name: str, source: int, target: int) -> bytes:
 
 
 def _find_strangers() -> list[int]:
-    """The other users whose processes on this host hold the other end of a TCP connection of this process."""
+    """Other users whose processes on this host are peers of this process's TCP connections."""
     own = set()
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:

@@ -1,4 +1,4 @@
-"""What the process group builds on: tensors as the core sees them, and torch's `Work` and `Future`."""
+"""Building blocks of the process group: tensors as the core needs them, and torch's `Work` and `Future`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.torch_internals import c10d, has_internal_overlap, skip_frames
 from paceline.transport import native
 
 Tensors = Sequence[torch.Tensor]
-# What is left to do when an operation has finished.
+# An action to run when an operation has finished.
 After = Callable[[], Any] | None
 Actions = Sequence[Callable[[], Any]]
 
@@ -28,38 +28,38 @@ DTYPES = {
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor only stands for others (DTensor, say), so that its own memory means nothing."""
+    """Whether a tensor wraps others (as a DTensor does), so that its own memory is meaningless."""
     return bool(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes in this process's memory, and does not only stand for others."""
+    """Whether a tensor's data is in this process's CPU memory and it does not wrap other tensors."""
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_wrapper_subclass(tensor)
 
 
 def is_reducible(tensor: torch.Tensor) -> bool:
-    """Whether the core can add up a tensor's numbers."""
+    """Whether the core can reduce this tensor."""
     return tensor.dtype in DTYPES and is_movable(tensor)
 
 
 def as_run(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy of one that is not: on another rank it may be, and both must take one path."""
+    """The tensor, or a contiguous copy: other ranks may have a contiguous one, and all must take the same path."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
 
 
 def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
-    """The same for a tensor that is written, with the function that copies the result back if there is a copy."""
+    """`as_run` for an output tensor, with a function that copies the result back if a copy was made."""
     run = as_run(tensor)
     if run is not tensor and has_internal_overlap(tensor) == 1:
-        raise ValueError("a tensor whose elements share memory (an expanded one) cannot hold a result: clone it first")
-    # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
+        raise ValueError("the elements of an expanded tensor share memory and cannot hold a result: clone it first")
+    # `data` hides the write from autograd, as with every backend.
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
 class TensorWork(c10d.Work):  # type: ignore[name-defined, misc]
-    """A Work whose result is tensors; subclasses have `wait`, `is_completed` and `exception`."""
+    """A Work whose result is tensors. Subclasses implement `wait`, `is_completed` and `exception`."""
 
     def __init__(self, result: Tensors) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TensorWork(c10d.Work):  # type: ignore[name-defined, misc]
         return list(self.tensors)
 
     def find_error(self) -> Exception | None:
-        """Wait for the end, and return the error if there is one."""
+        """Wait for the end, and return the error, if any."""
         try:
             self.wait()
         except Exception as error:
@@ -84,7 +84,7 @@ class TensorWork(c10d.Work):  # type: ignore[name-defined, misc]
 
 
 class FinishedWork(TensorWork):
-    """An operation that had finished when the call returned."""
+    """A Work that had already finished when the call returned."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -102,12 +102,12 @@ class FinishedWork(TensorWork):
 
 
 class NativeWork(TensorWork):
-    """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller that looks does what comes `after`.
+    """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller to check runs the `after` actions.
 
-    `kept` holds this Work, and with it all `memory` that the operations need, until then.
+    Until then `kept` holds this Work, and with it all `memory` that the operations need.
     """
 
-    future: torch.futures.Future | None = None  # made by `Futures` for the first caller that needs it
+    future: torch.futures.Future | None = None  # created by `Futures` on first use
 
     def __init__(
         self, lanes: Any, result: Tensors, futures: Futures, after: Actions, memory: Any,
@@ -131,7 +131,7 @@ class NativeWork(TensorWork):
                 self._kept.pop(id(self), None)
             raise
         if self._finishing is not None:
-            with self._finishing:  # once; other callers wait for it
+            with self._finishing:  # runs once; other callers wait
                 after, self._after = self._after, ()
                 try:
                     for action in after:
@@ -148,11 +148,11 @@ class NativeWork(TensorWork):
         return self._futures.create(self)
 
     def is_finished(self) -> bool:
-        """Whether the operations have finished or failed; what comes after them may be left to do."""
+        """Whether the operations have finished or failed. The `after` actions may not have run yet."""
         return all(map(self._lanes.is_done, self.tickets))
 
     def try_finish(self) -> bool:
-        """The same, but nothing goes on in the background because of the question."""
+        """Whether the operations have finished or failed. Finishes them here if that takes no waiting."""
         return all(map(self._lanes.try_finish, self.tickets))
 
     def is_completed(self) -> bool:
@@ -167,12 +167,12 @@ class NativeWork(TensorWork):
 
 
 def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:
-    """torch.compile compiles what is called while a compiled step runs, also by torch's own C++, and fails on an object
-    such as a process group. These functions and the methods of these classes run as they are, with all that they call
-    or without it."""
+    """Exclude functions, and the methods of classes, from torch.compile, with or without what they call. Otherwise it
+    also compiles code called during a compiled step, even from torch's C++, and fails on objects such as process
+    groups."""
     for item in items:
         if isinstance(item, FunctionType):
-            item._torchdynamo_disable = True  # type: ignore[attr-defined]  # where torch traces what calls it
+            item._torchdynamo_disable = True  # type: ignore[attr-defined]  # for code that is traced through its caller
         for function in (item, *vars(item).values()):
             if isinstance(function, FunctionType):
                 skip_frames(function.__code__, with_calls)
@@ -182,26 +182,27 @@ keep_from_compiler(TensorWork, FinishedWork, NativeWork)
 
 
 class Futures:
-    """Completes torch's Futures in the order of their operations, on a thread that waits for these.
+    """Completes torch's Futures in the order of their operations, on a thread that waits for the operations.
 
-    A callback of a Future may itself wait for a later one, so another thread waits while it runs.
+    A Future's callback may wait for a later Future, so another thread takes over while callbacks run.
     """
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[NativeWork | None] = queue.SimpleQueue()
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()  # held by the one thread that waits
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._num_free = 0  # threads that wait, or will when it is their turn
-        self._num_open = 0  # Futures that are not complete
+        self._num_free = 0  # threads that are waiting, or queueing for `_turn`
+        self._num_open = 0  # incomplete Futures
         self._is_closed = False
 
     def create(self, work: NativeWork) -> torch.futures.Future:
-        """The Future of a Work, one for all callers."""
+        """The Future of a Work, shared by all callers."""
         with self._lock:
             if work.future is not None:
                 return work.future
             future = work.future = torch.futures.Future()
-            # After `close` it is over, one way or the other. Else a thread waits, unless there is nothing to wait for.
+            # After `close` every operation has ended. Otherwise a thread waits for this one, unless it is finished.
             if not self._is_closed and (self._num_open or not work.try_finish()):
                 self._num_open += 1
                 self._provide_thread()
@@ -239,23 +240,23 @@ class Futures:
                 self._provide_thread()
             assert work.future is not None
             _complete(work.future, work.result(), error)
-            del work, error  # or they would live until the next operation
+            del work, error  # otherwise they would live until the next operation
             with self._lock:
                 self._num_free += 1
                 self._num_open -= 1
 
 
 def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: Exception | None) -> None:
-    """As `set_exception` where there is an error, but each caller gets one of its own: the frames in the traceback of a
-    shared one would hold this Future and the caller's group, and neither could ever be freed."""
+    """Complete a Future with a result or an error. Unlike `set_exception`, each caller gets its own exception: the
+    traceback of a shared one would keep this Future and the caller's group alive for ever."""
     if error is None:
         future.set_result(tensors)
         return
     kind: Any = type(error)
     text, options = str(error), {"code": error.code} if isinstance(error, PacelineError) else {}
 
-    def raise_anew(_: Any) -> None:
+    def raise_copy(_: Any) -> None:
         raise kind(text, **options)
 
-    future._set_unwrap_func(raise_anew)  # type: ignore[attr-defined]
+    future._set_unwrap_func(raise_copy)  # type: ignore[attr-defined]
     future.set_result([])

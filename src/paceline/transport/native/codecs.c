@@ -1,20 +1,20 @@
-/* What gradients are sent as: blocks of small whole numbers with a scale, bfloat16, and the places of large numbers.
+/* Compressed gradient formats: blocks of small integers with a scale, bfloat16, and indices of large elements.
  *
- * A bucket is several vectors, and a block may begin in one and end in another. Numbers behind the last are zero. Every
- * operation is rounded on its own and in one order, so that all kinds of processor, and torch's operations, agree. */
+ * A bucket is several vectors, and a block may begin in one and end in another. Numbers after the last are zero. Every
+ * operation is rounded separately and in a fixed order, so that all kinds of processor, and torch's operations, agree. */
 #include "paceline_native.h"
 
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define LEAST_SCALE 1e-37f /* below it the inverse may be infinite: such numbers are sent as zeros */
+#define LEAST_SCALE 1e-37f /* a smaller scale may have an infinite inverse: such blocks are sent as zeros */
 #define ROUNDER 12582912.0f /* 1.5 * 2^23 */
 
 typedef struct {
     float *const *vectors;
     const uint64_t *counts;
     int num;
-    uint64_t offset; /* in the first */
+    uint64_t offset; /* in the first vector */
 } pieces;
 
 INLINE int32_t as_bits(float value)
@@ -31,7 +31,7 @@ INLINE float as_float(int32_t bits)
 }
 INLINE size_t block_bytes(int bits) { return 4 + PLN_BLOCK * (size_t)bits / 8; }
 
-/* The next numbers in one piece, at most `most`; their number, or 0 at the end. */
+/* The next contiguous numbers, at most `most`. Returns how many; 0 at the end. */
 INLINE uint64_t take(pieces *from, uint64_t most, float **at)
 {
     while (from->num > 0 && from->offset >= *from->counts) {
@@ -45,7 +45,7 @@ INLINE uint64_t take(pieces *from, uint64_t most, float **at)
     from->offset += count;
     return count;
 }
-/* Where the next block lies in one piece, which is then taken; `local` where it does not. */
+/* Take the next block if it is contiguous, and return its address. Otherwise return `local`. */
 INLINE float *find_block(pieces *from, float *local)
 {
     if (from->num == 0 || from->offset + PLN_BLOCK > *from->counts)

@@ -1,9 +1,8 @@
 /* A group of ranks in shared memory: how they wait for each other, and what each collective moves.
  *
- * Every rank has a seat: a counter of the phases that it has finished, which the others watch, and two slots of memory
- * into which it puts what the others need. All ranks go through the same phases in the same order, so a rank may write
- * into the slot of two phases ago: whoever has signalled the last phase has read it. How numbers are added up does not
- * belong here (kernels.c), neither does who calls when (worker.c). */
+ * Every rank has a seat: a counter of finished phases, which the others watch, and two slots of memory for data that the
+ * others need. All ranks go through the same phases in the same order. So a rank may overwrite the slot of two phases
+ * ago: every rank that has signalled the last phase has read it. Arithmetic is in kernels.c, scheduling in worker.c. */
 #define _GNU_SOURCE
 #include "group.h"
 
@@ -19,14 +18,14 @@
 #include <time.h>
 #include <unistd.h>
 
-/* While all ranks' vectors together are not larger, every rank adds up everything alone: one meeting instead of two. */
+/* Up to this total size of all ranks' vectors, every rank sums everything itself, which saves one phase. */
 #define ALONE_BYTES (32 << 10)
-/* How long a rank looks for the others before it sleeps, if each has a core: in any case, and where its caller waits and
- * no other thread wants the core. One did if giving it away took longer than CROWDED_S. */
+/* If each rank has its own core, how long a rank spins before it sleeps: always, and if its caller waits and no other
+ * thread wants the core. Another thread wants it if yielding took longer than CROWDED_S. */
 #define SPIN_S 20e-6
 #define WATCH_S 200e-6
 #define CROWDED_S 10e-6
-/* How long it sleeps before it looks whether they live. */
+/* How long it sleeps before it checks whether the others are alive. */
 #define NAP_S 0.05
 
 #if defined(__x86_64__)
@@ -37,7 +36,7 @@
 #define RELAX() ((void)0)
 #endif
 
-/* -- the memory that is shared -- */
+/* -- shared memory -- */
 
 static uint64_t up_to(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -81,7 +80,7 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
 
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-/* The letter that /proc shows for a process, and when it started; 0 if there is no such process. */
+/* The state letter of a process in /proc, and its start time; 0 if it does not exist. */
 char pln_read_process(int64_t pid, uint64_t *start)
 {
     char path[40], text[1024];
@@ -94,7 +93,7 @@ char pln_read_process(int64_t pid, uint64_t *start)
     if (got <= 0)
         return 0;
     text[got] = 0;
-    const char *at = strrchr(text, ')'); /* the name before it may hold anything */
+    const char *at = strrchr(text, ')'); /* the process name before it may contain anything */
     if (at == NULL || at[1] == 0)
         return '?';
     const char state = at[2];
@@ -108,7 +107,7 @@ char pln_read_process(int64_t pid, uint64_t *start)
     return state;
 }
 
-/* Mark the group as failed, unless another rank has, and wake all ranks. Returns the first reason. */
+/* Mark the group as broken, unless it already is, and wake all ranks. Returns the first reason. */
 int pln_break(pln_group *g, int code, int culprit)
 {
     uint32_t found = 0, mine = (uint32_t)code | (uint32_t)culprit << 8;
@@ -131,7 +130,7 @@ static int is_there(const seat *peer, uint32_t phase)
     return (int32_t)(atomic_load_explicit(&peer->progress, memory_order_acquire) - phase) >= 0;
 }
 
-/* The state of a peer's process; 0 if it is no more. */
+/* The state of a peer's process; 0 if it has ended. */
 static char look_at_peer(const pln_group *g, int r)
 {
     if (!g->sees_processes)
@@ -141,7 +140,7 @@ static char look_at_peer(const pln_group *g, int r)
     return state == 'Z' || state == 'X' || (state != '?' && start != g->starts[r]) ? 0 : state;
 }
 
-/* Whether a peer that has not come can still come. */
+/* Whether a peer that has not arrived still can. */
 static int check_peer(pln_group *g, int r, uint32_t phase, double now)
 {
     const seat *peer = &g->shared->seats[r];
@@ -162,11 +161,11 @@ static int check_peer(pln_group *g, int r, uint32_t phase, double now)
     return PLN_OK;
 }
 
-/* Look at all peers that have not come, not only at the one that is waited for: that one may be late for long, while
- * another is dead already. */
+/* Check all peers that have not arrived, not only the awaited one: that one may be late for a long time while another is
+ * already dead. */
 static int check_peers(pln_group *g, uint32_t phase, double now)
 {
-    if (g->last_look <= 0 || now - g->last_look > 10 * NAP_S) /* the first; or this process was itself stopped or starved */
+    if (g->last_look <= 0 || now - g->last_look > 10 * NAP_S) /* first check, or this process was suspended or starved */
         memset(g->stopped_since, 0, sizeof g->stopped_since);
     else if (now - g->last_look < NAP_S / 2)
         return PLN_OK;
@@ -190,9 +189,9 @@ static int look(const seat *peer, uint32_t phase)
     return 0;
 }
 
-/* Look for a peer without sleeping. Whoever is woken comes tens of microseconds later, but a core that only looks must not
- * be one that others need. The long look is not for a rank that shares its core with the peer, or has just woken it, perhaps
- * to this very core; and where another thread wanted the core, twice as many waits as the last time go without it. */
+/* Spin until a peer arrives. Waking a sleeping thread takes tens of microseconds, but spinning must not occupy a core
+ * that others need. A rank does not spin for long if it shares its core with the peer, or has just woken it, perhaps on
+ * this very core. If another thread wanted the core, twice as many waits as last time skip the long spin. */
 static int look_for_long(pln_group *g, const seat *peer, uint32_t phase, double began)
 {
     double now = began;
@@ -238,7 +237,7 @@ static int await_peer(pln_group *g, int r, uint32_t phase)
             return (int)(broken & 0xff);
         if (atomic_load(&g->is_closing))
             return PLN_CLOSED;
-        /* Announced before the last look: a peer that signals after it sees the sleeper. */
+        /* Registered before the last check, so that a peer that signals after it sees the sleeper. */
         atomic_fetch_add(&peer->sleepers, 1);
         const uint32_t seen = atomic_load(&peer->progress);
         if ((int32_t)(seen - phase) < 0)
@@ -266,7 +265,7 @@ static int await(pln_group *g, uint32_t phase)
     return PLN_OK;
 }
 
-/* This rank has finished a phase; returns its number. */
+/* Signal that this rank has finished a phase. Returns the phase number. */
 static uint32_t signal_phase(pln_group *g)
 {
     seat *mine = &g->shared->seats[g->rank];
@@ -285,7 +284,7 @@ void pln_leave(pln_group *g)
     futex_wake(&mine->progress);
 }
 
-/* -- the first meeting of an operation: do all ranks want the same? -- */
+/* -- the first phase of an operation: do all ranks request the same? -- */
 
 static const announcement *asked_by(pln_group *g, int rank) { return &g->shared->seats[rank].asked[g->num_ops & 1]; }
 
@@ -308,7 +307,7 @@ static int meet(pln_group *g, const request *o)
         return code;
     for (int r = 0; r < g->size; r++)
         if (!is_same(asked_by(g, r), asked_by(g, 0)))
-            return pln_break(g, PLN_MISMATCH, r); /* every rank finds the same one */
+            return pln_break(g, PLN_MISMATCH, r); /* every rank finds the same culprit */
     return PLN_OK;
 }
 
@@ -318,7 +317,7 @@ typedef struct {
     size_t begin, end;
 } span;
 
-/* How many of `count` elements one rank adds up, so that no two ranks meet in a cache line. */
+/* How many of `count` elements one rank sums. No two ranks share a cache line. */
 static size_t share_of(size_t count, int size, size_t wide)
 {
     return (size_t)up_to((count + (size_t)size - 1) / (size_t)size, LINE_BYTES / wide);
@@ -361,7 +360,7 @@ static int is_alone(const pln_group *g, const request *o)
     return bytes * (size_t)g->size <= ALONE_BYTES && bytes <= g->slot_bytes;
 }
 
-/* Small: everybody puts everything out, and adds up everything. */
+/* Small vectors: every rank publishes its data, and sums everything itself. */
 static int reduce_alone(pln_group *g, const request *o)
 {
     const void *src[PLN_MAX_RANKS];
@@ -373,7 +372,7 @@ static int reduce_alone(pln_group *g, const request *o)
     return PLN_OK;
 }
 
-/* In shared memory: each rank adds up its part and writes it to everyone. */
+/* In an arena: each rank sums its part and writes it to all ranks. */
 static int reduce_in_place(pln_group *g, const request *o)
 {
     const void *src[PLN_MAX_RANKS];
@@ -387,8 +386,8 @@ static int reduce_in_place(pln_group *g, const request *o)
     return await(g, signal_phase(g));
 }
 
-/* A vector in chunks, each of them cut at the same places: where one rank's sums of a chunk lie in its slot, nothing of
- * the chunk after the next may come, because another rank may still be fetching them. */
+/* A vector in chunks, each split at the same offsets. The slot space of one rank's sums of a chunk stays unused in the
+ * chunk after next, because another rank may still be fetching them. */
 typedef struct {
     const request *asked;
     size_t wide, chunk, each, num_chunks;
@@ -402,7 +401,7 @@ static cut cut_up(pln_group *g, const request *o)
     return (cut){o, wide, chunk, share_of(chunk, g->size, wide), num_chunks};
 }
 
-/* The part of chunk `i` that is a rank's, in elements of the whole vector. */
+/* A rank's part of chunk `i`, in elements of the whole vector. */
 static span part_of_chunk(const cut *c, size_t i, int rank)
 {
     const size_t at = i * c->chunk, left = c->asked->count > at ? c->asked->count - at : 0;
@@ -410,13 +409,13 @@ static span part_of_chunk(const cut *c, size_t i, int rank)
     return (span){at + part.begin, at + part.end};
 }
 
-/* Where that part lies in a rank's slot. */
+/* The address of that part in a rank's slot. */
 static char *in_slot(pln_group *g, const cut *c, size_t i, int rank, span part)
 {
     return slot_of(g, rank, g->stage + i) + (part.begin - i * c->chunk) * c->wide;
 }
 
-/* Put out what the others add up of chunk `i`. */
+/* Copy to the slot what the other ranks sum of chunk `i`. */
 static void stage_chunk(pln_group *g, const cut *c, size_t i)
 {
     for (int step = 1; step < g->size; step++) {
@@ -426,7 +425,7 @@ static void stage_chunk(pln_group *g, const cut *c, size_t i)
     }
 }
 
-/* Add up this rank's part, straight to where it belongs and, for the others, into the slot. */
+/* Sum this rank's part, directly into the output and, for the other ranks, into the slot. */
 static void reduce_chunk(pln_group *g, const cut *c, size_t i)
 {
     const span mine = part_of_chunk(c, i, g->rank);
@@ -447,7 +446,7 @@ static void fetch_chunk(pln_group *g, const cut *c, size_t i)
     }
 }
 
-/* Elsewhere: through the slots, in chunks that stay in the caches; the next one is put out before the last is fetched. */
+/* Outside of arenas: through the slots, in cache-sized chunks. The next chunk is staged before the last is fetched. */
 static int reduce_through_slots(pln_group *g, const cut *c)
 {
     int code = PLN_OK;
@@ -476,7 +475,7 @@ static int all_reduce(pln_group *g, const request *o)
     if (is_shared(g))
         return reduce_in_place(g, o);
     const cut c = cut_up(g, o);
-    if (is_any_shared(g)) { /* on some ranks only, and these have not put out their first chunk yet */
+    if (is_any_shared(g)) { /* some ranks use an arena, and have not staged their first chunk yet */
         stage_chunk(g, &c, 0);
         const int is_out = await(g, signal_phase(g));
         if (is_out != PLN_OK)
@@ -485,7 +484,7 @@ static int all_reduce(pln_group *g, const request *o)
     return reduce_through_slots(g, &c);
 }
 
-/* What one rank's slot holds of each rank's part, in elements. */
+/* How many elements of each rank's part fit into a slot. */
 static size_t scatter_chunk(const pln_group *g, const request *o)
 {
     return g->slot_bytes / (pln_element_bytes(o->dtype) * (size_t)g->size);
@@ -524,7 +523,7 @@ static int reduce_scatter(pln_group *g, const request *o)
     return PLN_OK;
 }
 
-/* The bytes of an all-gather or a broadcast from `at` on that fit a slot; of a broadcast only the root puts them out. */
+/* Stage the bytes of an all-gather or broadcast from `at` on that fit a slot. In a broadcast only the root does. */
 static size_t stage_bytes(pln_group *g, const request *o, size_t at)
 {
     const size_t left = o->count * pln_element_bytes(o->dtype) - at, count = left < g->slot_bytes ? left : g->slot_bytes;
@@ -565,7 +564,7 @@ static int move_bytes(pln_group *g, const request *o)
     return PLN_OK;
 }
 
-/* Whether the vector lies in memory that all ranks have; whoever runs the operation keeps that memory alive. */
+/* Find the arena of the vector, if any. The thread that runs the operation keeps that memory alive. */
 static void find_arena(pln_group *g, request *o)
 {
     const char *at = o->out;
@@ -585,7 +584,7 @@ static void find_arena(pln_group *g, request *o)
     pthread_mutex_unlock(&g->lock);
 }
 
-/* Whether a rank that has put out its part need only read, so that no other waits for what it does then. */
+/* Whether a rank that has staged its data only needs to read, so that no other rank waits for it any more. */
 int pln_is_short(const pln_group *g, const request *o)
 {
     return o->kind == PLN_BARRIER || (o->kind != PLN_REDUCE_SCATTER && is_alone(g, o));
@@ -599,7 +598,7 @@ int pln_can_finish(const pln_group *g, const request *o)
     return 1;
 }
 
-/* Begin: announce the operation, and put out what the others need first. Never waits. */
+/* Announce the operation, and stage the data that the others need first. Never waits. */
 void pln_put_out(pln_group *g, request *o)
 {
     o->began = pln_now();

@@ -1,4 +1,4 @@
-/* What group.c and worker.c share. */
+/* Declarations shared by group.c and worker.c. */
 #ifndef PACELINE_GROUP_H
 #define PACELINE_GROUP_H
 
@@ -8,37 +8,37 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-#define LINE_BYTES 128 /* processors fetch lines of 64 in pairs */
-#define QUEUE_LENGTH 64 /* at first; it grows */
+#define LINE_BYTES 128 /* processors fetch 64-byte lines in pairs */
+#define QUEUE_LENGTH 64 /* initial length */
 
-/* An operation that one rank calls. */
+/* An operation as this rank requested it. */
 typedef struct {
     int32_t kind, dtype, op, root;
     uint64_t count, offset;
-    int32_t arena; /* its serial number; 0: not in shared memory */
+    int32_t arena; /* serial number; 0: not in shared memory */
     const void *in;
     void *out;
     double timeout_s, began;
-    uint32_t phase; /* in which the others find what this rank has put out */
-    int32_t is_out; /* it has; what is left is to wait for them, and to read */
+    uint32_t phase; /* in which the other ranks find this rank's data */
+    int32_t is_out; /* the data is staged; what remains is to wait and read */
 } request;
 
-/* What the others read of it at the first meeting: no address, which would mean nothing to them. */
+/* The part of a request that the others read in the first phase. Addresses would mean nothing to them. */
 typedef struct {
     int32_t kind, dtype, op, root, arena;
     uint64_t count, offset;
 } announcement;
 
-/* One rank's shared state. `progress` counts finished phases and wraps around; only `sleepers` is written by others. */
+/* One rank's shared state. `progress` counts finished phases and wraps around. Other ranks write only to `sleepers`. */
 typedef struct {
     _Alignas(LINE_BYTES) _Atomic uint32_t progress;
-    _Atomic uint32_t core; /* on which the rank was when it finished the last one */
+    _Atomic uint32_t core; /* on which the rank finished its last phase */
     _Atomic uint32_t sleepers, has_left;
     _Alignas(LINE_BYTES) announcement asked[2];
 } seat;
 
 typedef struct {
-    _Alignas(LINE_BYTES) _Atomic uint32_t broken; /* 0, or the reason and, from bit 8, the culprit */
+    _Alignas(LINE_BYTES) _Atomic uint32_t broken; /* 0, or the reason and, from bit 8 on, the rank at fault */
     seat seats[];
 } segment;
 
@@ -57,19 +57,19 @@ struct pln_group {
     int64_t pids[PLN_MAX_RANKS];
     uint64_t starts[PLN_MAX_RANKS];
     double timeout_s, stopped_s;
-    int has_core; /* each rank has, and may look for the others without sleeping */
+    int has_core; /* each rank has its own core, and may spin */
     arena arenas[PLN_MAX_ARENAS];
 
-    /* Of the operation that runs; whoever runs it has them to itself. */
+    /* State of the running operation, used only by the thread that runs it. */
     uint32_t progress;
     uint64_t stage, num_ops;
-    arena where; /* its vector lies, if in any */
+    arena where; /* the arena of its vector, if any */
     double began, limit_s;
-    int is_watched, has_woken; /* the caller waits for it; others slept when this rank came */
-    int num_crowded, num_blind; /* how often another thread wanted this core; waits without a long look */
-    double last_look, stopped_since[PLN_MAX_RANKS]; /* in the wait for one phase */
+    int is_watched, has_woken; /* the caller waits; other ranks were asleep at the last signal */
+    int num_crowded, num_blind; /* how often another thread wanted this core; waits to skip spinning */
+    double last_look, stopped_since[PLN_MAX_RANKS]; /* for the current wait */
 
-    /* The queue: tickets 1, 2, ... are submitted, then finished, in order; those from `first_failed` on have failed. */
+    /* The queue. Tickets 1, 2, ... are submitted and finished in order. All from `first_failed` on have failed. */
     pid_t owner;
     pthread_t worker;
     pthread_mutex_t lock;
@@ -77,10 +77,10 @@ struct pln_group {
     request *queue;
     int64_t queue_length;
     int64_t submitted, finished, first_failed;
-    int64_t entrusted; /* up to here the worker does what nobody waits for */
+    int64_t entrusted; /* the worker runs tickets up to this one */
     int failure, is_busy, has_worker;
     _Atomic int is_closing;
-    char last_error[512]; /* as it was when the group was closed */
+    char last_error[512]; /* the error at the time the group was closed */
     int has_last_error;
 };
 

@@ -1,12 +1,11 @@
-/* Reductions of vectors in rank order, compiled for several kinds of processor and chosen when the program runs.
- * Who reduces what, and when, does not belong here. */
+/* Reductions of vectors in rank order, compiled for several kinds of processor. The kind is chosen at run time. */
 #include "paceline_native.h"
 
 #include <string.h>
 
 typedef void (*reducer)(void *const *dst, int num_dst, const void *const *src, int num_src, size_t bytes, int divisor);
 
-/* AVG by a power of two has functions of its own, after the operations. */
+/* AVG by a power of two has its own functions, which follow those of the operations. */
 #define SCALED PLN_NUM_OPS
 #define NUM_TABLED (PLN_NUM_OPS + 1)
 
@@ -57,10 +56,10 @@ __attribute__((constructor)) static void choose(void)
 
 const char *pln_cpu(void) { return names[pln_processor]; }
 
-/* How the caller's thread rounds, and whether it keeps subnormal numbers, is its own affair: here all ranks do alike. */
+/* The caller's thread may use any rounding mode or flush subnormal numbers. Here all ranks must compute the same. */
 #if defined(__x86_64__)
 #define PLAIN_MODE 0x1f80
-static uint64_t read_mode(void) { return _mm_getcsr() & 0xffc0; } /* the rest are flags */
+static uint64_t read_mode(void) { return _mm_getcsr() & 0xffc0; } /* the other bits are flags */
 static void write_mode(uint64_t mode) { _mm_setcsr((unsigned)mode); }
 #else
 #define PLAIN_MODE 0

@@ -1,6 +1,6 @@
-/* One source for several kinds of processor: this includes EACH once for each of them, with SUFFIX naming it and WIDE the
- * bytes of its vectors. PER_PROCESSOR(name) is then a list of what EACH has named, in which `pln_processor` is the place
- * of those that were chosen when the program began. */
+/* Compiles one source for several kinds of processor. Includes EACH once per kind, with SUFFIX as its name and WIDE as
+ * its vector size in bytes. PER_PROCESSOR(name) lists the variants that EACH defines; `pln_processor` is the index of the
+ * kind chosen at startup. */
 extern int pln_processor; /* kernels.c */
 
 #if defined(__x86_64__)

@@ -1,6 +1,6 @@
-/* Operations one after the other, in the order in which they were asked for: on a thread of their own, or on that of whoever
- * waits for them. A short one that is alone is put out at once, and finished by whoever asks for it: no thread is woken.
- * What an operation does does not belong here (group.c). */
+/* Runs operations in submission order, on a worker thread or on the thread that waits for them. A short operation with
+ * nothing ahead of it is staged immediately and finished by the thread that asks for it, so that no thread is woken. What
+ * an operation does is in group.c. */
 #define _GNU_SOURCE
 #include "group.h"
 
@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* glibc 2.34 gave these new versions, without a change. Wheels take those before, and so run with older ones, too. */
+/* glibc 2.34 gave these functions new symbol versions. Wheels link to the old ones, to run with older glibc, too. */
 #if defined(PLN_OLD_GLIBC)
 #if defined(__x86_64__)
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
@@ -34,7 +34,7 @@ static void conclude(pln_group *g, int code)
     pthread_cond_broadcast(&g->has_result);
 }
 
-/* With the lock held, and nothing running: the next operation, on this thread. */
+/* Lock held, nothing running: run the next operation on this thread. */
 static void run_next(pln_group *g, int is_watched)
 {
     request next = g->queue[g->finished % g->queue_length];
@@ -44,7 +44,7 @@ static void run_next(pln_group *g, int is_watched)
     pthread_mutex_lock(&g->lock);
     conclude(g, code);
     if (g->finished < g->entrusted)
-        pthread_cond_signal(&g->has_work); /* the worker may have looked while this ran */
+        pthread_cond_signal(&g->has_work); /* the worker may have checked while this ran */
 }
 
 static void *work(void *argument)
@@ -62,7 +62,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* With the lock held: the worker does all that has not begun. */
+/* Lock held: leave everything that has not begun to the worker. */
 static int entrust(pln_group *g)
 {
     if (!g->has_worker) {
@@ -75,7 +75,7 @@ static int entrust(pln_group *g)
     return PLN_OK;
 }
 
-/* Whether /proc is there, and of this process's own name space. */
+/* Whether /proc exists and belongs to this process's PID namespace. */
 static int sees_processes(void)
 {
     char own[24] = {0};
@@ -119,7 +119,7 @@ pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const
     return g;
 }
 
-/* A process that was forked from a rank has the rank's group without its threads, and its lock as it was: no use. */
+/* A process forked from a rank has the rank's group without its threads, and with the lock in an arbitrary state. */
 static int is_foreign(const pln_group *g) { return getpid() != g->owner; }
 
 void pln_close(pln_group *g)
@@ -138,7 +138,7 @@ void pln_close(pln_group *g)
     if (is_mine_to_join)
         pthread_join(g->worker, NULL);
     pthread_mutex_lock(&g->lock);
-    while (g->is_busy) /* on a thread that called `pln_run` */
+    while (g->is_busy) /* on a thread inside `pln_run` */
         pthread_cond_wait(&g->has_result, &g->lock);
     if (!g->has_last_error)
         pln_format_error(g, g->last_error, sizeof g->last_error);
@@ -215,7 +215,7 @@ static int check(pln_group *g, int kind, int dtype, int op, int root)
     return PLN_OK;
 }
 
-/* With the lock held: room for one more. */
+/* Lock held: make room for one more operation. */
 static int make_room(pln_group *g)
 {
     if (g->submitted - g->finished < g->queue_length)
@@ -231,7 +231,7 @@ static int make_room(pln_group *g)
     return PLN_OK;
 }
 
-/* With the lock held: take a number. */
+/* Lock held: append an operation and return its ticket. */
 static int64_t enqueue(pln_group *g, const request *wanted)
 {
     if (atomic_load(&g->is_closing))
@@ -242,7 +242,7 @@ static int64_t enqueue(pln_group *g, const request *wanted)
     return ++g->submitted;
 }
 
-/* With the lock held. */
+/* Lock held. */
 static int status_of(const pln_group *g, int64_t ticket)
 {
     return g->first_failed != 0 && ticket >= g->first_failed ? g->failure : PLN_OK;
@@ -268,10 +268,10 @@ int64_t pln_submit(pln_group *g, int kind, int dtype, int op, int root, const vo
     return ticket;
 }
 
-/* With the lock held: wait for a ticket, on this thread where the operation has not begun. */
+/* Lock held: wait for a ticket. Operations that have not begun run on this thread. */
 static int wait_here(pln_group *g, int64_t ticket)
 {
-    /* In a closed group nothing is begun any more, but what runs still writes to the caller's memory. */
+    /* A closed group starts no operations, but a running one still writes to the caller's memory. */
     while (g->finished < ticket && (!atomic_load(&g->is_closing) || (g->is_busy && g->finished + 1 == ticket))) {
         if (g->is_busy)
             pthread_cond_wait(&g->has_result, &g->lock);
@@ -295,7 +295,7 @@ int pln_run(pln_group *g, int kind, int dtype, int op, int root, const void *in,
     return code;
 }
 
-/* With the lock held: finish a short operation that waits for nobody, and say whether a ticket has finished. */
+/* Lock held: finish a short operation if all ranks have arrived. Returns whether the ticket has finished. */
 static int is_finished(pln_group *g, int64_t ticket)
 {
     if (g->finished < ticket && !g->is_busy && !atomic_load(&g->is_closing)) {
@@ -328,8 +328,8 @@ int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
     return code;
 }
 
-/* What a group that is closed has not finished, it never will. Whoever asks again and again finds out if a rank is lost,
- * because the worker waits meanwhile. */
+/* Operations that a closed group has not finished never will. Repeated calls detect a lost rank, because the worker waits
+ * for it meanwhile. */
 int pln_is_done(pln_group *g, int64_t ticket)
 {
     if (is_foreign(g))
