@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.measure.settings import LargeBatchSettings
+from paceline.studies.large_batches import LargeBatchSettings
 from paceline.training.settings import TrainSettings
 
 STUDY = LargeBatchSettings(
@@ -22,7 +22,7 @@ CELLS = {cell.name: cell for cell in STUDY.list_cells(40)}
 
 def train_all(names: list[str], lr: float | None) -> list[Any]:
     """Of each cell (records, bytes of its data, bytes of its first weights, samples of each micro-batch)."""
-    from paceline.measure import scaling as measuring
+    from paceline.studies import training_runs as measuring
     from paceline.training import loop
 
     build, take, found = measuring.build_job, loop.take_step, []

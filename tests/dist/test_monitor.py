@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError
-from paceline.measure.fault_job import Asked, Net, harm
-from paceline.measure.faults import FAULTS, measure_fault, parse_faults, why_not
 from paceline.parallel import DDP
 from paceline.runtime import monitor, pulse
 from paceline.runtime.launch import RankPool
 from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import init
+from paceline.studies.fault_job import Asked, Net, harm
+from paceline.studies.fault_trials import FAULTS, measure_fault, parse_faults, why_not
 from tests.conftest import BACKEND, descendants, wait_until
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")

@@ -17,12 +17,12 @@ import torch
 
 import paceline
 from paceline.errors import ConfigError, LaunchError
-from paceline.measure.fault_job import harm
 from paceline.records.training import load_metrics
 from paceline.runtime import monitor
 from paceline.runtime.launch import RankPool
 from paceline.runtime.recovery import Fault, Recovery
 from paceline.runtime.worker import SPARE, report_step, stand_by
+from paceline.studies.fault_job import harm
 from paceline.training.regroup import warm_up
 from paceline.training.settings import TrainSettings, check_job
 from paceline.verbs.train import JOB_MODULES

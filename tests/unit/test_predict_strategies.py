@@ -17,7 +17,7 @@ from paceline.predict.curves import Resample
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps
 from paceline.predict.simulate import LARGE_BYTES, Contention, MachineCosts, Sending, simulate
-from paceline.predict.strategies import (
+from paceline.predict.strategy_costs import (
     ALL,
     BANDWIDTHS,
     MEASURED,

@@ -7,11 +7,9 @@ import pytest
 
 from paceline.records.store import Run
 from paceline.records.training import NoiseProbe
-from paceline.report.large_batch import _NUMBERS, NOISE, describe_noise
 from paceline.report.result import build_result
 from paceline.report.table import Table
-from paceline.training.settings import TrainSettings
-from paceline.workloads.registry import NAMES
+from paceline.studies.large_batches import NOISE, describe_noise
 
 from .made_scaling import make_run
 from .made_training import build_known, build_noise
@@ -77,24 +75,15 @@ def test_each_job_has_one_sentence(records, words):
 # -- numbers, which have no accuracy -----------------------------------------------------------------------------------
 
 
-def _predict_numbers(size, recipe, seed, loss, accuracy=None):
+def _predict_numbers(size, recipe, seed, loss):
     run = make_run(size, recipe, seed, model="mlp")
-    curve = tuple(replace(p, test_accuracy=accuracy, test_loss=loss * (5 - n)) for n, p in enumerate(run.curve, 1))
+    curve = tuple(replace(p, test_accuracy=None, test_loss=loss * (5 - n)) for n, p in enumerate(run.curve, 1))
     return replace(run, curve=curve)
 
 
-def test_the_models_that_predict_numbers_are_known_without_the_registry():
-    known = [(name, "synthetic") for name in NAMES if TrainSettings(model=name).predicts_numbers]
-    assert known == list(_NUMBERS)
-
-
-@pytest.mark.parametrize("accuracy", [None, 0.0])
-def test_recipes_of_numbers_are_compared_by_their_test_loss(build_environment, accuracy):
-    """Older versions saved an accuracy of 0."""
+def test_recipes_of_numbers_are_compared_by_their_test_loss(build_environment):
     losses = {(128, "none"): 0.2, (1024, "none"): 0.9, (1024, "lars"): 0.4, (1024, "linear"): 0.1}
-    runs = [
-        _predict_numbers(*cell, seed, loss + 0.01 * seed, accuracy) for cell, loss in losses.items() for seed in (0, 2)
-    ]
+    runs = [_predict_numbers(*cell, seed, loss + 0.01 * seed) for cell, loss in losses.items() for seed in (0, 2)]
     result = build_result(Run("scale large-batch", {}, build_environment(), tuple(runs)))
     assert result.answer == (
         "1024 without a recipe: test loss 0.91 (± 0.01414, 2 seeds), 0.7 above the baseline, after 4 updates in 4 "

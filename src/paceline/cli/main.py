@@ -54,16 +54,16 @@ add_command(
     "How fast is all-reduce here? Backends x ranks x sizes in one run, every element checked.",
 )  # fmt: skip
 add_command(
-    bench, "chunks", "bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
+    bench, "chunks", "verbs.bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
     "What does cutting one message into chunks cost? Total time by elements per all-reduce.",
 )  # fmt: skip
 add_command(
-    bench, "wrappers", "bench:wrappers",
+    bench, "wrappers", "verbs.bench:wrappers",
     "models wrappers backend:bench ranks:bench batch_size:wrappers dtype device threads:wrappers iters warmup strict",
     "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
+    app, "doctor", "verbs.doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.\n\n"
     "With --hosts: are these hosts? Over ssh: versions, clocks, interfaces, free space, and their bandwidth.",
 )  # fmt: skip
@@ -134,26 +134,26 @@ def _profile(
 
 
 add_command(
-    profile, "phases", "profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
+    profile, "phases", "verbs.profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
     "Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy.",
     model="cnn", kind="phases",
 )  # fmt: skip
 add_command(
-    profile, "layers", "profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
+    profile, "layers", "verbs.profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
     "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn", kind="layers",
 )  # fmt: skip
 add_command(
-    profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
+    profile, "trace", "verbs.profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
     "Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.",
     model="cnn", plot=False,
 )  # fmt: skip
 add_command(
-    profile, "comm-table", "profile:comm_table",
+    profile, "comm-table", "verbs.profile:comm_table",
     f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
     "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
 add_command(
-    profile, "attach", "attach:attach", "command:run steps:attach stop",
+    profile, "attach", "verbs.attach:attach", "command:run steps:attach stop",
     "Your own program, without an edit of it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Where the time of a step goes, what bounds it, and the bucket size to paste, with its predicted gain.",
     command=(),
@@ -256,46 +256,46 @@ add_command(
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
-    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart "
+    app, "faults", "studies.fault_trials:faults", "faults backend:faults systems ranks:faults trials patience restart "
     "on_fault:faults state device:faults resume",
     "Which faults are named, and how soon? A small job is killed, stopped or made to hang, again and again.\n\n"
     "Compared with torchrun and torch's own wrapper, in turns; each job has processes of its own.",
 )  # fmt: skip
 add_command(
-    app, "report", "report:save_report", "runs:report page -out",
+    app, "report", "verbs.report:save_report", "runs:report page -out",
     "Show any run on one HTML page that needs nothing else; several runs are compared.",
 )  # fmt: skip
 
 
 add_command(
-    scale, "batch", "scale:batch",
+    scale, "batch", "studies.scale:batch",
     f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume "
     "strict",
     "Which batch size keeps one rank busy? Whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )  # fmt: skip
 add_command(
-    scale, "ranks", "scale:ranks",
+    scale, "ranks", "studies.scale:ranks",
     f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
     "network:scale predict_ranks iters resume strict",
     "Do more ranks help? Weak and strong scaling of all wrappers: speed-up, communication, bandwidth, prediction.",
 )  # fmt: skip
 add_command(
-    scale, "large-batch", "scale:large_batch",
+    scale, "large-batch", "studies.scale:large_batch",
     f"{JOB_OPTIONS} -accumulate model:small ranks:one batch_size:large base_batch_size global_batch_size recipes "
     "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
     "test_samples evaluations at_once resume",
     "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
 )  # fmt: skip
 add_command(
-    scale, "strategies", "scale:strategies",
+    scale, "strategies", "studies.scale:strategies",
     f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small data:study ranks:study strategies workers:study seeds "
     "epochs:study steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout "
     "test_samples global_batch_size:train evaluations target at_once resume",
     "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
 )  # fmt: skip
 add_command(
-    scale, "report", "scale:report", "runs resume",
+    scale, "report", "studies.scale:report", "runs resume",
     "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
 )  # fmt: skip
 

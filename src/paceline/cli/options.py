@@ -322,7 +322,7 @@ def add_command(
     """Add a command with the options `names`, in this order in each panel; "-name" takes one away again. Without a
     name it is what a group of commands does where none of them is named.
 
-    `verb` ("module:function" of `paceline.verbs`, or a function) gets what was typed, and `always` unless it was typed;
+    `verb` ("room.module:function" of the package, or a function) gets what was typed, and `always` unless it was typed;
     the other defaults are its own.
     """
     options: dict[str, Option] = {}
@@ -349,7 +349,7 @@ def add_command(
             refuse((flags, f"{flags} before {command} has no effect: give the options of {command} behind it"))
             return
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
-        if "resume" in given and isinstance(verb, str) and verb.startswith(("scale:", "faults:")):
+        if "resume" in given and isinstance(verb, str) and verb.startswith("studies."):
             jobs = importlib.import_module("paceline.verbs.jobs")  # here: it takes as long as the verb
             typed = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
             jobs.check_resume({find_flag(name).removeprefix("--"): True for name in typed})
@@ -357,7 +357,7 @@ def add_command(
             given.setdefault("out", values["out"])
         if isinstance(verb, str):
             module, _, function = verb.partition(":")
-            result = getattr(importlib.import_module(f"paceline.verbs.{module}"), function)(progress=True, **given)
+            result = getattr(importlib.import_module(f"paceline.{module}"), function)(progress=True, **given)
         else:
             result = verb(progress=True, **given)
         raise typer.Exit(print_result(result, json, wide, strict))

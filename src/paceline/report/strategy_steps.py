@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.race import Interval
-from paceline.predict.strategies import (
+from paceline.predict.strategy_costs import (
     BF16,
     UPDATES,
     StrategyRow,

@@ -30,9 +30,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline import machine
-from paceline.measure.fault_places import OUT
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import separate_hosts
+from paceline.studies.fault_places import OUT
 from paceline.torch_internals import gpu_sleep
 
 VARIABLE = "PACELINE_FAULT"
