@@ -173,22 +173,22 @@ def test_large_batches_have_a_baseline_recipes_seeds_and_noise(studies):
     runs = [record for record in run.records if isinstance(record, LargeBatchRecord)]
     assert [(r.budget, r.global_batch_size, r.recipe, r.seed) for r in runs] == [
         (*cell, seed)
+        for seed in (1, 2)
         for cell in (
             ("epochs", 4, "none"), ("epochs", 16, "none"), ("epochs", 16, "linear+warmup"),
             ("updates", 4, "none"), ("updates", 16, "none"),
         )
-        for seed in (1, 2)
     ]  # fmt: skip
     assert {(r.world_size, r.batch_size) for r in runs} == {(1, 4), (1, 16)}
-    assert [r.num_updates for r in runs] == [24, 24, 6, 6, 6, 6, 3, 3, 3, 3]
-    assert [r.lr for r in runs[:6:2]] == pytest.approx([0.005, 0.005, 0.02])
+    assert [r.num_updates for r in runs] == [24, 6, 6, 3, 3] * 2
+    assert [r.lr for r in runs[:3]] == pytest.approx([0.005, 0.005, 0.02])
     assert all(len(r.curve) == 2 and r.curve[-1].update == r.num_updates for r in runs)
     # Other seeds are other runs of the same task.
     assert len({r.curve[-1].test_loss for r in runs}) == len(runs)
     noise = [record for record in run.records if isinstance(record, NoiseRecord)]
     assert [record.step for record in noise] == [2, 7, 14, 24]  # 0.1, 0.3, 0.6 and all of 24 updates
     rows = read_csv(studies["large-batch"]["run"], "recipes")
-    for row, (one, other) in zip(rows, zip(runs[::2], runs[1::2], strict=True), strict=True):
+    for row, (one, other) in zip(rows, zip(runs[:5], runs[5:], strict=True), strict=True):
         accuracies = one.curve[-1].test_accuracy, other.curve[-1].test_accuracy
         assert float(row["test_accuracy"]) == pytest.approx(statistics.mean(accuracies))
         assert float(row["test_accuracy_deviation"]) == pytest.approx(statistics.stdev(accuracies))
@@ -228,8 +228,7 @@ NUMBERS = (
 
 
 def test_large_batches_of_a_model_that_predicts_numbers(sketched, tmp_path):
-    """By default with every recipe that such a job can take, compared by test loss; and a study of an older version,
-    which had one that it cannot take, is resumed."""
+    """By default with every recipe that fits such a job, compared by test loss."""
     answer = type_alone(*NUMBERS, "--json", "--out", str(tmp_path / "out"))
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
@@ -240,22 +239,6 @@ def test_large_batches_of_a_model_that_predicts_numbers(sketched, tmp_path):
     assert all(row["test_accuracy"] is None and row["test_loss"] > 0 for row in document["recipes"])
     folder = Path(document["run"])
     assert (folder / "loss.png").is_file() and not (folder / "accuracy.png").exists()
-    # As an older version left it: an accuracy of 0, and stopped before the recipe that it refused.
-    study = json.loads((folder / "study.json").read_text())
-    study["config"]["recipes"].insert(5, "linear+warmup+smoothing")
-    (folder / "study.json").write_text(json.dumps(study))
-    (folder / "run.json").unlink()
-    for lost in [path for name in ("lars", "lamb", "grow") for path in (folder / "cells").glob(f"*{name}*")]:
-        lost.unlink()
-    for path in (folder / "cells").iterdir():
-        path.write_text(path.read_text().replace('"test_accuracy": null', '"test_accuracy": 0.0'))
-    answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
-    assert answer.code == 0, answer.err
-    resumed = json.loads(answer.out)
-    assert resumed["answer"] == document["answer"]
-    assert [row | {"run_s": 0} for row in resumed["recipes"]] == [row | {"run_s": 0} for row in document["recipes"]]
-    runs = [record for record in load_run(folder).records if isinstance(record, LargeBatchRecord)]
-    assert [run.curve[-1].test_accuracy for run in runs] == [0.0] * 5 + [None] * 3  # what was saved is kept
 
 
 def test_a_person_reads_tables_findings_and_where_the_page_is(studies, sketched, tmp_path):

@@ -23,7 +23,7 @@ from paceline.runtime.launch import RankPool
 from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import init
-from paceline.studies.fault_job import Asked, Net, harm
+from paceline.studies.fault_job import Asked, Net, inject
 from paceline.studies.fault_trials import FAULTS, measure_fault, parse_faults, why_not
 from tests.conftest import BACKEND, descendants, wait_until
 
@@ -332,7 +332,7 @@ def test_a_run_that_may_recover_still_stops_by_sigterm():
 def test_every_harm_is_known():
     assert {one.place for one in FAULTS.values()} == {"forward", "backward", "optimizer", "between", "start"}
     with pytest.raises(ValueError, match="a bad sample"):
-        harm("exception")
+        inject("exception")
 
 
 def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):

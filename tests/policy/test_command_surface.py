@@ -25,7 +25,8 @@ FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
 PREPARED = {
-    "_allreduce": "verbs.bench:allreduce", "_predict": "verbs.predict:predict", "_predict_goodput": "verbs.predict:predict_goodput",
+    "_allreduce": "verbs.bench:allreduce", "_predict": "verbs.predict:predict",
+    "_predict_goodput": "verbs.predict:predict_goodput",
     "_run": "verbs.run:run", "_train": "verbs.train:train", "_tune": "verbs.tune:tune", "_watch": "verbs.watch:watch",
 }  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")

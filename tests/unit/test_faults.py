@@ -141,7 +141,7 @@ def test_all_trials_together():
 def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
     made, now = [], itertools.count(0.0, 0.5)
     monkeypatch.setattr(fault_job.time, "monotonic", lambda: next(now))
-    for name in ("harm", "_compile", "_load_machine"):
+    for name in ("inject", "_compile", "_load_machine"):
         monkeypatch.setattr(fault_job, name, lambda what, name=name: made.append((name, what)))
     noise = fault_job.Noise(tmp_path / "noise-1", 1)
     for place in ["between", "forward", "backward", "optimizer"] * 500:
@@ -149,4 +149,4 @@ def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
     counts = json.loads((tmp_path / "noise-1").read_text())
     assert made[0] == ("_compile", 65) and set(counts) == set(noise.PLACES) and sum(counts.values()) == len(made)
     assert len({size for name, size in made if name == "_compile"}) == counts["compile"]  # none is known to a cache
-    assert set(name for name, _ in made) == {"harm", "_compile", "_load_machine"}
+    assert set(name for name, _ in made) == {"inject", "_compile", "_load_machine"}

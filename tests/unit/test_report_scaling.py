@@ -392,13 +392,13 @@ def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
     ("mode", "compute_s", "exposed_s", "text"),
     [
         ("weak", 0.010, 0.006, "efficiency 0.62 ± 0.00. The cause: exposed communication is 38% of the step."),
-        ("weak", 0.016, 0.004, "efficiency 0.50 ± 0.00. The cause: ranks slow each other down, "
+        ("weak", 0.016, 0.004, "efficiency 0.50 ± 0.00. The cause: ranks slow each other down: "
          "computing takes 1.60 times as long as on one rank (exposed communication is 20% of the step)."),
-        ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. There is no loss beyond the noise."),
+        ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. The loss is within the noise."),
         ("strong", 0.005, 0.003, "speed-up 1.25 of 2, efficiency 0.62 ± 0.00. The cause: exposed communication is 37% "
          "of the step."),
         ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's share of the "
-         "batch takes 1.80 times its share of one rank's time (exposed communication is 10% of the step)."),
+         "batch takes 1.80 times its share of the time of one rank (exposed communication is 10% of the step)."),
     ],
 )  # fmt: skip
 def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
@@ -424,13 +424,13 @@ def test_another_source_than_measured_is_told():
 def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_of_all():
     several = [line for line in list_lines(list_points(make_scales(make_rng()))) if line.record.world_size > 1]
     most = max(line.record.world_size for line in several)
-    *best, worst = rank_scaling.pick_leaders(several)
+    *best, worst = rank_scaling.choose_lines(several)
     assert [line.record.cell for line in best] == list(dict.fromkeys(line.record.cell for line in several))
     for leader in best:
         rivals = [r for r in several if r.record.cell == leader.record.cell and r.record.world_size == most]
         assert leader.efficiency == max(rival.efficiency for rival in rivals)
     assert worst.efficiency == min(line.efficiency for line in several)
-    assert rank_scaling.pick_leaders([]) == []
+    assert rank_scaling.choose_lines([]) == []
 
 
 def _disturb(record, rank, factor):
@@ -458,7 +458,7 @@ def test_contests_count_cells_that_are_better_worse_or_neither():
             make_steady(1, 0.01, cell_size=size), make_steady(2, 0.010, wrapper="torch", cell_size=size),
             make_steady(2, mine_s, cell_size=size), make_steady(2, 0.005, backend="paceline", cell_size=size),
         ]  # fmt: skip
-    assert rank_scaling.describe_contests(list_lines(list_points(records))) == [
+    assert rank_scaling.describe_comparisons(list_lines(list_points(records))) == [
         "paceline on gloo compared with torch on gloo, by efficiency: better in 1 of 3 undisturbed cells, worse in 1, "
         "within the noise in 1; ratios from 0.50 to 1.25.",
         "paceline on paceline compared with torch on gloo, by efficiency: better in 3 of 3 undisturbed cells, worse in "
@@ -473,7 +473,7 @@ def test_contests_leave_out_cells_that_a_slow_rank_disturbed():
         records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
     lines = list_lines(list_points(records))
     assert [line.record for line in lines if line.is_disturbed] == records[4:]  # what took turns with it, too
-    (text,) = rank_scaling.describe_contests([line for line in lines if not line.is_disturbed])
+    (text,) = rank_scaling.describe_comparisons([line for line in lines if not line.is_disturbed])
     assert " of 1 undisturbed cell, " in text
 
 
@@ -532,7 +532,7 @@ def test_the_limit_of_strong_scaling(steps, text):
     for n, step_s in steps.items():
         records.append(replace(make_steady(n, step_s, mode="strong"), busy=steady(0.010, n)))
     line = describe(records)[-1]
-    assert line.endswith(f"{text} While messages take 10.00 ms on 4 ranks, the speed-up there stays below 4.0.")
+    assert line.endswith(f"{text} Messages take 10.00 ms on 4 ranks, which limits the speed-up to 4.0.")
     assert ("largest" in line) == ("largest" in text) and ("alone" in line) == ("alone" in text)
 
 
@@ -620,14 +620,14 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
     ]
     lines = match_predictions(predicted, list_points(records))
     assert rank_scaling.describe_errors(lines) == [
-        "Predicted from half the ranks, 2 steps on 2, 4 ranks are off by 7.0% on average and by 10.0% at most "
-        "(paceline on gloo, 32 samples per rank); 2 lie in their 90 % intervals."
+        "Predictions from half the ranks, of 2 steps on 2, 4 ranks: mean error 7.0%, largest 10.0% "
+        "(paceline on gloo, 32 samples per rank); 2 of 2 within the 90 % interval."
     ]
     assert rank_scaling.describe_errors(lines[2:]) == []
     lines[0] = replace(lines[0], measured=replace(lines[0].measured, is_disturbed=True))
     (text,) = rank_scaling.describe_errors(lines)
-    assert text.startswith("Predicted from half the ranks, 1 step on 4 ranks is off by 4.0% ")
-    assert text.endswith("; 1 lies in its 90 % interval (1 disturbed step left out).")
+    assert text.startswith("Predictions from half the ranks, of 1 step on 4 ranks: mean error 4.0%, ")
+    assert text.endswith("; 1 of 1 within the 90 % interval (1 disturbed step left out).")
     assert [row["mark"] for row in cells(rank_scaling.PREDICTED, lines)] == ["disturbed", "", "", ""]
     assert [bool(row["error"]) for row in cells(rank_scaling.PREDICTED, lines)] == [False, True, False, False]
     assert [row["is_disturbed"] for row in parse(rank_scaling.PREDICTED, lines)] == ["True", "False", "False", "False"]

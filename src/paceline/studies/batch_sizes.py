@@ -194,7 +194,7 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
-    """Times are of epochs, without the wait for data and without warm-ups."""
+    """Times are of epochs, without warm-ups and without waiting for data."""
     knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
     columns = [
         *text_columns("model", "data", "device", "precision"),
@@ -205,7 +205,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
         Column("data wait (s)", "data_wait.median_s", "{:.3f}".format, "data_wait_s", priority=-1),
         Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
-        # One epoch says nothing about its noise.
+        # The noise of one epoch is unknown.
         Column("noise", lambda r: r.timing.noise if r in repeated else None, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
         *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
@@ -217,7 +217,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
-    """Up to which batch size throughput grows, what that costs, and which batch sizes do not fit."""
+    """Up to which batch size throughput grows, how long a step takes there, and which batch sizes do not fit."""
     timed = {r.batch_size: r for r in records if r.timing}
     failed = [f"Batch size {r.batch_size} does not fit: {r.failure}." for r in records if r.failure]
     if not timed:

@@ -121,7 +121,7 @@ class LargeBatchSettings(GridSettings):
         odd = next((size for size in sizes if size % base), 0)
         for text in self.recipes:
             recipe, alone = Recipe.parse(text), "sync needs several ranks, and there is one; use ghost, or --ranks"
-            without = "smoothing needs classes, and here numbers are predicted; leave it out"
+            without = "smoothing needs classes, and this job is a regression; leave it out"
             refuse(
                 ("sync" in recipe.names and self.job.ranks == 1, f"recipe {text!r}: {alone}"),
                 ("grow" in recipe.names and odd, f"recipe {text!r}: {odd} is not a multiple of the base {base}"),
@@ -174,7 +174,8 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
 
 @dataclass(frozen=True)
 class _Context:
-    """The base settings, the number of a switch, the batch over that of the settings, that one, and the updates."""
+    """What a switch may use: the settings so far, its number, how many times the base batch this one is, the base batch
+    size, and the number of updates."""
 
     settings: TrainSettings
     value: float
@@ -184,8 +185,8 @@ class _Context:
 
 
 def _grow(context: _Context) -> dict[str, Any]:
-    """From the base batch to this one by factors of up to four, from the share on; the rate stays constant, because
-    growth replaces its decay."""
+    """Grow from the base batch to this one by factors of up to four, from this share of the run on. The learning rate
+    stays constant, because growth replaces its decay."""
     factors, factor = [], 1
     while factor < context.growth:
         factor = min(4 * factor, int(context.growth))
@@ -198,7 +199,7 @@ def _grow(context: _Context) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Switch:
-    """What a name in a recipe changes. `default` is its number where none is typed; NaN: the base batch size."""
+    """What a name in a recipe changes. `default` is its number if none is given; NaN: the base batch size."""
 
     default: float
     change: Callable[[_Context], dict[str, Any]]
@@ -207,19 +208,20 @@ class Switch:
 
 
 SWITCHES: Mapping[str, Switch] = {
-    # The rate times the growth of the batch, which keeps what an epoch does while gradients of a batch change little
-    # (Goyal 2017) and wants a warm-up; or times its root, which keeps the noise of a step (Krizhevsky 2014).
+    # The learning rate times the growth of the batch, which preserves the progress per epoch while gradients change
+    # little (Goyal 2017) and needs a warm-up; or times its square root, which preserves the noise of a step (Krizhevsky
+    # 2014).
     "linear": Switch(1.0, lambda c: {"lr": c.settings.lr * c.growth * c.value}, ("sqrt", "lars", "lamb")),
     "sqrt": Switch(1.0, lambda c: {"lr": c.settings.lr * sqrt(c.growth) * c.value}, ("linear", "lars", "lamb")),
-    # A layer-wise optimizer needs its own rate: the number is that at the base batch. With LARS biases and norms have
-    # the rate but no trust ratio. So the coefficient is larger than the paper's, and the rate smaller by the same
-    # factor: layers step as far, and biases and norms not much farther than with SGD.
+    # A layer-wise optimizer needs its own learning rate: the number is the one at the base batch. LARS applies the rate
+    # to biases and norms without a trust ratio. So the coefficient is larger than the paper's, and the rate smaller by
+    # the same factor: layers step as far, and biases and norms not much farther than with SGD.
     "lars": Switch(
         0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.value * sqrt(c.growth)}, ("lamb",)
     ),
     "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.value * sqrt(c.growth)}, ("lars",)),
     "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),
-    # The others are rates for the large batch, and it starts with the small one.
+    # The others set the rate for the large batch, but this starts with the small one.
     "grow": Switch(0.4, _grow, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
     "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",)),
     "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",)),
@@ -229,14 +231,14 @@ SWITCHES: Mapping[str, Switch] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Switches that are on together, with their numbers: `linear+warmup:0.1`. None of them is `none`."""
+    """Switches with their numbers, such as `linear+warmup:0.1`; `none` has no switch."""
 
     text: str
     switches: tuple[tuple[str, float], ...]
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        text = "".join(text.split())  # one recipe has one name, whatever its spaces
+        text = "".join(text.split())  # spaces do not make another recipe
         if text == NO_RECIPE:
             return cls(text, ())
         found: list[tuple[str, float]] = []
@@ -271,18 +273,18 @@ class Recipe:
 
     @property
     def is_for_norms(self) -> bool:
-        """Whether it changes BatchNorm, so that a model without one cannot have it."""
+        """Whether it changes BatchNorm, so that the model needs one."""
         return not {"ghost", "sync"}.isdisjoint(self.names)
 
     @property
     def is_for_classes(self) -> bool:
-        """Whether it changes labels, so that a job that predicts numbers cannot have it."""
+        """Whether it changes labels, so that the job must be a classification."""
         return "smoothing" in self.names
 
     def apply(
         self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
     ) -> TrainSettings:
-        """The base settings at this global batch with all switches on, in the order of `SWITCHES`."""
+        """The base settings at this global batch with all switches applied, in the order of `SWITCHES`."""
         settings, values = replace(base, global_batch_size=global_batch_size), dict(self.switches)
         for name, switch in SWITCHES.items():
             if name in values:
@@ -339,7 +341,7 @@ def _describe(summary: SeedSummary) -> str:
 
 
 def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
-    """What each batch size costs without a recipe, and the recipe that does best for it."""
+    """What each batch size costs without a recipe, and its best recipe."""
     lines = []
     groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     for (budget, _), group in groups.items():
@@ -360,7 +362,7 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
 
 
 def _say_number(value: float) -> str:
-    """A number of samples, no finer than it is known."""
+    """A number of samples, with the digits that are known."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -378,7 +380,7 @@ def _say_interval(record: NoiseRecord) -> str:
     return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
 
 
-# The noise scale is null where it is only bounded from below, and its upper end where it has none.
+# The noise scale is null where only a lower bound is known, and so is an upper end that does not exist.
 NOISE = (
     *text_columns("model", "data"),
     Column("recipe", "note", key="note"),
@@ -400,7 +402,7 @@ NOISE = (
 
 
 def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
-    """For each job its first and last noise scales, and what a global batch of this size would cost by it."""
+    """The first and last noise scale of each job, and what a global batch of this size would cost."""
     lines = []
     ordered = sorted(records, key=lambda r: r.step)
     for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():
@@ -408,7 +410,7 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         found = []
         for record in (record for record in series if record in (series[0], last, series[-1])):
             sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
-            lost = "" if record.noise_scale is not None else ", where the gradient is lost in the noise"
+            lost = "" if record.noise_scale is not None else ", where noise hides the gradient"
             found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval

@@ -222,8 +222,8 @@ def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ScaleLine(ScalePoint):
-    """A point with its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is
-    better, and the measured peak for its messages. None where that was not measured."""
+    """A point with the ratio of its efficiency to that of torch's wrapper, on the same backend and on gloo, and its peak
+    bandwidth; None where it was not measured."""
 
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
@@ -235,7 +235,7 @@ class ScaleLine(ScalePoint):
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
-    """Each point in the given order, with what it is compared with; MeasurementError where one is above the peak."""
+    """Each point, in order, with its comparisons; MeasurementError where one is above the peak."""
     records = [point.record for point in points]
     known = {(r.cell, r.world_size, r.wrapper, r.backend): r for r in records}
 
@@ -254,7 +254,7 @@ def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> st
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
-# What says which step a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
+# The step that a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
     *text_columns("record.model", "record.device"),
     *text_columns("record.mode", priority=-2),
@@ -299,7 +299,7 @@ COMMUNICATION = (
     Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
     Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
-    # A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden.
+    # A rank also waits for the others, so a step may expose more than its messages take: then nothing is hidden.
     Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
 )
@@ -317,7 +317,7 @@ BANDWIDTH = (
 
 
 def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint]) -> list[PredictedPoint]:
-    """Each prediction in the given order, with what was measured for the same variant, cell and ranks."""
+    """Each prediction, in order, with the measurement of the same variant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
     return [replace(q, measured=known.get((q.variant, (q.mode, q.cell_size), q.world_size))) for q in predicted]
 
@@ -351,22 +351,24 @@ def _say_place(record: StepRecord) -> str:
 
 
 def _say_cause(point: ScalePoint) -> str:
-    """The larger of the two reasons for an efficiency below 1; empty where it is not known."""
+    """The larger of the two causes of an efficiency below 1; empty where it is unknown."""
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
-        return " There is no loss beyond the noise."
+        return " The loss is within the noise."
     if record.comm_off is None:
         return ""
     exposed = f"exposed communication is {record.overhead:.0%} of the step"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
-    why = "ranks slow each other down, computing" if record.mode == "weak" else "a rank's share of the batch"
-    than = "as long as on one rank" if record.mode == "weak" else "its share of one rank's time"
-    return f" The cause: {why} takes {point.slowdown:.2f} times {than} ({exposed})."
+    if record.mode == "weak":
+        why = f"ranks slow each other down: computing takes {point.slowdown:.2f} times as long as on one rank"
+    else:
+        why = f"a rank's share of the batch takes {point.slowdown:.2f} times its share of the time of one rank"
+    return f" The cause: {why} ({exposed})."
 
 
 def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
-    """Whether more ranks help: what the best variants reach on the most ranks, in one sentence."""
+    """What the best variants reach on the most ranks, in one sentence."""
     most, parts = max((line.record.world_size for line in lines), default=0), []
     for mode in ("weak", "strong"):
         here = [line for line in lines if (line.record.mode, line.record.world_size) == (mode, most)]
@@ -377,18 +379,18 @@ def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
     return [f"{format_number_of(most, 'rank')} reach {' and '.join(parts)}."] if parts else []
 
 
-def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
-    """How well each leader does, the larger cause of what is lost, and where strong scaling ends."""
+def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
+    """The efficiency of each chosen line, the main cause of its loss, and where strong scaling ends."""
     texts = []
-    for point in leaders:
+    for point in chosen:
         record, noise = point.record, point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
         text = f"{_say_place(record)} in {record.variant}: {speed}efficiency {point.efficiency:.2f}{sure}."
         text += _say_cause(point)
         if record.mode == "strong":
-            rivals = [r for r in lines if (r.record.variant, r.record.cell) == (record.variant, record.cell)]
-            best = max(rivals, key=lambda rival: rival.speedup)
+            same = [one for one in lines if (one.record.variant, one.record.cell) == (record.variant, record.cell)]
+            best = max(same, key=lambda one: one.speedup)
             if best.speedup < 1:
                 text += " One rank alone is faster than any number of ranks."
             elif best.record.world_size != record.world_size:
@@ -396,13 +398,13 @@ def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> 
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
                 ranks, busy = format_number_of(record.world_size, "rank"), format_ms(record.busy_s)
-                text += f" While messages take {busy} ms on {ranks}, the speed-up there stays below {limit:.1f}."
+                text += f" Messages take {busy} ms on {ranks}, which limits the speed-up to {limit:.1f}."
         texts.append(text)
     return texts
 
 
-def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """The best variant of each cell on the most ranks, and the worst line of all, so that findings stay few."""
+def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
+    """The best variant of each cell on the most ranks, and the worst of all lines: findings stay few."""
     cells = group_by(lines, lambda line: line.record.cell).values()
     best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
     worst = sorted(lines, key=lambda line: line.efficiency)[:1]
@@ -410,7 +412,7 @@ def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
 
 
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
-    """Cells that one slow rank disturbed, once for each number of ranks."""
+    """Cells disturbed by one slow rank, once for each number of ranks."""
     found = group_by(filter(None, map(find_straggler, records)), lambda one: (_say_place(one.record), one.rank))
     worst = {place: max(ones, key=lambda one: one.excess) for place, ones in found.items()}
     return [
@@ -421,11 +423,11 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     ]
 
 
-def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
+def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
     """Each variant compared with torch's wrapper over all cells: how often it is better or worse."""
     found: dict[tuple[str, str], list[Ratio]] = {}
     for line in lines:
-        # On gloo the two are one.
+        # On gloo both are the same comparison.
         for backend, ratio in {line.record.backend: line.to_torch, "gloo": line.to_torch_on_gloo}.items():
             if ratio is not None and line.record.wrapper != "torch":
                 found.setdefault((line.record.variant, f"torch on {backend}"), []).append(ratio)
@@ -442,7 +444,7 @@ def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
 
 
 def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
-    """How right predictions were where steps were measured that they had not seen."""
+    """The errors of predictions for held-out measurements."""
     known = [(abs(point.error), point) for point in points if point.error is not None]
     if not known:
         return []
@@ -451,11 +453,10 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     ranks = ", ".join(str(n) for n in sorted({point.world_size for _, point in known}))
     num_left = sum(point.is_disturbed for point in points)
     left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
-    verb, lie = "is" if len(known) == 1 else "are", "lies in its" if inside == 1 else "lie in their"
     return [
-        f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks {verb} off by "
-        f"{mean:.1%} on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} {lie} 90 % "
-        f"{'interval' if inside == 1 else 'intervals'}{left}."
+        f"Predictions from half the ranks, of {format_number_of(len(known), 'step')} on {ranks} ranks: mean error "
+        f"{mean:.1%}, largest {worst:.1%} ({point.variant}, {_say_cell(point)}); {inside} of {len(known)} within the "
+        f"90 % interval{left}."
     ]
 
 
@@ -512,7 +513,7 @@ def _draw_ranks(
     axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[PredictedPoint], names: Sequence[str], is_weak: bool
 ) -> None:
     """A line for each variant and source, from one rank alone on. Predictions of measured ranks are crosses; those of
-    more ranks go on, dashed and with their interval, from the best variant's line: all would hide each other."""
+    more ranks continue the line of the best variant, dashed and with their interval: all would hide each other."""
 
     def value(point: ScalePoint | PredictedPoint) -> float:
         return point.efficiency if is_weak else point.speedup
@@ -593,7 +594,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
-        """The lines of all tables, and why the bandwidths among them are not shown."""
+        """The lines of all tables, and why their bandwidths are not shown."""
         try:
             return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
@@ -605,8 +606,8 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _predicted(self) -> tuple[list[PredictedPoint], list[str]]:
-        """More ranks, from all that was measured; and the largest measured number from half as many, to compare it with
-        its measurement. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
+        """Predictions for more ranks, from all measurements; and for the largest measured number from half as many, to
+        compare them. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
         if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])
@@ -626,7 +627,7 @@ class RanksResult(StudyResult):
                 found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
-            except PacelineError as error:  # times that no model fits, such as on a busy machine
+            except PacelineError as error:  # no model fits the times, such as on a busy machine
                 found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
             points += found
             notes |= dict.fromkeys(lines)
@@ -652,7 +653,7 @@ class RanksResult(StudyResult):
         return [table for table in tables if table.rows]
 
     def page_tables(self) -> list[Table]:
-        """First the same numbers as matrices of batch sizes and ranks, weak and strong scaling apart."""
+        """First the same numbers as matrices of batch sizes and ranks, for weak and for strong scaling."""
         tables, found = self.tables(), []
         variants = list(dict.fromkeys(record.variant for record in self.several))
         for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up")):
@@ -685,9 +686,9 @@ class RanksResult(StudyResult):
         usable = [line for line in lines if line.record.world_size > 1 and not line.is_disturbed]
         return [
             *describe_most(usable),
-            *describe_lines(pick_leaders(usable), usable),
+            *describe_lines(choose_lines(usable), usable),
             *describe_stragglers(self.steps),
-            *describe_contests(usable),
+            *describe_comparisons(usable),
             *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],
             *describe_errors(predicted),
             *describe_predictions(predicted),

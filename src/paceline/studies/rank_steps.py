@@ -35,11 +35,11 @@ def measure_scaling(settings: ScaleSettings, cell: ScalingCell) -> list[Record]:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.job.batches.accumulate)
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        # A wait for the user's loader is part of a step.
+        # Waiting for the user's loader is part of a step.
         with StepBench(world, job.labels | more, loads_inside=isinstance(job.job.train, OwnData)) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
-            for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # what it does to one rank
+            for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # its cost on one rank
                 bench.add(_build_variant(job, cell, world, setup, 1, alone[setup.backend], "local"))
             for world_size in (n for n in settings.ranks if n > 1):
                 bench.add(_build_variant(job, cell, world, Setup("none", ""), world_size, None, "together"))
@@ -68,7 +68,7 @@ def _build_variant(
     job: TrainingJob, cell: ScalingCell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None,
     role: str = "job",
 ) -> Variant:  # fmt: skip
-    """A wrapper, or the bare model, on the first `world_size` ranks; without a replica on a rank outside."""
+    """A wrapper, or the bare model, on the first `world_size` ranks; the other ranks have no replica."""
     is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything to another
     num_ranks = 1 if setup.wrapper == "dp" else world_size
     kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")

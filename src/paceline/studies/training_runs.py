@@ -30,19 +30,19 @@ _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
-    """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change. Collective: call
-    on every rank of the launched world."""
+    """How many samples an epoch has, and whether the model has a BatchNorm. Collective: call on every rank of the
+    launched world."""
     with open_world(settings) as world:
         train, test = load_sets(settings, world)
-        needed = "test losses of runs of whole epochs are compared: return (train, test), each with a length"
+        needed = "whole epochs are compared by their test loss: return (train, test), each with a length"
         refuse((train.is_stream or test is None, f"data {train.name}: {needed}"), code="own-type")
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
         return len(train), any(isinstance(layer, BatchNorm) for layer in module.modules())
 
 
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Train the cell to its end. Collective: call on every rank of the launched world. Synthetic data has one seed in
-    all cells: another seed would be another task, not another run of it."""
+    """Train the cell to its end. Collective: call on every rank of the launched world. Synthetic data has the same seed
+    in all cells: another one would be another task, not another run of the same task."""
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
         is_synthetic = settings.data.startswith("synthetic")
@@ -70,7 +70,7 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         num_targets += taken.num_targets
         num_samples += taken.num_samples
         largest = max(largest, taken.num_samples)
-        # By samples, for a batch that grows has most of its updates at the beginning; by updates where those end it.
+        # By samples, since a growing batch has most of its updates at the beginning; or by updates, where they end it.
         done = step / num_steps if settings.steps is not None else num_samples / (epochs * epoch_samples)
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]
@@ -82,14 +82,14 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
             assert job.test is not None
             train_loss, test = float(total) / num_targets, evaluate(job.learner, job.test, world)
             if not (math.isfinite(train_loss) and math.isfinite(test.loss)):
-                failure = f"the loss was no number after {step} updates"
+                failure = f"the loss was not finite after {step} updates"
                 break
             curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy, reached_s))
-            begin_s += time.perf_counter() - begin_s - reached_s  # evaluations do not count
+            begin_s += time.perf_counter() - begin_s - reached_s  # without the time of evaluations
             loss_sum.zero_()
             num_targets = 0
         if step in probed:
-            # Gradients that are not finite have no noise scale; the next evaluation reports what is wrong with the run.
+            # Gradients that are not finite have no noise scale; the next evaluation reports the failure.
             with contextlib.suppress(MeasurementError):
                 noise.append(measure_noise_scale(job, step=step, epoch=num_samples / epoch_samples, **asked))
         report(done)
