@@ -535,11 +535,15 @@ class _Row:
     """All trials of one fault on one backend under one system, with one policy."""
 
     def __init__(self, trials: Sequence[FaultRecord]) -> None:
-        self.trials, first = trials, trials[0]
+        first = trials[0]
         self.fault, self.backend, self.system = first.fault, first.backend, _NAMES[first.system]
         self.num_trials, self.num_right = len(trials), sum(one.is_right for one in trials)
-        self.num_ended = sum(one.ended_s is not None for one in trials)
+        self.right = f"{self.num_right} of {self.num_trials}"
+        num_ended = sum(one.ended_s is not None for one in trials)
+        self.ended = "all" if num_ended == self.num_trials else f"{num_ended} of {self.num_trials}"
         self.left_over = sum(bool(one.left_over) for one in trials)
+        self.steps_lost = max((one.steps_lost for one in trials if one.steps_lost is not None), default=None)
+        self.policy = ", ".join(sorted({one.policy for one in trials} - {"stop"}))
         detected_s = [one.detected_s for one in trials]
         self.median_s, self.p95_s = _find_median(detected_s), _find_p95(detected_s)
         # Only some trials are restarted.
@@ -548,29 +552,9 @@ class _Row:
         # From the report of the fault to the end of the next step, where the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
         self.recovered_s, self.recovered_p95_s = _find_median(recovered_s), _find_p95(recovered_s)
-
-    @property
-    def steps_lost(self) -> float | None:
-        return max((one.steps_lost for one in self.trials if one.steps_lost is not None), default=None)
-
-    @property
-    def policy(self) -> str:
-        found = sorted({one.policy for one in self.trials} - {"stop"})
-        return ", ".join(found)
-
-    @property
-    def ended(self) -> str:
-        return "all" if self.num_ended == self.num_trials else f"{self.num_ended} of {self.num_trials}"
-
-    @property
-    def right(self) -> str:
-        return f"{self.num_right} of {self.num_trials}"
-
-    @property
-    def step_right(self) -> str:
-        """How many trials that were identified, and whose step can be known, named it correctly."""
-        found = [one.names_step for one in self.trials if one.names_step is not None]
-        return f"{sum(found)} of {len(found)}" if found else ""
+        # Where the fault was identified, and its step can be known.
+        steps = [one.names_step for one in trials if one.names_step is not None]
+        self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
 
 
 class FaultsResult(Result):

@@ -15,20 +15,9 @@ from paceline.measure.settings import check_counts
 from paceline.records import NoiseRecord
 from paceline.records.samples import group_by
 from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.studies import training_grid as grid
 from paceline.studies.study import refuse_unused, run_study
-from paceline.studies.training_grid import (
-    JOB_COLUMNS,
-    RUN_COLUMNS,
-    SCORE_COLUMNS,
-    GridResult,
-    GridSettings,
-    SeedSummary,
-    TrainingCell,
-    choose_small_job,
-    describe_score,
-    say_gap,
-    spread_columns,
-)
+from paceline.studies.training_grid import SeedSummary, TrainingCell
 from paceline.training.schedules import BatchSchedule
 from paceline.training.settings import TrainSettings
 from paceline.units import format_number_of
@@ -69,7 +58,7 @@ def large_batch(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeBatchSettings(GridSettings):
+class LargeBatchSettings(grid.GridSettings):
     """The job at its base batch, and at larger ones by each recipe.
 
     `job` has the settings that were found for `base_batch_size`. `updates` is the length of the runs of a fixed number
@@ -93,7 +82,7 @@ class LargeBatchSettings(GridSettings):
         refuse_unused(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
         refuse_unused(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
         check_counts(base_batch_size=base_batch_size, seeds=seeds)
-        job = choose_small_job(model, job)
+        job = grid.choose_small_job(model, job)
         whole = f"model {model}: its step would decide learning rates and batches; return a module, and name the data"
         refuse((brings_data(model or "", job.get("data")) and not job.get("data"), whole), code="own-type")
         if job.get("data", "synthetic") == "synthetic":
@@ -312,7 +301,7 @@ def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
 
 
 RECIPES = (
-    *JOB_COLUMNS,
+    *grid.JOB_COLUMNS,
     *raw_columns("first.batch_size", "first.largest_batch_size", "first.configuration"),
     *raw_columns(baseline_batch_size="baseline.first.global_batch_size"),
     *text_columns("first.budget", is_key=True),
@@ -321,10 +310,10 @@ RECIPES = (
     Column("updates", "first.num_updates", "number", "num_updates", priority=2),
     Column("epochs", "first.epochs", lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
     Column("lr", "first.lr", "{:g}".format, "lr", priority=-2),
-    *SCORE_COLUMNS,
-    *spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
-    *spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
-    *RUN_COLUMNS,
+    *grid.SCORE_COLUMNS,
+    *grid.spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
+    *grid.spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
+    *grid.RUN_COLUMNS,
     Column(None, lambda s: statistics.fmean(r.seconds for r in s.finished) if s.finished else None, key="run_s"),
 )
 
@@ -332,7 +321,7 @@ RECIPES = (
 def _describe(summary: SeedSummary) -> str:
     first = summary.first
     what = f"{first.global_batch_size} {'without a recipe' if first.recipe == 'none' else f'with {first.recipe}'}"
-    text = f"{what}: {describe_score(summary)}"
+    text = f"{what}: {grid.describe_score(summary)}"
     if summary.score is None:
         return text
     epochs = round(first.epochs, 2)
@@ -354,7 +343,7 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
         if tried and (lost is None or lost > 0):
             gap, best = min(tried, key=lambda pair: pair[0])
             text += "; the best recipe" if lost is None or gap < lost else "; no recipe repairs it; the best"
-            text += f", {best.first.recipe}: {say_gap(best)}"
+            text += f", {best.first.recipe}: {grid.say_gap(best)}"
             if (num_updates := best.first.num_updates) != plain[0].first.num_updates:
                 text += f", after {format_number_of(num_updates, 'update')}"
         lines.append(f"{text}.")
@@ -422,7 +411,7 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
     return lines
 
 
-class LargeBatchResult(GridResult):
+class LargeBatchResult(grid.GridResult):
     """`scale large-batch`: test accuracy, or loss, by global batch size and recipe, and the gradient noise scale."""
 
     topic = "Large batches"

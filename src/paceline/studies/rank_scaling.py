@@ -222,8 +222,8 @@ def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ScaleLine(ScalePoint):
-    """A point with the ratio of its efficiency to that of torch's wrapper, on the same backend and on gloo, and its peak
-    bandwidth; None where it was not measured."""
+    """A point with the ratios of its efficiency to that of torch's wrapper, on the same backend and on gloo, and the
+    peak bandwidth; None where one was not measured."""
 
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None

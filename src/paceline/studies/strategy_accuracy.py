@@ -14,20 +14,9 @@ from paceline.predict.strategy_costs import describe_update, list_strategies
 from paceline.records import LargeBatchRecord
 from paceline.report.table import Column, Table, raw_columns
 from paceline.strategy import Strategy
+from paceline.studies import training_grid as grid
 from paceline.studies.study import run_study
-from paceline.studies.training_grid import (
-    JOB_COLUMNS,
-    RUN_COLUMNS,
-    SCORE_COLUMNS,
-    GridResult,
-    GridSettings,
-    SeedSummary,
-    TrainingCell,
-    choose_small_job,
-    describe_score,
-    say_gap,
-    spread_columns,
-)
+from paceline.studies.training_grid import SeedSummary, TrainingCell
 from paceline.training.settings import TrainSettings
 from paceline.units import format_bytes
 from paceline.verbs.jobs import Names, Place, choose_world
@@ -63,7 +52,7 @@ def strategies(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategiesSettings(GridSettings):
+class StrategiesSettings(grid.GridSettings):
     """The job with every strategy. `target` is a test accuracy, or a test loss in regression: how long does each
     strategy take to reach it?"""
 
@@ -80,7 +69,7 @@ class StrategiesSettings(GridSettings):
         check_counts(seeds=seeds, workers=workers)
         both = f"--steps {job.get('steps')} with --epochs {epochs}: a run has one length; leave one out"
         refuse(("steps" in job and epochs is not None, both))
-        job = choose_small_job(model, job)
+        job = grid.choose_small_job(model, job)
         if "steps" not in job:
             job["epochs"] = 6 if epochs is None else epochs
         if model is None:
@@ -109,7 +98,7 @@ class StrategiesSettings(GridSettings):
         return [TrainingCell(replace(self.job, strategy=text), budget, text, size) for text in self.strategies]
 
 
-class StrategiesResult(GridResult):
+class StrategiesResult(grid.GridResult):
     """`scale strategies`: test accuracy, or loss, of each strategy, compared with bf16, and the bytes it sends."""
 
     topic = "Strategies"
@@ -144,18 +133,18 @@ class StrategiesResult(GridResult):
         timed = Column("step (ms)", _find_step_ms, "{:.1f}".format, "step_ms", priority=1)
         target = Column("to target (s)", self.find_seconds, "{:.1f}".format, "target_s", priority=1)
         columns = (
-            *JOB_COLUMNS,
+            *grid.JOB_COLUMNS,
             *raw_columns("first.num_workers"),
             Column("strategy", "first.recipe", key="strategy", is_key=True),
             Column("update", lambda s: describe_update(Strategy.parse(s.first.recipe)), key="kind", priority=0),
             Column("sent per step", "first.sent_bytes", format_bytes, "sent_bytes", priority=3),
             Column("fewer bytes", self.find_ratio, lambda v: f"{v:.3g} x", "ratio", priority=2),
-            *SCORE_COLUMNS,
-            *spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, 1),
+            *grid.SCORE_COLUMNS,
+            *grid.spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, 1),
             *([timed] if any(run.world_size > 1 for run in self.runs) else []),
             *([target] if self.target is not None else []),
             Column("updates", "first.num_updates", "number", "num_updates", priority=-1),
-            *RUN_COLUMNS,
+            *grid.RUN_COLUMNS,
         )
         return [Table("strategies", "strategies", columns, self.summaries)]
 
@@ -187,9 +176,11 @@ class StrategiesResult(GridResult):
             best = min(good, key=lambda s: s.first.sent_bytes or 0)
             ratio = self.find_ratio(best)
             fewer = "" if ratio is None else f" with {ratio:.3g} times fewer bytes than float32"
-            return f"{best.first.recipe} is as good as {_BASELINE}{fewer}: {say_gap(best, _BASELINE)}."
+            return f"{best.first.recipe} is as good as {_BASELINE}{fewer}: {grid.say_gap(best, _BASELINE)}."
         best = min(tried, key=lambda s: s.gap or 0.0)
-        return f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {say_gap(best, _BASELINE)}."
+        return (
+            f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {grid.say_gap(best, _BASELINE)}."
+        )
 
     def _find_doubt(self, tried: Sequence[SeedSummary]) -> str:
         """Why these runs do not show which strategies are worse; empty where they do."""
@@ -207,14 +198,14 @@ class StrategiesResult(GridResult):
             return f"The job is too easy to tell strategies apart: {easy}; use harder data, or fewer --samples."
         if any(len(s.finished) < 2 for s in compared):
             best = min(tried, key=lambda s: s.gap or 0.0)
-            found = f"the best is {best.first.recipe}, {say_gap(best, _BASELINE)}"
+            found = f"the best is {best.first.recipe}, {grid.say_gap(best, _BASELINE)}"
             return f"One seed does not tell strategies apart: {found}; give --seeds 3 or more to see the spread."
         return ""
 
     def _describe(self, summary: SeedSummary) -> str:
         first = summary.first
         sent = "" if first.sent_bytes is None else f", {format_bytes(first.sent_bytes)} sent in a step"
-        return f"{first.recipe}: {describe_score(summary, _BASELINE)}{sent}."
+        return f"{first.recipe}: {grid.describe_score(summary, _BASELINE)}{sent}."
 
 
 def _find_step_ms(summary: SeedSummary) -> float | None:
