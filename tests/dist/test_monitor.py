@@ -70,7 +70,7 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
     with init(backend, announce=None):
         net = Net(asked)
         if fault.startswith("slow-"):
-            net._harm = lambda fault: go_slowly(fault, Path(folder) / "named")  # type: ignore[method-assign]
+            net._inject = lambda fault: go_slowly(fault, Path(folder) / "named")  # type: ignore[method-assign]
         model, optimizer = DDP(net, check_replicas_every=25), torch.optim.SGD(net.parameters(), 0.01)
         for _ in range(steps):
             model(torch.randn(2, 784)).square().mean().backward()
@@ -329,7 +329,7 @@ def test_a_run_that_may_recover_still_stops_by_sigterm():
     assert record.is_right and record.policy == "stop" and record.ended_s is not None, record
 
 
-def test_every_harm_is_known():
+def test_every_fault_is_known():
     assert {one.place for one in FAULTS.values()} == {"forward", "backward", "optimizer", "between", "start"}
     with pytest.raises(ValueError, match="a bad sample"):
         inject("exception")
