@@ -167,7 +167,7 @@ class StrategiesResult(grid.GridResult):
             for s in self.summaries
             if s.num_failed
         ]
-        return [self._find_doubt(tried) or self._choose(tried), *map(self._describe, tried), *failed]
+        return [self._find_obstacle(tried) or self._choose(tried), *map(self._describe, tried), *failed]
 
     def _choose(self, tried: Sequence[SeedSummary]) -> str:
         if not tried:
@@ -182,7 +182,7 @@ class StrategiesResult(grid.GridResult):
             f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {grid.say_gap(best, _BASELINE)}."
         )
 
-    def _find_doubt(self, tried: Sequence[SeedSummary]) -> str:
+    def _find_obstacle(self, tried: Sequence[SeedSummary]) -> str:
         """Why these runs do not show which strategies are worse; empty where they do."""
         baseline = next((s for s in self.summaries if s.first.recipe == _BASELINE), None)
         if not tried or baseline is None or baseline.score is None:
