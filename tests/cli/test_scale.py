@@ -315,7 +315,7 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
         ((*LARGE, "--recipes", "nonsense"), "recipe 'nonsense': 'nonsense' is unknown; known are none, linear"),
         ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
         ((*LARGE, "--recipes", "sync"), "sync needs several ranks"),
-        ((*NUMBERS, "--recipes", "linear,smoothing"), "recipe 'smoothing': smoothing needs classes, and here numbers"),
+        ((*NUMBERS, "--recipes", "linear,smoothing"), "recipe 'smoothing': smoothing needs classes, and this job"),
         ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
         ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
         ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),

@@ -117,5 +117,5 @@ def test_noise_is_probed_in_one_run_at_four_times(trained):
 def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks(on_ranks):
     name = "epochs 16 none seed 3"
     for (((record,), _, _, steps),) in on_ranks(2, train_all, [name], 1e30):
-        assert record.failure == "the loss was no number after 2 updates"
+        assert record.failure == "the loss was not finite after 2 updates"
         assert (record.num_updates, len(steps), record.curve) == (2, 2, ())
