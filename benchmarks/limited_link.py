@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.measure.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts, why_not
+from paceline.studies.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts, why_not
 
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
 SECRET = secrets.token_hex(16)  # they share cores and no socket: so they meet as hosts do

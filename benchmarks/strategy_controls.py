@@ -19,11 +19,11 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.measure.scaling import _train_cell
-from paceline.measure.settings import TrainingCell
 from paceline.parallel.codecs import SUM, Codec, Exchange
 from paceline.records import LargeBatchRecord
 from paceline.strategy import count_kept
+from paceline.studies.training_grid import TrainingCell
+from paceline.studies.training_runs import train_cell
 from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
 from paceline.training.workers import build_workers
@@ -60,7 +60,7 @@ def train(settings: TrainSettings, control: str, evaluations: int) -> LargeBatch
         job = build_job(dataclasses.replace(settings, wrapper="none"), world)
         learner = build_workers(job.learner, WORKERS, settings.parsed_strategy, CONTROLS[control])
         cell = TrainingCell(settings, "epochs", control, settings.batches.global_batch_size)
-        record = _train_cell(dataclasses.replace(job, learner=learner), cell, evaluations)[0]
+        record = train_cell(dataclasses.replace(job, learner=learner), cell, evaluations)[0]
         assert isinstance(record, LargeBatchRecord)
         return record
 

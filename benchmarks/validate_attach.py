@@ -42,9 +42,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import paceline
 from paceline.measure.attach import Observer, Settings
-from paceline.measure.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts
 from paceline.predict.race import estimate_ratio
 from paceline.report.attached import AttachedResult
+from paceline.studies.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts
 from paceline.units import MIB, format_bytes, format_ms, parse_sizes
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "plain_loop.py"

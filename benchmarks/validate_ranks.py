@@ -22,8 +22,8 @@ from paceline.errors import PacelineError
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, simulate_scaling
 from paceline.records import Record, StepRecord
 from paceline.records.samples import group_by
-from paceline.report.scaling import RanksResult, match_predictions
 from paceline.report.table import Column, Table
+from paceline.studies.rank_scaling import RanksResult, match_predictions
 
 CLOSE = 0.10
 

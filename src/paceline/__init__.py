@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from paceline.runtime.pulse import slow
     from paceline.runtime.world import Ranks, World, get, init, ranks, set_seed, shutdown
     from paceline.strategy import Strategy
+    from paceline.studies import scale
+    from paceline.studies.fault_trials import faults
     from paceline.training.optimizers import LAMB, LARS, split_parameters
     from paceline.training.schedules import BatchSchedule, Schedule
-    from paceline.verbs import bench, scale
+    from paceline.verbs import bench
     from paceline.verbs.attach import attach
     from paceline.verbs.doctor import doctor
-    from paceline.verbs.faults import faults
     from paceline.verbs.predict import predict, predict_goodput, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
     from paceline.verbs.report import save_report
@@ -58,11 +59,11 @@ _HOMES = {
     "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
-    "paceline.verbs.faults": ("faults",),
+    "paceline.studies.fault_trials": ("faults",),
     "paceline.verbs.predict": ("predict_goodput", "predict_trace"),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.report": ("save_report",), "paceline.verbs.watch": ("watch",),
-    "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
+    "paceline.studies.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
     "paceline.workloads.data.sharding": ("EpochOrder",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

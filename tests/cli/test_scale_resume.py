@@ -17,7 +17,7 @@ from paceline.records import LargeBatchRecord, Record
 from paceline.records.environment import Environment
 from paceline.records.store import Study
 from paceline.runtime.session import Session
-from paceline.verbs import scale
+from paceline.studies import scale
 from tests.cli.test_scale import BATCH, LARGE, PICTURES, RANKS, TINY, assert_links
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import assert_refused
@@ -288,9 +288,9 @@ def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
 def small(monkeypatch, studies) -> None:
     """The three parts of `scale report` are asked for as in the finished studies."""
     for name in studies:
-        kind, _, *rest = scale.STUDIES[name]
+        kind = scale.STUDIES[name]
         settings = kind.from_json(load_run(studies[name]["run"]).config)
-        monkeypatch.setitem(scale.STUDIES, name, (kind, lambda settings=settings, **_: settings, *rest))
+        monkeypatch.setattr(kind, "build", lambda settings=settings, **_: settings)
 
 
 def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.measure.settings import LargeBatchSettings
+from paceline.studies.large_batches import LargeBatchSettings
 from paceline.training.settings import TrainSettings
 
 STUDY = LargeBatchSettings(
@@ -22,7 +22,7 @@ CELLS = {cell.name: cell for cell in STUDY.list_cells(40)}
 
 def train_all(names: list[str], lr: float | None) -> list[Any]:
     """Of each cell (records, bytes of its data, bytes of its first weights, samples of each micro-batch)."""
-    from paceline.measure import scaling as measuring
+    from paceline.studies import training_runs as measuring
     from paceline.training import loop
 
     build, take, found = measuring.build_job, loop.take_step, []
@@ -117,5 +117,5 @@ def test_noise_is_probed_in_one_run_at_four_times(trained):
 def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks(on_ranks):
     name = "epochs 16 none seed 3"
     for (((record,), _, _, steps),) in on_ranks(2, train_all, [name], 1e30):
-        assert record.failure == "the loss was no number after 2 updates"
+        assert record.failure == "the loss was not finite after 2 updates"
         assert (record.num_updates, len(steps), record.curve) == (2, 2, ())

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError
-from paceline.measure.fault_job import Asked, Net, harm
-from paceline.measure.faults import FAULTS, measure_fault, parse_faults, why_not
 from paceline.parallel import DDP
 from paceline.runtime import monitor, pulse
 from paceline.runtime.launch import RankPool
 from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import init
+from paceline.studies.fault_job import Asked, Net, inject
+from paceline.studies.fault_trials import FAULTS, measure_fault, parse_faults, why_not
 from tests.conftest import BACKEND, descendants, wait_until
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
@@ -70,7 +70,7 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
     with init(backend, announce=None):
         net = Net(asked)
         if fault.startswith("slow-"):
-            net._harm = lambda fault: go_slowly(fault, Path(folder) / "named")  # type: ignore[method-assign]
+            net._inject = lambda fault: go_slowly(fault, Path(folder) / "named")  # type: ignore[method-assign]
         model, optimizer = DDP(net, check_replicas_every=25), torch.optim.SGD(net.parameters(), 0.01)
         for _ in range(steps):
             model(torch.randn(2, 784)).square().mean().backward()
@@ -329,10 +329,10 @@ def test_a_run_that_may_recover_still_stops_by_sigterm():
     assert record.is_right and record.policy == "stop" and record.ended_s is not None, record
 
 
-def test_every_harm_is_known():
+def test_every_fault_is_known():
     assert {one.place for one in FAULTS.values()} == {"forward", "backward", "optimizer", "between", "start"}
     with pytest.raises(ValueError, match="a bad sample"):
-        harm("exception")
+        inject("exception")
 
 
 def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):

@@ -12,11 +12,11 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.measure.profiles import measure_profile
-from paceline.measure.scaling import measure_scaling
-from paceline.measure.settings import Cell, ScaleSettings, Setup
 from paceline.measure.tuning import tune_job
 from paceline.predict.tuning import TuneSettings
 from paceline.records.training import load_metrics
+from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
+from paceline.studies.rank_steps import measure_scaling
 from paceline.training import loop
 from paceline.training.settings import TrainSettings
 
@@ -268,7 +268,7 @@ def test_each_of_several_models_has_a_wrapper_of_its_own(on_ranks, file, tmp_pat
 def test_a_job_of_ones_own_is_scaled_and_tuned(on_ranks, file):
     job = ask(file, "build_all", ranks=1, wrapper="none", threads=1)
     study = ScaleSettings(job=job, ranks=(1, 2), setups=(Setup("paceline", "gloo"),), batch_sizes=(3,), iters=2)
-    for cell in (Cell("weak", 3), Cell("strong", 6)):
+    for cell in (ScalingCell("weak", 3), ScalingCell("strong", 6)):
         records, other = on_ranks(2, measure_scaling, study, cell)
         assert records == other
         sizes = {(r.role, r.world_size, r.batch_size) for r in records}

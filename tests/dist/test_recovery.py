@@ -17,12 +17,12 @@ import torch
 
 import paceline
 from paceline.errors import ConfigError, LaunchError
-from paceline.measure.fault_job import harm
 from paceline.records.training import load_metrics
 from paceline.runtime import monitor
 from paceline.runtime.launch import RankPool
 from paceline.runtime.recovery import Fault, Recovery
 from paceline.runtime.worker import SPARE, report_step, stand_by
+from paceline.studies.fault_job import inject
 from paceline.training.regroup import warm_up
 from paceline.training.settings import TrainSettings, check_job
 from paceline.verbs.train import JOB_MODULES
@@ -72,7 +72,7 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
                 mark.write_text(world)
                 if fault == "stop" and os.environ["WORLD_SIZE"] == "1":
                     fault = "kill"  # all ranks are stopped: the job is suspended, and that is no fault
-                await_spare() if fault == "wait" else harm(fault)
+                await_spare() if fault == "wait" else inject(fault)
 
     def await_spare() -> None:
         until_s = time.monotonic() + 30.0

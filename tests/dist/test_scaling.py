@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import Cell, ScaleSettings, Setup
+from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
 from paceline.training.settings import TrainSettings
 from paceline.transport import why_not
 
@@ -49,12 +49,12 @@ class Taken:
         return self.setup, self.world_size
 
 
-def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
+def measure_watched(settings: ScaleSettings, cell: ScalingCell) -> Any:
     """(records, steps that this rank took, whether any parameter moved, bytes of all gradients)."""
     import torch
 
-    from paceline.measure import scaling
     from paceline.measure import steps as benching
+    from paceline.studies import rank_steps
     from paceline.training import step as stepping
 
     real_take, real_run, real_step, real_update = (
@@ -96,7 +96,7 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
     benching.StepBench._take, benching.StepBench.run = take, run  # type: ignore[method-assign]
     benching.take_step, stepping.Learner.update = take_step, update
     try:
-        records = scaling.measure_scaling(settings, cell)
+        records = rank_steps.measure_scaling(settings, cell)
     finally:
         benching.StepBench._take, benching.StepBench.run = real_take, real_run  # type: ignore[method-assign]
         benching.take_step, stepping.Learner.update = real_step, real_update
@@ -203,10 +203,10 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
 @pytest.mark.parametrize(
     ("changes", "num_ranks", "cell", "words"),
     [
-        ({}, 2, Cell("weak", 2), "3 ranks are needed, and the world has 2"),
-        ({}, 3, Cell("weak", 5), "less than one global batch of 15; use fewer ranks, a smaller batch"),
-        ({}, 3, Cell("strong", 15), "less than one global batch of 15"),
-        ({"job": replace(JOB, accumulate=3)}, 3, Cell("weak", 2), "less than one global batch of 18"),
+        ({}, 2, ScalingCell("weak", 2), "3 ranks are needed, and the world has 2"),
+        ({}, 3, ScalingCell("weak", 5), "less than one global batch of 15; use fewer ranks, a smaller batch"),
+        ({}, 3, ScalingCell("strong", 15), "less than one global batch of 15"),
+        ({"job": replace(JOB, accumulate=3)}, 3, ScalingCell("weak", 2), "less than one global batch of 18"),
     ],
 )
 def test_what_the_ranks_or_the_data_cannot_be_is_refused_on_all_ranks(on_ranks, changes, num_ranks, cell, words):
@@ -214,9 +214,9 @@ def test_what_the_ranks_or_the_data_cannot_be_is_refused_on_all_ranks(on_ranks, 
     assert len(set(received)) == 1 and words in received[0]
 
 
-def fail_to_measure(settings: ScaleSettings, cell: Cell) -> str:
+def fail_to_measure(settings: ScaleSettings, cell: ScalingCell) -> str:
     """What it said; a rank that lives on need not be started anew."""
-    from paceline.measure.scaling import measure_scaling
+    from paceline.studies.rank_steps import measure_scaling
 
     with pytest.raises(ConfigError) as caught:
         measure_scaling(settings, cell)
@@ -230,7 +230,7 @@ def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, te
     """(the record, samples of each step); the step with this number meets an error."""
     import torch
 
-    from paceline.measure.scaling import measure_batch
+    from paceline.studies.batch_sizes import measure_batch
     from paceline.training import loop
 
     kinds = {"runtime": RuntimeError, "memory": MemoryError, "gpu": torch.OutOfMemoryError}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import MeasurementError
-from paceline.measure.settings import Cell, ScaleSettings, Setup
+from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
 from paceline.training.settings import TrainSettings
 from paceline.transport import why_not
 
@@ -69,8 +69,9 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
 
 def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     """(what it said, bytes of all gradients), where each message is sent twice or is not counted."""
-    from paceline.measure import scaling, steps
+    from paceline.measure import steps
     from paceline.parallel.channel import Channel
+    from paceline.studies import rank_steps
 
     real_sum, real_send, real_run = Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run
     num_bytes: list[int] = []
@@ -97,7 +98,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
     words = "nothing"
     try:
-        scaling.measure_scaling(settings, Cell("weak", 2))
+        rank_steps.measure_scaling(settings, ScalingCell("weak", 2))
     except MeasurementError as error:
         words = str(error)
     finally:

@@ -24,9 +24,9 @@ from paceline.runtime.environment import Place
 from paceline.runtime.launch import SAME_REQUEST_S
 from paceline.runtime.session import Progress, ProgressDisplay, Task, open_session
 from paceline.runtime.worker import post
+from paceline.studies.batch_sizes import build_killed
 from paceline.training.settings import TrainSettings
 from paceline.verbs.jobs import choose_up_to
-from paceline.verbs.scale import build_killed
 from tests.conftest import descendants, wait_until
 
 RECORD = CollectiveRecord(

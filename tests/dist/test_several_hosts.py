@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.measure.fault_places import link_hosts, why_not
 from paceline.records.training import load_metrics
+from paceline.studies.fault_places import link_hosts, why_not
 from tests.conftest import wait_until
 from tests.dist.made_hosts import (
     ROOT,

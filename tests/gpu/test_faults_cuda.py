@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.measure.faults import measure_fault
+from paceline.studies.fault_trials import measure_fault
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

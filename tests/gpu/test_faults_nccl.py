@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from paceline import machine
 from paceline.errors import CollectiveError
-from paceline.measure.faults import measure_fault
 from paceline.parallel.channel import Channel
 from paceline.runtime import world
 from paceline.runtime.launch import RankPool
 from paceline.runtime.world import init
+from paceline.studies.fault_trials import measure_fault
 from tests.dist.test_recovery import check_equal, check_samples, run
 
 pytestmark = pytest.mark.skipif(

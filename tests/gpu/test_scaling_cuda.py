@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
-from paceline.measure.scaling import measure_batch, measure_training
-from paceline.measure.settings import Cell, LargeBatchSettings, ScaleSettings, Setup
 from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.studies.batch_sizes import measure_batch
+from paceline.studies.large_batches import LargeBatchSettings
+from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
+from paceline.studies.training_runs import measure_training
 from paceline.training.settings import TrainSettings
 from tests.cli.test_train import type_alone
 
@@ -79,7 +81,7 @@ def test_a_large_batch_run_is_evaluated_and_probed(precision):
 
 
 def measure_turns(settings, cell):
-    from paceline.measure.scaling import measure_scaling
+    from paceline.studies.rank_steps import measure_scaling
 
     return measure_scaling(settings, cell)
 
@@ -87,7 +89,7 @@ def measure_turns(settings, cell):
 def test_two_ranks_that_share_the_gpu_take_turns_with_one(on_ranks):
     setups = (Setup("torch", "gloo"), Setup("paceline", "gloo"))
     settings = ScaleSettings(job=JOB, ranks=(1, 2), setups=setups, batch_sizes=(16,), iters=2)
-    alone, *rest = on_ranks(2, measure_turns, settings, Cell("weak", 16))[0]
+    alone, *rest = on_ranks(2, measure_turns, settings, ScalingCell("weak", 16))[0]
     assert (alone.device, alone.wrapper, alone.world_size, alone.num_bytes) == ("cuda", "none", 1, 0)
     assert {record.device for record in rest} == {"cuda"}
     assert [(record.role, record.wrapper, record.world_size) for record in rest] == [

@@ -25,8 +25,9 @@ FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
 PREPARED = {
-    "_allreduce": "bench:allreduce", "_predict": "predict:predict", "_predict_goodput": "predict:predict_goodput",
-    "_run": "run:run", "_train": "train:train", "_tune": "tune:tune", "_watch": "watch:watch",
+    "_allreduce": "verbs.bench:allreduce", "_predict": "verbs.predict:predict",
+    "_predict_goodput": "verbs.predict:predict_goodput",
+    "_run": "verbs.run:run", "_train": "verbs.train:train", "_tune": "verbs.tune:tune", "_watch": "verbs.watch:watch",
 }  # fmt: skip
 OWN = ("out", "json", "wide", "strict", "confirm")
 
@@ -113,7 +114,7 @@ def find_wrong_defaults(app: typer.Typer) -> list[str]:
             continue
         verb = made["verb"] if isinstance(made["verb"], str) else PREPARED[made["verb"].__name__]
         module, _, name = verb.partition(":")
-        home = importlib.import_module(f"paceline.verbs.{module}")
+        home = importlib.import_module(f"paceline.{module}")
         arguments = {n: p.default for n, p in inspect.signature(getattr(home, name)).parameters.items()}
         known = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
         known |= getattr(home, "JOB_DEFAULTS", {})
@@ -179,8 +180,8 @@ def test_shown_defaults_are_those_of_the_verbs() -> None:
 
 def test_a_wrong_default_is_found() -> None:
     made_up = typer.Typer()
-    add_command(made_up, "one", "scale:batch", "epochs batch_size:batch seed", "A help.")
-    add_command(made_up, "two", "tune:tune", "batch_size:large", "A help.")
+    add_command(made_up, "one", "studies.scale:batch", "epochs batch_size:batch seed", "A help.")
+    add_command(made_up, "two", "verbs.tune:tune", "batch_size:large", "A help.")
     first, second = find_wrong_defaults(made_up)
     assert first.endswith("one --epochs: 1 is shown, and 3 is used")
     assert second.endswith("two --batch_size: 512 is shown, and 4 is used")

@@ -13,6 +13,7 @@ from .reading import PACKAGE, expect_none, imports, modules, room, where, write_
 LEVELS = (
     ("cli", "autoload"),  # and `__main__`, its door; torch calls the other
     ("integrations",),
+    ("studies",),
     ("verbs",),
     ("measure",),
     ("training",),
@@ -78,6 +79,7 @@ def test_the_rule_reads_the_whole_package() -> None:
         ("runtime/a.py", "from paceline.measure.engine import Cell", "paceline/runtime/a.py:1: .* points up"),
         ("runtime/a.py", "import paceline.cli.main as m", "points up"),
         ("runtime/a.py", "from paceline import verbs", "points up"),
+        ("verbs/a.py", "from paceline.studies import scale", "points up"),
         ("transport/a.py", "from paceline.report import tables", "points sideways"),
         ("workloads/a.py", "import paceline.parallel", "points sideways"),
         ("predict/a.py", "from ..report import tables", "points up"),
@@ -108,6 +110,7 @@ def test_right_imports_pass(tmp_path: Path) -> None:
         "cli/main.py": "import paceline\nfrom paceline import verbs, __version__\nfrom . import bench",
         "cli/bench.py": "from paceline.measure.engine import Cell",
         "measure/engine.py": "import os.path, torch\nfrom .settings import S\nfrom ..runtime import world",
+        "studies/scale.py": "from paceline.verbs import jobs\nfrom .study import run",
         "measure/settings.py": "from paceline import machine\nfrom paceline.records import Run",
         "units.py": "import pacelines\nfrom paceline.errors import ConfigError",
     }

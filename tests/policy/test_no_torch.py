@@ -15,6 +15,8 @@ LATE = (
     "paceline.runtime.environment",
     "paceline.runtime.launch",
     "paceline.runtime.worker",
+    "paceline.studies.fault_trials",
+    "paceline.studies.scale",
     "paceline.training.journal",
     "paceline.training.settings",
     "paceline.workloads.registry",

@@ -146,8 +146,8 @@ def test_a_described_argument_that_does_not_exist_is_found():
 @pytest.mark.parametrize("row", re.findall(r"^\| `([\w.]+)`[^|]*\| `(\w+)` \| (.*) \|$", API, re.MULTILINE))
 def test_what_a_call_is_said_to_return_it_returns(row):
     words, name, besides = row
-    module = next(home for home in _CLASSES.values() if home.endswith(f".{name}")).split(".")[0]
-    kind = getattr(importlib.import_module(f"paceline.report.{module}"), name)
+    module = next(home for home in _CLASSES.values() if home.endswith(f".{name}")).rpartition(".")[0]
+    kind = getattr(importlib.import_module(f"paceline.{module}"), name)
     said = inspect.signature(find_public(words)).return_annotation
     assert said in ("Any", name) or name in said
     source = "".join(inspect.getsource(base) for base in kind.__mro__ if base is not object)
@@ -157,4 +157,4 @@ def test_what_a_call_is_said_to_return_it_returns(row):
 
 def test_every_kind_of_result_is_documented():
     documented = set(re.findall(r"^\| `[\w.]+`[^|]*\| `(\w+)` \|", API, re.MULTILINE))
-    assert {home.split(".")[1] for home in _CLASSES.values()} - documented == {"CapsResult"}
+    assert {home.split(".")[-1] for home in _CLASSES.values()} - documented == {"CapsResult"}

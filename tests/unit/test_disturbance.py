@@ -16,7 +16,7 @@ from paceline.measure.profiles import measure_layers
 from paceline.measure.steps import OwnJob, Variant
 from paceline.parallel.channel import Channel
 from paceline.predict.predictor import Evidence, fit_rank
-from paceline.predict.strategies import MEASURED
+from paceline.predict.strategy_costs import MEASURED
 from paceline.records import CodecRecord, StepRecord
 from paceline.units import MIB
 

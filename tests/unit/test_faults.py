@@ -7,14 +7,13 @@ import json
 
 import pytest
 
-import paceline.verbs.faults as verb
 from paceline.errors import ConfigError, MeasurementError
-from paceline.measure import fault_job
-from paceline.measure.faults import FAULTS
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import FaultRecord
 from paceline.records.store import Run
-from paceline.report.faults import FaultsResult
+from paceline.studies import fault_job
+from paceline.studies import fault_trials as verb
+from paceline.studies.fault_trials import FAULTS, FaultsResult
 
 
 def make_trial(
@@ -88,7 +87,7 @@ def test_a_job_that_does_not_come_to_its_fault_is_a_wrong_trial(monkeypatch):
     result = verb.faults("kill,stall", systems="train", backend="gloo")
     assert [one.is_right for one in result.only(FaultRecord)] == [False, False]
     assert "kill on gloo under paceline train: it said: nothing" in result.failure
-    assert "0 of 1 fault named" in result.answer and "1 of 1 pause taken" in result.answer
+    assert "identified 0 of 1 fault" in result.answer and "false alarms in 1 of 1 pause" in result.answer
 
 
 def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
@@ -107,7 +106,7 @@ def test_columns_of_one_trial_keep_their_names():
     (table,) = make_result(make_trial()).tables()
     *title, header, _, row = table.terminal(80).splitlines()
     assert " ".join(title).endswith("(kill, gloo, paceline train)")
-    assert header.split()[0] == "right" and "steps lost" in header and "left over" in header
+    assert header.split()[0] == "correct" and "steps lost" in header and "left over" in header
     assert row.split()[:4] == ["1", "of", "1", "0.10"]
 
 
@@ -132,17 +131,17 @@ def test_all_trials_together():
         make_trial(system="torch", is_right=False), noise, make_trial("noise", is_right=False, ended_s=12.0),
         make_trial("exit", left_over=("1 processes",)), make_trial("stop", detected_s=1.8),
     )  # fmt: skip
-    assert "1 of 2 pauses (60 min 12 s of noise) taken for a fault" in result.answer
+    assert "false alarms in 1 of 2 pauses (60 min 12 s of noise)" in result.answer
     right, times, left = result.findings
-    assert "4 of 5 faults (80.0%)" in right and "in 3 of the 4 that" in right
-    assert times == "p95 until it was named: stop 1.80 s on gloo"  # too many kills were not named
+    assert "4 of 5 faults (80.0%)" in right and "in 3 of the 4 reports" in right
+    assert times == "p95 of the time to identify it: stop 1.80 s on gloo"  # too many kills were not identified
     assert left.startswith("1 trial left something")
 
 
 def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
     made, now = [], itertools.count(0.0, 0.5)
     monkeypatch.setattr(fault_job.time, "monotonic", lambda: next(now))
-    for name in ("harm", "_compile", "_load_machine"):
+    for name in ("inject", "_compile", "_load_machine"):
         monkeypatch.setattr(fault_job, name, lambda what, name=name: made.append((name, what)))
     noise = fault_job.Noise(tmp_path / "noise-1", 1)
     for place in ["between", "forward", "backward", "optimizer"] * 500:
@@ -150,4 +149,4 @@ def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
     counts = json.loads((tmp_path / "noise-1").read_text())
     assert made[0] == ("_compile", 65) and set(counts) == set(noise.PLACES) and sum(counts.values()) == len(made)
     assert len({size for name, size in made if name == "_compile"}) == counts["compile"]  # none is known to a cache
-    assert set(name for name, _ in made) == {"harm", "_compile", "_load_machine"}
+    assert set(name for name, _ in made) == {"inject", "_compile", "_load_machine"}

@@ -17,7 +17,7 @@ from paceline.predict.curves import Resample
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps
 from paceline.predict.simulate import LARGE_BYTES, Contention, MachineCosts, Sending, simulate
-from paceline.predict.strategies import (
+from paceline.predict.strategy_costs import (
     ALL,
     BANDWIDTHS,
     MEASURED,
@@ -402,10 +402,10 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     # A schedule sends so little that it has an answer of its own.
     assert slow.lossy is not None and slow.lossy.is_worth_it and slow.winner is slow.lossy
     assert not slow.lossy.strategy.outer and slow.schedule is not None and slow.schedule.strategy.outer
-    assert slow.schedule.step.step_s < slow.lossy.step.step_s and slow.schedule.strategy.text in slow.judge()
+    assert slow.schedule.step.step_s < slow.lossy.step.step_s and slow.schedule.strategy.text in slow.describe()
     assert by_name["dense"].to_dense.value == 1 and by_name["bf16"].to_bf16.low == by_name["bf16"].to_bf16.high == 1
     assert "scale strategies" in result.answer or "not worth it here" in result.answer
-    assert fast.lossy is not None and not fast.lossy.is_worth_it and "not worth it here" in fast.judge()
+    assert fast.lossy is not None and not fast.lossy.is_worth_it and "not worth it here" in fast.describe()
     assert fast.winner.update == "exact"
     document = result.to_json()
     assert [cell["winner"] for cell in document["cells"]] == [slow.winner.strategy.text, fast.winner.strategy.text]

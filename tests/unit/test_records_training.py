@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from paceline.errors import RecordError
 from paceline.records import CurvePoint
 from paceline.records.kinds import record_from_json, record_to_json
-from paceline.records.training import (
-    NoiseProbe,
-    estimate_noise_scale,
-    find_knee,
-    summarize_epochs,
-    summarize_recipes,
-)
+from paceline.records.training import NoiseProbe, estimate_noise_scale, summarize_epochs
+from paceline.studies.batch_sizes import find_knee
+from paceline.studies.training_grid import summarize_seeds
 
 from .made_scaling import SEEDS, make_batch, make_batches, make_rng, make_run, make_runs, slowest
 from .made_training import EPOCH_ROWS, build_epoch_row, build_known, build_noise
@@ -100,7 +96,7 @@ SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 @given(SHARES)
 def test_mean_and_deviation_over_seeds_are_those_of_a_sample(values):
-    (summary,) = summarize_recipes([make_run(seed=seed, accuracy=value) for seed, value in enumerate(values)])
+    (summary,) = summarize_seeds([make_run(seed=seed, accuracy=value) for seed, value in enumerate(values)])
     n = len(values)
     mean = sum(values) / n
     assert summary.accuracy.mean == pytest.approx(mean)
@@ -116,7 +112,7 @@ def test_mean_and_deviation_over_seeds_are_those_of_a_sample(values):
 def test_the_gap_is_the_baselines_mean_minus_mine(base, mine):
     runs = [make_run(128, "none", seed, value) for seed, value in enumerate(base)]
     runs += [make_run(512, "lars", seed, value) for seed, value in enumerate(mine)]
-    baseline, summary = summarize_recipes(runs)
+    baseline, summary = summarize_seeds(runs)
     assert baseline.gap is None
     assert summary.gap == pytest.approx(sum(base) / len(base) - sum(mine) / len(mine), abs=1e-12)
 
@@ -126,7 +122,7 @@ def test_the_baseline_is_the_smallest_batch_without_a_recipe_of_the_same_budget(
         make_run(512), make_run(256), make_run(64, "lars"), make_run(512, "lars"), make_run(1024, budget="updates"),
         make_run(2048, budget="updates"),
     ]  # fmt: skip
-    summaries = {s.first.cell: s for s in summarize_recipes(runs)}
+    summaries = {s.first.cell: s for s in summarize_seeds(runs)}
     assert [s.baseline and s.baseline.first.cell for s in summaries.values()] == [
         ("epochs", 256, "none"), None, ("epochs", 256, "none"), ("epochs", 256, "none"), None,
         ("updates", 1024, "none"),
@@ -135,7 +131,7 @@ def test_the_baseline_is_the_smallest_batch_without_a_recipe_of_the_same_budget(
 
 
 def test_without_a_plain_run_there_is_no_gap():
-    (summary,) = summarize_recipes([make_run(512, "lars")])
+    (summary,) = summarize_seeds([make_run(512, "lars")])
     assert (summary.baseline, summary.gap) == (None, None)
 
 
@@ -145,24 +141,24 @@ def test_failed_seeds_are_counted_and_left_out():
         make_run(seed=1, failure="nan", accuracy=0.1),
         make_run(seed=2, accuracy=0.7),
     ]
-    (summary,) = summarize_recipes(runs)
+    (summary,) = summarize_seeds(runs)
     assert (summary.num_failed, len(summary.runs), summary.accuracy.mean) == (1, 3, pytest.approx(0.6))
-    (none_left,) = summarize_recipes(runs[1:2])
+    (none_left,) = summarize_seeds(runs[1:2])
     assert (none_left.accuracy, none_left.test_loss, none_left.train_loss) == (None, None, None)
 
 
 def test_a_baseline_of_which_no_seed_finished_gives_no_gap():
-    base, summary = summarize_recipes([make_run(128, failure="nan", curve=()), make_run(512)])
+    base, summary = summarize_seeds([make_run(128, failure="nan", curve=()), make_run(512)])
     assert (base.accuracy, summary.baseline, summary.gap) == (None, base, None)
 
 
 def test_a_seed_that_appears_twice_is_refused():
     with pytest.raises(RecordError, match="none at 128: a seed appears twice"):
-        summarize_recipes([make_run(128), make_run(128)])
+        summarize_seeds([make_run(128), make_run(128)])
 
 
 def test_the_made_study_has_what_the_tests_of_tables_need():
-    summaries = summarize_recipes(make_runs(make_rng()))
+    summaries = summarize_seeds(make_runs(make_rng()))
     assert [s.num_failed for s in summaries] == [0, 0, 0, 1, 0]
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from paceline.records.store import Run
 from paceline.records.training import NoiseProbe
-from paceline.report.large_batch import NOISE, describe_noise
 from paceline.report.result import build_result
 from paceline.report.table import Table
+from paceline.studies.large_batches import NOISE, describe_noise
 
 from .made_scaling import make_run
 from .made_training import build_known, build_noise
@@ -54,12 +54,12 @@ def test_a_sentence_says_what_a_big_batch_costs():
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([LOST], ["the gradient is lost in the noise"]),
+        ([LOST], ["noise hides the gradient"]),
         ([UNSURE], ["(90 %: from "]),
         ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
         (
             [build_known(9.0, step=1, epoch=1.0), LOST],
-            ["; > 96 (90 %: from 96) at epoch 6, where the gradient is lost in the noise. Batches far above it"],
+            ["; > 96 (90 %: from 96) at epoch 6, where noise hides the gradient. Batches far above it"],
         ),
         ([build_noise(LOST.probes[:1])], ["noise scale unknown at epoch 5"]),
         ([build_noise((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),

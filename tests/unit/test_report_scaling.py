@@ -16,11 +16,12 @@ from paceline.errors import MeasurementError
 from paceline.records import CollectiveRecord, Samples
 from paceline.records.steps import list_points
 from paceline.records.store import Run, load_run
-from paceline.records.training import summarize_recipes
-from paceline.report import large_batch, scaling
 from paceline.report.result import build_result, load_result
-from paceline.report.scaling import ReportResult, list_lines, match_predictions
 from paceline.report.table import Table
+from paceline.studies import batch_sizes, large_batches, rank_scaling, study
+from paceline.studies.rank_scaling import list_lines, match_predictions
+from paceline.studies.scale import ReportResult
+from paceline.studies.training_grid import summarize_seeds
 
 from .made_scaling import (
     COUNT,
@@ -77,7 +78,7 @@ def median(samples):
 @given(SEEDS)
 def test_rows_of_a_batch_sweep_follow_from_its_epochs(rng):
     records = make_batches(rng)
-    rows = parse(scaling.build_batch_table(records), None)
+    rows = parse(batch_sizes.build_batch_table(records), None)
     best = max(r.num_samples / median(r.timing) for r in records if r.timing)
     knees = []
     for record, row in zip(records, rows, strict=True):
@@ -101,7 +102,7 @@ def test_rows_of_a_batch_sweep_follow_from_its_epochs(rng):
 
 def test_the_printed_sweep_marks_the_knee_and_tells_what_does_not_fit():
     records = make_batches(make_rng())
-    rows = cells(scaling.build_batch_table(records), None)
+    rows = cells(batch_sizes.build_batch_table(records), None)
     assert [row["mark"] for row in rows] == ["", "", "knee", "", "", "out of memory"]
     assert rows[-1]["epoch (s)"] == rows[-1]["samples/s"] == rows[-1]["peak memory"] == ""
     assert rows[0]["peak memory"] == "160 MiB" and rows[0]["steps per epoch"] == "128"
@@ -110,7 +111,7 @@ def test_the_printed_sweep_marks_the_knee_and_tells_what_does_not_fit():
 
 def test_one_epoch_has_no_noise():
     record = replace(make_batches(make_rng())[0], timing=make_samples(make_rng(), 1.0, count=1))
-    (row,) = scaling.build_batch_table([record]).rows_json()
+    (row,) = batch_sizes.build_batch_table([record]).rows_json()
     assert row["noise"] is None
 
 
@@ -118,7 +119,7 @@ def test_one_epoch_has_no_noise():
 @given(SEEDS)
 def test_rows_of_ranks_follow_from_the_steps(rng):
     records = make_scales(rng)
-    rows = parse(scaling.SCALING, list_lines(list_points(records)))
+    rows = parse(rank_scaling.SCALING, list_lines(list_points(records)))
     alone = {r.cell: r for r in records if r.world_size == 1}
     torch = {(r.cell, r.world_size, r.backend): r for r in records if r.wrapper == "torch"}
     for record, row in zip(records, rows, strict=True):
@@ -153,7 +154,7 @@ def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
         make_scale(rng, 1, 1e-2), make_scale(rng, 2, 1.2e-2, wrapper="torch"), make_scale(rng, 2, 1.2e-2, timing=noisy),
         make_scale(rng, 2, 6e-3, backend="paceline"),
     ]  # fmt: skip
-    rows = cells(scaling.SCALING, list_lines(list_points(records)))
+    rows = cells(rank_scaling.SCALING, list_lines(list_points(records)))
     assert [row["/ torch"][-1:] for row in rows] == ["", "1", "=", ""]
     assert rows[3]["/ torch on gloo"].startswith(("1.9", "2.0"))
     assert [row["wrapper"] for row in rows] == ["none", "torch on gloo", "paceline on gloo", "paceline on paceline"]
@@ -166,7 +167,7 @@ def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
     collectives = make_collectives(rng)
     lines = [line for line in list_lines(list_points(make_scales(rng)), collectives) if line.record.world_size > 1]
     records = [line.record for line in lines]
-    rows = parse(scaling.COMMUNICATION, lines), parse(scaling.BANDWIDTH, lines)
+    rows = parse(rank_scaling.COMMUNICATION, lines), parse(rank_scaling.BANDWIDTH, lines)
     for record, row, rate in zip(records, *rows, strict=True):
         plain, silent, busy_s = slowest(record.timing), slowest(record.no_comm), median(record.busy)
         exposed_s, compute_s = max(0.0, float(np.median(plain - silent))), float(np.median(silent))
@@ -204,17 +205,17 @@ def test_a_bandwidth_above_the_peak_gets_no_table():
 
 def test_a_bandwidth_without_a_peak_is_shown_alone():
     line = make_line(busy_s=1e-3)()
-    row = row_of(scaling.BANDWIDTH, line)
+    row = row_of(rank_scaling.BANDWIDTH, line)
     assert (row["peak_bytes_per_s"], row["peak_share"]) == (None, None)
-    (shown,) = cells(scaling.BANDWIDTH, [line])
+    (shown,) = cells(rank_scaling.BANDWIDTH, [line])
     assert shown["peak (GB/s)"] == shown["of peak"] == "" and shown["busbw (GB/s)"]
 
 
 def test_what_was_not_timed_without_communication_is_not_called_0():
     line = make_line(wrapper="dp", no_comm=None, num_bytes=0, num_messages=0)()
-    row = row_of(scaling.COMMUNICATION, line)
+    row = row_of(rank_scaling.COMMUNICATION, line)
     assert (row["compute_s"], row["exposed_s"], row["exposed_share"], row["overlap"]) == (None,) * 4
-    (shown,) = cells(scaling.COMMUNICATION, [line])
+    (shown,) = cells(rank_scaling.COMMUNICATION, [line])
     assert (shown["compute (ms)"], shown["exposed (ms)"], shown["of step"]) == ("", "", "")
 
 
@@ -222,7 +223,7 @@ def test_what_was_not_timed_without_communication_is_not_called_0():
 @given(SEEDS)
 def test_rows_of_recipes_follow_from_the_last_evaluations(rng):
     runs = make_runs(rng)
-    rows = parse(large_batch.RECIPES, summarize_recipes(runs))
+    rows = parse(large_batches.RECIPES, summarize_seeds(runs))
     base = np.mean([r.curve[-1].test_accuracy for r in runs if (r.global_batch_size, r.recipe) == (128, "none")])
     for row in rows:
         own = [r for r in runs if (str(r.global_batch_size), r.recipe) == (row["global_batch_size"], row["recipe"])]
@@ -240,8 +241,8 @@ def test_rows_of_recipes_follow_from_the_last_evaluations(rng):
 
 
 def test_the_printed_recipes_are_in_percent_and_points():
-    summaries = summarize_recipes(make_runs(make_rng()))
-    rows = {(row["global batch"], row["recipe"]): row for row in cells(large_batch.RECIPES, summaries)}
+    summaries = summarize_seeds(make_runs(make_rng()))
+    rows = {(row["global batch"], row["recipe"]): row for row in cells(large_batches.RECIPES, summaries)}
     first, lars = summaries[0], summaries[-1]
     assert rows["128", "none"]["test accuracy (%)"] == f"{100 * first.accuracy.mean:.2f}"
     assert rows["128", "none"]["±"] == f"{100 * first.accuracy.deviation:.2f}"
@@ -251,10 +252,10 @@ def test_the_printed_recipes_are_in_percent_and_points():
 
 def test_a_recipe_of_which_no_seed_finished_has_a_row():
     runs = [replace(run, failure="nan", curve=()) for run in make_runs(make_rng())[:3]]
-    (summary,) = summarize_recipes(runs)
-    row = row_of(large_batch.RECIPES, summary)
+    (summary,) = summarize_seeds(runs)
+    row = row_of(large_batches.RECIPES, summary)
     assert (row["test_accuracy"], row["test_accuracy_deviation"], row["run_s"], row["num_failed"]) == (None,) * 3 + (3,)
-    assert cells(large_batch.RECIPES, [summary])[0]["test accuracy (%)"] == ""
+    assert cells(large_batches.RECIPES, [summary])[0]["test accuracy (%)"] == ""
 
 
 @settings(max_examples=20)
@@ -266,7 +267,7 @@ def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
         *make_predictions("torch on gloo", cell_size=999),
     ]  # fmt: skip
     lines = match_predictions(predicted, list_points(records))
-    rows = parse(scaling.PREDICTED, lines)
+    rows = parse(rank_scaling.PREDICTED, lines)
     alone = {r.cell: r for r in records if r.world_size == 1}
     known = {(r.variant, r.cell, r.world_size): r for r in records}
     num_matched = 0
@@ -295,7 +296,7 @@ def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
 def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
     points = list_points(make_cell(make_rng(), "weak", 32))
     lines = match_predictions(make_predictions(), points)
-    rows = cells(scaling.PREDICTED, lines)
+    rows = cells(rank_scaling.PREDICTED, lines)
     assert [row["source"] for row in rows] == [
         "simulated", "simulated", "simulated", "simulated", "simulated", "simulated, doubtful",
     ]  # fmt: skip
@@ -338,13 +339,13 @@ def make_steady(ranks, compute_s, exposed_s=0.0, **changes):
 
 def describe(records):
     lines = list_lines(list_points(records))
-    return scaling.describe_lines([line for line in lines if line.record.world_size > 1], lines)
+    return rank_scaling.describe_lines([line for line in lines if line.record.world_size > 1], lines)
 
 
 def test_a_sweep_tells_its_knee_and_what_does_not_fit():
     records = make_batches(make_rng())
     rates = {r.batch_size: 4096 / np.median(slowest(r.timing)) for r in records if r.timing}
-    assert scaling.describe_batches(records) == [
+    assert batch_sizes.describe_batches(records) == [
         f"Batch size 512 (the knee) reaches {rates[512] / rates[1024]:.0%} of the best {rates[1024]:,.0f} samples/s "
         "(at 1024).",
         f"At batch size 512 a step takes {1e3 * 512 / rates[512]:.1f} ms and the process peaks at 640 MiB.",
@@ -360,7 +361,7 @@ def test_a_sweep_tells_its_knee_and_what_does_not_fit():
     ],
 )
 def test_a_sweep_without_a_knee_inside_says_so(epochs, text):
-    line, _ = scaling.describe_batches([make_batch(make_rng(), size, s) for size, s in epochs.items()])
+    line, _ = batch_sizes.describe_batches([make_batch(make_rng(), size, s) for size, s in epochs.items()])
     assert text in line and "knee" not in line
 
 
@@ -384,20 +385,20 @@ def test_throughput_that_still_grows_at_the_largest_size_has_no_knee_anywhere(bu
 
 def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
     record = make_batch(make_rng(), 64, failure="out of memory")
-    assert scaling.describe_batches([record]) == ["Batch size 64 does not fit: out of memory."]
+    assert batch_sizes.describe_batches([record]) == ["Batch size 64 does not fit: out of memory."]
 
 
 @pytest.mark.parametrize(
     ("mode", "compute_s", "exposed_s", "text"),
     [
         ("weak", 0.010, 0.006, "efficiency 0.62 ± 0.00. The cause: exposed communication is 38% of the step."),
-        ("weak", 0.016, 0.004, "efficiency 0.50 ± 0.00. The cause: ranks slow each other down, "
+        ("weak", 0.016, 0.004, "efficiency 0.50 ± 0.00. The cause: ranks slow each other down: "
          "computing takes 1.60 times as long as on one rank (exposed communication is 20% of the step)."),
-        ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. There is no loss beyond the noise."),
+        ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. The loss is within the noise."),
         ("strong", 0.005, 0.003, "speed-up 1.25 of 2, efficiency 0.62 ± 0.00. The cause: exposed communication is 37% "
          "of the step."),
         ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's share of the "
-         "batch takes 1.80 times its share of one rank's time (exposed communication is 10% of the step)."),
+         "batch takes 1.80 times its share of the time of one rank (exposed communication is 10% of the step)."),
     ],
 )  # fmt: skip
 def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
@@ -423,13 +424,13 @@ def test_another_source_than_measured_is_told():
 def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_of_all():
     several = [line for line in list_lines(list_points(make_scales(make_rng()))) if line.record.world_size > 1]
     most = max(line.record.world_size for line in several)
-    *best, worst = scaling.pick_leaders(several)
+    *best, worst = rank_scaling.choose_lines(several)
     assert [line.record.cell for line in best] == list(dict.fromkeys(line.record.cell for line in several))
     for leader in best:
         rivals = [r for r in several if r.record.cell == leader.record.cell and r.record.world_size == most]
         assert leader.efficiency == max(rival.efficiency for rival in rivals)
     assert worst.efficiency == min(line.efficiency for line in several)
-    assert scaling.pick_leaders([]) == []
+    assert rank_scaling.choose_lines([]) == []
 
 
 def _disturb(record, rank, factor):
@@ -439,15 +440,15 @@ def _disturb(record, rank, factor):
 
 def test_a_rank_that_something_else_held_up_is_named():
     record = make_scale(make_rng(), 4, 0.01)
-    assert scaling.describe_stragglers([record]) == []
-    assert scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # near the others
-    (line,) = scaling.describe_stragglers([_disturb(record, 2, 1.5), _disturb(record, 2, 1.5)])
+    assert rank_scaling.describe_stragglers([record]) == []
+    assert rank_scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # near the others
+    (line,) = rank_scaling.describe_stragglers([_disturb(record, 2, 1.5), _disturb(record, 2, 1.5)])
     assert line.startswith(
         "4 ranks with 32 samples per rank: do not use this cell. Rank 2 was the slowest in 100% of the steps"
     )
     often = [_disturb(record, number % 4, 3.0).no_comm.seconds[number] for number in range(record.timing.count)]
     changing = replace(record, no_comm=replace(record.no_comm, seconds=tuple(often)))
-    assert scaling.describe_stragglers([changing]) == []  # ranks take turns at it
+    assert rank_scaling.describe_stragglers([changing]) == []  # ranks take turns at it
 
 
 def test_contests_count_cells_that_are_better_worse_or_neither():
@@ -457,7 +458,7 @@ def test_contests_count_cells_that_are_better_worse_or_neither():
             make_steady(1, 0.01, cell_size=size), make_steady(2, 0.010, wrapper="torch", cell_size=size),
             make_steady(2, mine_s, cell_size=size), make_steady(2, 0.005, backend="paceline", cell_size=size),
         ]  # fmt: skip
-    assert scaling.describe_contests(list_lines(list_points(records))) == [
+    assert rank_scaling.describe_comparisons(list_lines(list_points(records))) == [
         "paceline on gloo compared with torch on gloo, by efficiency: better in 1 of 3 undisturbed cells, worse in 1, "
         "within the noise in 1; ratios from 0.50 to 1.25.",
         "paceline on paceline compared with torch on gloo, by efficiency: better in 3 of 3 undisturbed cells, worse in "
@@ -472,7 +473,7 @@ def test_contests_leave_out_cells_that_a_slow_rank_disturbed():
         records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
     lines = list_lines(list_points(records))
     assert [line.record for line in lines if line.is_disturbed] == records[4:]  # what took turns with it, too
-    (text,) = scaling.describe_contests([line for line in lines if not line.is_disturbed])
+    (text,) = rank_scaling.describe_comparisons([line for line in lines if not line.is_disturbed])
     assert " of 1 undisturbed cell, " in text
 
 
@@ -531,7 +532,7 @@ def test_the_limit_of_strong_scaling(steps, text):
     for n, step_s in steps.items():
         records.append(replace(make_steady(n, step_s, mode="strong"), busy=steady(0.010, n)))
     line = describe(records)[-1]
-    assert line.endswith(f"{text} While messages take 10.00 ms on 4 ranks, the speed-up there stays below 4.0.")
+    assert line.endswith(f"{text} Messages take 10.00 ms on 4 ranks, which limits the speed-up to 4.0.")
     assert ("largest" in line) == ("largest" in text) and ("alone" in line) == ("alone" in text)
 
 
@@ -545,7 +546,7 @@ def _runs(cells, **changes):
 
 def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
     cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "linear"): 0.85, (1024, "lars"): 0.896}
-    assert large_batch.describe_recipes(summarize_recipes(_runs(cells))) == [
+    assert large_batches.describe_recipes(summarize_seeds(_runs(cells))) == [
         "Baseline (the same epochs): 128 without a recipe: 90.4 % (± 0.1, 3 seeds), after 320 updates in 40 epochs.",
         "1024 without a recipe: 71.3 % (± 0.1, 3 seeds), 19.1 points below the baseline, after 40 updates in 40 epochs"
         "; the best recipe, lars: 0.8 points below the baseline.",
@@ -562,17 +563,17 @@ def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
 )
 def test_the_best_recipe_is_compared_with_the_baseline(accuracy, text):
     cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "lars"): accuracy}
-    line = large_batch.describe_recipes(summarize_recipes(_runs(cells)))[1]
+    line = large_batches.describe_recipes(summarize_seeds(_runs(cells)))[1]
     assert re.sub(r" 0\.[01] points", " 0.0 points", line).endswith(text)
 
 
 def test_a_recipe_says_its_updates_where_they_differ_and_nothing_where_nothing_was_lost():
     runs = [make_run(128), make_run(1024, accuracy=0.7), make_run(1024, "grow", accuracy=0.8, num_updates=9)]
-    assert large_batch.describe_recipes(summarize_recipes(runs))[1].endswith(
+    assert large_batches.describe_recipes(summarize_seeds(runs))[1].endswith(
         "; the best recipe, grow: 10.0 points below the baseline, after 9 updates."
     )
     runs = [make_run(128), make_run(1024, accuracy=0.95), make_run(1024, "lars", accuracy=0.97)]
-    assert "lars" not in large_batch.describe_recipes(summarize_recipes(runs))[1]
+    assert "lars" not in large_batches.describe_recipes(summarize_seeds(runs))[1]
 
 
 def test_the_answer_is_about_the_largest_batch_in_whatever_order(build_environment):
@@ -593,20 +594,20 @@ def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
 
 def test_the_same_updates_differ_in_epochs():
     runs = [make_run(128, budget="updates", epochs=4), make_run(1024, budget="updates", epochs=32, accuracy=0.8)]
-    assert large_batch.describe_recipes(summarize_recipes(runs))[1] == (
+    assert large_batches.describe_recipes(summarize_seeds(runs))[1] == (
         "1024 without a recipe: 80.0 % (one seed), 10.0 points below the baseline, after 32 updates in 32 epochs."
     )
 
 
 def test_failures_are_told():
     runs = [make_run(128), make_run(128, seed=1, failure="nan"), make_run(1024, failure="loss is nan", curve=())]
-    lines = large_batch.describe_recipes(summarize_recipes(runs))
+    lines = large_batches.describe_recipes(summarize_seeds(runs))
     assert "(one seed, 1 of 2 seeds failed)" in lines[0]
     assert lines[1] == "1024 without a recipe: no seed finished (loss is nan)."
 
 
 def test_recipes_without_a_baseline_stand_alone():
-    assert large_batch.describe_recipes(summarize_recipes([make_run(512, "lars")])) == [
+    assert large_batches.describe_recipes(summarize_seeds([make_run(512, "lars")])) == [
         "512 with lars: 90.0 % (one seed), after 8 updates in 4 epochs."
     ]
 
@@ -618,19 +619,19 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
         for p, s in zip(make_predictions(counts=(2, 4, 8, 1024)), (0.011, 0.012, 0.02, 0.1), strict=True)
     ]
     lines = match_predictions(predicted, list_points(records))
-    assert scaling.describe_errors(lines) == [
-        "Predicted from half the ranks, 2 steps on 2, 4 ranks are off by 7.0% on average and by 10.0% at most "
-        "(paceline on gloo, 32 samples per rank); 2 lie in their 90 % intervals."
+    assert rank_scaling.describe_errors(lines) == [
+        "Predictions from half the ranks, of 2 steps on 2, 4 ranks: mean error 7.0%, largest 10.0% "
+        "(paceline on gloo, 32 samples per rank); 2 of 2 within the 90 % interval."
     ]
-    assert scaling.describe_errors(lines[2:]) == []
+    assert rank_scaling.describe_errors(lines[2:]) == []
     lines[0] = replace(lines[0], measured=replace(lines[0].measured, is_disturbed=True))
-    (text,) = scaling.describe_errors(lines)
-    assert text.startswith("Predicted from half the ranks, 1 step on 4 ranks is off by 4.0% ")
-    assert text.endswith("; 1 lies in its 90 % interval (1 disturbed step left out).")
-    assert [row["mark"] for row in cells(scaling.PREDICTED, lines)] == ["disturbed", "", "", ""]
-    assert [bool(row["error"]) for row in cells(scaling.PREDICTED, lines)] == [False, True, False, False]
-    assert [row["is_disturbed"] for row in parse(scaling.PREDICTED, lines)] == ["True", "False", "False", "False"]
-    assert scaling.describe_predictions(lines[2:]) == [
+    (text,) = rank_scaling.describe_errors(lines)
+    assert text.startswith("Predictions from half the ranks, of 1 step on 4 ranks: mean error 4.0%, ")
+    assert text.endswith("; 1 of 1 within the 90 % interval (1 disturbed step left out).")
+    assert [row["mark"] for row in cells(rank_scaling.PREDICTED, lines)] == ["disturbed", "", "", ""]
+    assert [bool(row["error"]) for row in cells(rank_scaling.PREDICTED, lines)] == [False, True, False, False]
+    assert [row["is_disturbed"] for row in parse(rank_scaling.PREDICTED, lines)] == ["True", "False", "False", "False"]
+    assert rank_scaling.describe_predictions(lines[2:]) == [
         "More ranks (simulated), paceline on gloo, 32 samples per rank (10 Gb/s): efficiency 0.50 "
         "(0.25 to 1.00) on 8 ranks, efficiency 0.10 (0.05 to 0.20) on 1,024 ranks; doubtful: far.",
     ]
@@ -639,7 +640,7 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
 def test_strong_predictions_tell_the_speedups_at_both_ends_of_the_curve():
     counts = tuple(2**i for i in range(1, 11))
     lines = match_predictions(make_predictions(mode="strong", cell_size=1024, counts=counts), [])
-    (text,) = scaling.describe_predictions(lines)
+    (text,) = rank_scaling.describe_predictions(lines)
     assert text.count("speed-up") == 2 and " on 2 ranks" in text and " on 1,024 ranks" in text
 
 
@@ -660,8 +661,8 @@ def results(build_environment):
 
 
 def test_a_page_has_findings_first_then_tables_figures_machine_and_definitions(results, monkeypatch):
-    monkeypatch.setattr(scaling.RanksResult, "assumptions", ["none"])
-    page = scaling.render_page("My study", list(results.values()), None, ["noisy"])
+    monkeypatch.setattr(rank_scaling.RanksResult, "assumptions", ["none"])
+    page = study.render_page("My study", list(results.values()), None, ["noisy"])
     headings = re.findall(r"^#+ .*", page, re.MULTILINE)
     assert headings[:2] == ["# My study", "## Findings"]
     assert headings[-4:] == ["## Machine", "## Definitions", "## Assumptions of predictions", "## Warnings"]

@@ -5,10 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paceline.records.environment import capture_environment
 from paceline.records.steps import list_points
-from paceline.records.training import summarize_recipes
-from paceline.report import large_batch, plots, scaling
-from paceline.report.scaling import match_predictions
+from paceline.records.store import Run
+from paceline.report import plots
+from paceline.report.result import build_result
+from paceline.studies import batch_sizes, rank_scaling
+from paceline.studies.rank_scaling import match_predictions
 
 from .made_scaling import (
     interval,
@@ -27,17 +30,22 @@ POINTS = list_points(SCALES)
 RUNS = make_runs(make_rng())
 
 
+def draw_large(name, runs):
+    environment = replace(capture_environment(), cpu="box")
+    return build_result(Run("scale large-batch", {}, environment, tuple(runs))).figure(name)
+
+
 def plot_predicted(mode, predicted):
-    return scaling.plot_ranks(mode, POINTS, "box", match_predictions(predicted, POINTS))
+    return rank_scaling.plot_ranks(mode, POINTS, "box", match_predictions(predicted, POINTS))
 
 
 DRAWN = {
-    "batches": lambda: scaling.plot_batches(make_batches(make_rng()), "box"),
+    "batches": lambda: batch_sizes.plot_batches(make_batches(make_rng()), "box"),
     "weak": lambda: plot_predicted("weak", make_predictions()),
     "strong": lambda: plot_predicted("strong", make_predictions(mode="strong", cell_size=256)),
-    "communication": lambda: scaling.plot_communication(POINTS, "box"),
-    "accuracy": lambda: large_batch.plot_scores(summarize_recipes(RUNS), "box"),
-    "curves": lambda: large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
+    "communication": lambda: rank_scaling.plot_communication(POINTS, "box"),
+    "accuracy": lambda: draw_large("accuracy", RUNS),
+    "curves": lambda: draw_large("curves", [r for r in RUNS if r.global_batch_size == 1024]),
 }
 
 
@@ -79,7 +87,7 @@ def _lines(axes):
 
 def test_the_sweep_is_drawn_in_samples_per_s_and_mib():
     records = make_batches(make_rng())
-    left, right = scaling.plot_batches(records, "box").axes
+    left, right = batch_sizes.plot_batches(records, "box").axes
     rates = [4096 / float(np.median(slowest(r.timing))) for r in records if r.timing]
     assert _lines(left)["samples/s (measured)"][1] == pytest.approx(rates)
     assert _lines(left)["does not fit"] == ([4096], [0])
@@ -90,12 +98,12 @@ def test_the_sweep_is_drawn_in_samples_per_s_and_mib():
 
 def test_memory_that_nobody_counted_is_not_drawn():
     records = [make_batch(make_rng(), size, 1.0, peak_bytes=0) for size in (32, 64)]
-    assert len(scaling.plot_batches(records, "box").axes) == 1
+    assert len(batch_sizes.plot_batches(records, "box").axes) == 1
 
 
 @pytest.mark.parametrize(("mode", "size", "number"), [("weak", 32, 0), ("weak", 128, 1), ("strong", 256, 0)])
 def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, number):
-    panel = scaling.plot_ranks(mode, POINTS, "box").axes[number]
+    panel = rank_scaling.plot_ranks(mode, POINTS, "box").axes[number]
     records = {r.world_size: r for r in SCALES if r.cell == (mode, size) and r.variant in ("none", "torch on gloo")}
     ratios = [interval(slowest(records[1].timing) / slowest(records[n].timing))[0] for n in (2, 4)]
     assert _lines(panel)["torch on gloo (measured)"] == ([1, 2, 4], pytest.approx([1.0, *ratios]))
@@ -125,7 +133,7 @@ def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
 
 
 def test_bars_of_a_step_are_compute_and_exposed_on_top():
-    panel = scaling.plot_communication(POINTS, "box").axes[0]
+    panel = rank_scaling.plot_communication(POINTS, "box").axes[0]
     compute, exposed = (list(bars) for bars in panel.containers if hasattr(bars, "patches"))
     records = [r for r in SCALES if r.variant == "torch on gloo" and r.mode == "weak"]
     assert len(compute) == len(exposed) == len(records) == 4
@@ -140,14 +148,14 @@ def test_bars_of_a_step_are_compute_and_exposed_on_top():
 def test_the_predicted_curve_starts_at_the_last_ranks_that_were_not_disturbed(last):
     points = [replace(p, is_disturbed=p.record.world_size > last) for p in POINTS]
     predicted = match_predictions(make_predictions(counts=(8, 64)), points)
-    lines = {line.get_label(): line for line in scaling.plot_ranks("weak", points, "box", predicted).axes[0].lines}
+    lines = {line.get_label(): line for line in rank_scaling.plot_ranks("weak", points, "box", predicted).axes[0].lines}
     assert list(lines["paceline on gloo, this host (simulated)"].get_xdata()) == [last, 8, 64]
 
 
 def test_a_disturbed_point_is_hollow_and_its_bar_is_hatched():
     places = [("torch on gloo", ("weak", 32), 4), ("paceline on gloo", ("weak", 32), 4)]
     points = [replace(p, is_disturbed=(p.record.variant, p.record.cell, p.record.world_size) in places) for p in POINTS]
-    first, second = scaling.plot_ranks("weak", points, "box").axes
+    first, second = rank_scaling.plot_ranks("weak", points, "box").axes
     hollow = [line for line in first.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
     marked = [p for p in points if p.is_disturbed]
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in hollow] == [(4, p.efficiency) for p in marked]
@@ -157,7 +165,7 @@ def test_a_disturbed_point_is_hollow_and_its_bar_is_hatched():
         assert (line.get_color(), line.get_marker()) == (whole.get_color(), whole.get_marker())
     assert "disturbed" in first.get_legend_handles_labels()[1]
     assert "disturbed" not in second.get_legend_handles_labels()[1]
-    figure = scaling.plot_communication(points, "box")
+    figure = rank_scaling.plot_communication(points, "box")
     hatched = [[bar for bar in axes.patches if bar.get_hatch()] for axes in figure.axes]
     assert [len(bars) for bars in hatched] == [1, 1, 0, 0, 0, 0]
     record = marked[0].record
@@ -167,7 +175,7 @@ def test_a_disturbed_point_is_hollow_and_its_bar_is_hatched():
 
 def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
     runs = [*RUNS, make_run(128, budget="updates"), make_run(512, budget="updates", accuracy=0.8)]
-    first, second = large_batch.plot_scores(summarize_recipes(runs), "box").axes
+    first, second = draw_large("accuracy", runs).axes
     assert _lines(second)["no recipe (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
     plain = [
         100 * np.mean([r.curve[-1].test_accuracy for r in RUNS if (r.global_batch_size, r.recipe) == (size, "none")])
@@ -179,7 +187,7 @@ def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
 def test_curves_are_means_over_seeds_against_epochs_and_updates():
     runs = [make_run(512, "lars", seed, accuracy) for seed, accuracy in enumerate((0.6, 0.8))]
     failed = make_run(512, "lars", 2, failure="nan", curve=())
-    by_epochs, by_updates = large_batch.plot_curves([*runs, failed], "box").axes
+    by_epochs, by_updates = draw_large("curves", [*runs, failed]).axes
     means = [100 * (a.test_accuracy + b.test_accuracy) / 2 for a, b in zip(*(r.curve for r in runs), strict=True)]
     label = "recipe lars at 512, same epochs (measured, 2 seeds)"
     assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
@@ -188,26 +196,28 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
 
 def test_a_recipe_at_one_batch_size_has_a_bar_of_its_deviation():
     runs = [make_run(), *(make_run(512, "lars", seed, accuracy) for seed, accuracy in enumerate((0.6, 0.8)))]
-    (panel,) = large_batch.plot_scores(summarize_recipes(runs), "box").axes
+    (panel,) = draw_large("accuracy", runs).axes
     bar = next(line for line in panel.lines if line.get_marker() == "_" and line.get_xdata()[0] == 512)
     assert list(bar.get_ydata()) == pytest.approx([70 - 100 * 0.02**0.5, 70 + 100 * 0.02**0.5])
 
 
 @pytest.mark.parametrize(("sizes", "scale"), [((128, 256), "linear"), ((16, 256), "log")])
 def test_updates_are_on_a_log_axis_only_where_they_differ_much(sizes, scale):
-    _, panel = large_batch.plot_curves([make_run(size) for size in sizes], "box").axes
+    _, panel = draw_large("curves", [make_run(size) for size in sizes]).axes
     assert panel.get_xscale() == scale
 
 
 def test_no_marker_of_a_single_batch_size_is_cut():
-    samples, memory = scaling.plot_batches(make_batches(make_rng())[:1], "box").axes
+    samples, memory = batch_sizes.plot_batches(make_batches(make_rng())[:1], "box").axes
     for axes in (samples, memory):
         assert axes.get_ylim()[1] > 1.05 * max(line.get_ydata()[0] for line in axes.lines if line.get_marker() in "o^")
 
 
 def test_an_emulated_network_has_a_line_of_its_own():
     records = [replace(r, source="emulated") if r.world_size == 4 else r for r in SCALES if r.mode == "weak"]
-    lines = {line.get_label(): line for line in scaling.plot_ranks("weak", list_points(records), "box").axes[0].lines}
+    lines = {
+        line.get_label(): line for line in rank_scaling.plot_ranks("weak", list_points(records), "box").axes[0].lines
+    }
     found = {name: lines[f"paceline on gloo ({name})"].get_linestyle() for name in ("measured", "emulated")}
     assert found == {"measured": "-", "emulated": "-."}
 

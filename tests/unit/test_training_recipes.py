@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.training.recipes import NO_RECIPE, SWITCHES, Recipe, share_batch
+from paceline.studies.large_batches import NO_RECIPE, SWITCHES, Recipe, share_batch
 from paceline.training.settings import TrainSettings
 
 BASE = TrainSettings(lr=0.05, schedule="cosine", global_batch_size=16)

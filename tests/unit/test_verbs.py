@@ -9,8 +9,9 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.measure.settings import ChunkSettings
 from paceline.runtime.session import Session
+from paceline.studies import scale
 from paceline.training.settings import Batches, TrainSettings, check_job
-from paceline.verbs import bench, profile, scale
+from paceline.verbs import bench, profile
 from paceline.verbs.train import _build_jobs, train
 
 

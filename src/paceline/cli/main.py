@@ -55,16 +55,16 @@ add_command(
     "How fast is all-reduce here? Measures backends x ranks x sizes, and checks every element.",
 )  # fmt: skip
 add_command(
-    bench, "chunks", "bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
+    bench, "chunks", "verbs.bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
     "What does splitting one message into chunks cost? Measures the total time for each chunk size.",
 )  # fmt: skip
 add_command(
-    bench, "wrappers", "bench:wrappers",
+    bench, "wrappers", "verbs.bench:wrappers",
     "models wrappers backend:bench ranks:bench batch_size:wrappers dtype device threads:wrappers iters warmup strict",
     "Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.",
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
+    app, "doctor", "verbs.doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two ranks.\n\n"
     "With --hosts, checks other hosts over ssh: versions, clocks, interfaces, free space and bandwidth.",
 )  # fmt: skip
@@ -135,27 +135,27 @@ def _profile(
 
 
 add_command(
-    profile, "phases", "profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
+    profile, "phases", "verbs.profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
     "Time data loading, forward, backward, optimizer and communication (exposed and total).",
     model="cnn", kind="phases",
 )  # fmt: skip
 add_command(
-    profile, "layers", "profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
+    profile, "layers", "verbs.profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
     "Time the forward and backward of each block, and when each gradient is ready, on one rank.",
     model="cnn", kind="layers",
 )  # fmt: skip
 add_command(
-    profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
+    profile, "trace", "verbs.profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
     "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.",
     model="cnn", plot=False,
 )  # fmt: skip
 add_command(
-    profile, "comm-table", "profile:comm_table",
+    profile, "comm-table", "verbs.profile:comm_table",
     f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
     "Compare the cost of sending gradients on other networks with the measured computation of a step.",
 )  # fmt: skip
 add_command(
-    profile, "attach", "attach:attach", "command:run steps:attach stop",
+    profile, "attach", "verbs.attach:attach", "command:run steps:attach stop",
     "Profile your own program without editing it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Shows where the time of a step goes, what limits it, and the best bucket size with its predicted gain.",
     command=(),
@@ -258,46 +258,46 @@ add_command(
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )  # fmt: skip
 add_command(
-    app, "faults", "faults:faults", "faults backend:faults systems ranks:faults trials patience restart "
+    app, "faults", "studies.fault_trials:faults", "faults backend:faults systems ranks:faults trials patience restart "
     "on_fault:faults state device:faults resume",
     "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
     "Compares with torchrun and torch's own wrapper, interleaved; each job has its own processes.",
 )  # fmt: skip
 add_command(
-    app, "report", "report:save_report", "runs:report page -out",
+    app, "report", "verbs.report:save_report", "runs:report page -out",
     "Show any run on one self-contained HTML page, or compare several runs.",
 )  # fmt: skip
 
 
 add_command(
-    scale, "batch", "scale:batch",
+    scale, "batch", "studies.scale:batch",
     f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume "
     "strict",
     "Which batch size keeps one rank busy? Trains whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )  # fmt: skip
 add_command(
-    scale, "ranks", "scale:ranks",
+    scale, "ranks", "studies.scale:ranks",
     f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
     "network:scale predict_ranks iters resume strict",
     "Do more ranks help? Weak and strong scaling of wrappers: speed-up, communication, bandwidth and predictions.",
 )  # fmt: skip
 add_command(
-    scale, "large-batch", "scale:large_batch",
+    scale, "large-batch", "studies.scale:large_batch",
     f"{JOB_OPTIONS} -accumulate model:small ranks:one batch_size:large base_batch_size global_batch_size recipes "
     "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
     "test_samples evaluations at_once resume",
     "What does a large global batch cost in test accuracy, and which recipe restores it? Several seeds each.",
 )  # fmt: skip
 add_command(
-    scale, "strategies", "scale:strategies",
+    scale, "strategies", "studies.scale:strategies",
     f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small data:study ranks:study strategies workers:study seeds "
     "epochs:study steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout "
     "test_samples global_batch_size:train evaluations target at_once resume",
     "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
 )  # fmt: skip
 add_command(
-    scale, "report", "scale:report", "runs resume",
+    scale, "report", "studies.scale:report", "runs resume",
     "Put the whole study on one page: tables, figures and findings, from finished runs or measured here.",
 )  # fmt: skip
 

@@ -334,7 +334,7 @@ def add_command(
     """Add a command with the options `names`, in this order in each panel; "-name" removes one again. Without a `name`
     it becomes the default command of a group.
 
-    `verb` ("module:function" of `paceline.verbs`, or a function) gets the options that the user gave, on top of
+    `verb` ("room.module:function" of the package, or a function) gets the options that the user gave, on top of
     `always`; for all others it uses its own defaults.
     """
     options: dict[str, Option] = {}
@@ -361,7 +361,7 @@ def add_command(
             refuse((flags, f"{flags} before {command} has no effect: put options after {command}"))
             return
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
-        if "resume" in given and isinstance(verb, str) and verb.startswith(("scale:", "faults:")):
+        if "resume" in given and isinstance(verb, str) and verb.startswith("studies."):
             jobs = importlib.import_module("paceline.verbs.jobs")  # imported late, because it is slow
             typed = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
             jobs.check_resume({find_flag(name).removeprefix("--"): True for name in typed})
@@ -369,7 +369,7 @@ def add_command(
             given.setdefault("out", values["out"])
         if isinstance(verb, str):
             module, _, function = verb.partition(":")
-            result = getattr(importlib.import_module(f"paceline.verbs.{module}"), function)(progress=True, **given)
+            result = getattr(importlib.import_module(f"paceline.{module}"), function)(progress=True, **given)
         else:
             result = verb(progress=True, **given)
         raise typer.Exit(print_result(result, json, wide, strict))

@@ -17,7 +17,7 @@ from paceline.parallel.levels import SCATTER
 from paceline.parallel.outer import Outer
 from paceline.parallel.sharding import join, scatter
 from paceline.predict.simulate import LARGE_BYTES
-from paceline.predict.strategies import MEASURED
+from paceline.predict.strategy_costs import MEASURED
 from paceline.records import CodecRecord, Samples
 from paceline.strategy import Strategy, count_each
 from paceline.training.step import NoPhases

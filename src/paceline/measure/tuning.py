@@ -35,7 +35,7 @@ from paceline.predict.curves import CostCurve
 from paceline.predict.job import build_job_from_profile
 from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
-from paceline.predict.strategies import list_strategies
+from paceline.predict.strategy_costs import list_strategies
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
 from paceline.records.steps import RACED, reduce_turns

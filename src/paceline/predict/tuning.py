@@ -24,7 +24,7 @@ from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
 from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
-from paceline.predict.strategies import (
+from paceline.predict.strategy_costs import (
     BF16,
     EVERY,
     describe_strategies,

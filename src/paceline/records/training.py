@@ -8,10 +8,10 @@ import mmap
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
@@ -24,7 +24,6 @@ BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
-KNEE = 0.9  # the knee is the smallest batch size with this share of the best throughput
 _LEAST_LEARNED = 0.05  # of the way from chance to no mistakes
 _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
 
@@ -73,14 +72,6 @@ class BatchRecord(Record):
     @property
     def samples_per_s(self) -> float | None:
         return None if not self.epoch_s else self.num_samples / self.epoch_s
-
-
-def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
-    """The smallest batch size that reaches `KNEE` of the best throughput. None if only the largest one does: throughput
-    is still growing there."""
-    found = sorted(((rate, r) for r in records if (rate := r.samples_per_s)), key=lambda pair: pair[1].batch_size)
-    best = max((rate for rate, _ in found), default=0.0)
-    return next((record for rate, record in found[:-1] if rate >= KNEE * best), None)
 
 
 @dataclass(frozen=True)
@@ -156,68 +147,6 @@ class LargeBatchRecord(Record):
     def cell(self) -> tuple[str, int, str]:
         """Runs of one cell differ only in their seed."""
         return self.budget, self.global_batch_size, self.recipe
-
-
-class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the deviation is None for one seed."""
-
-    mean: float
-    deviation: float | None
-
-
-@dataclass(frozen=True)
-class RecipeSummary:
-    """All seeds of one recipe at one global batch size, compared with `baseline`. Spreads cover finished runs."""
-
-    runs: tuple[LargeBatchRecord, ...]
-    baseline: RecipeSummary | None = None
-    accuracy: Spread | None = field(init=False)
-    test_loss: Spread | None = field(init=False)
-    train_loss: Spread | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        if len({run.seed for run in self.runs}) != len(self.runs):
-            raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
-        for name, of in (("accuracy", "test_accuracy"), ("test_loss", "test_loss"), ("train_loss", "train_loss")):
-            values = [value for run in self.finished if (value := getattr(run.curve[-1], of)) is not None]
-            deviation = statistics.stdev(values) if len(values) > 1 else None
-            object.__setattr__(self, name, Spread(statistics.fmean(values), deviation) if values else None)
-
-    @property
-    def first(self) -> LargeBatchRecord:
-        """The run that represents all seeds: the first finished one, or the first."""
-        return [*self.finished, *self.runs][0]
-
-    @property
-    def finished(self) -> list[LargeBatchRecord]:
-        return [run for run in self.runs if not run.failure]
-
-    @property
-    def num_failed(self) -> int:
-        return len(self.runs) - len(self.finished)
-
-    @property
-    def score(self) -> Spread | None:
-        """The score that recipes are compared by: test accuracy, or test loss for regression."""
-        return self.accuracy or self.test_loss
-
-    @property
-    def gap(self) -> float | None:
-        """The cost of the batch size: the baseline's mean test accuracy minus this one's, as a fraction; for regression
-        this one's mean test loss minus the baseline's."""
-        if self.baseline is None or self.baseline.score is None or self.score is None:
-            return None
-        return (self.baseline.score.mean - self.score.mean) * (1 if self.accuracy else -1)
-
-
-def summarize_recipes(records: Sequence[LargeBatchRecord], baseline: str = "none") -> list[RecipeSummary]:
-    """A summary of each cell, in order. The baseline of a budget is its smallest batch size with this recipe."""
-    cells = group_by(records, lambda record: record.cell)
-    found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
-    plain = sorted((cell for cell in found if cell[2] == baseline), key=lambda cell: cell[1], reverse=True)
-    baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
-    pairs = [(summary, baselines.get(summary.first.budget)) for summary in found.values()]
-    return [summary if summary is base else RecipeSummary(summary.runs, base) for summary, base in pairs]
 
 
 # -- the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training") -------------------

@@ -40,7 +40,7 @@ from paceline.predict.search import (
     scale_curve,
 )
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
-from paceline.predict.strategies import describe_update
+from paceline.predict.strategy_costs import describe_update
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,

@@ -23,35 +23,35 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
-# The class of the result of each verb, by its module, which is imported when such a run is shown.
+# The class of the result of each verb, by the name of its module, which is imported when such a run is shown.
 _CLASSES = {
-    "bench allreduce": "collectives.CollectiveResult",
-    "bench chunks": "collectives.ChunksResult",
-    "bench wrappers": "steps.WrappersResult",
-    "doctor": "result.DoctorResult",
-    "faults": "faults.FaultsResult",
-    "predict": "predictions.PredictResult",
-    "predict csv": "predictions.CapsResult",
-    "predict goodput": "goodput.GoodputResult",
-    "predict strategies": "strategy_steps.StrategyStepsResult",
-    "predict trace": "traced.TracedResult",
-    "profile": "profiles.ProfileResult",
-    "profile attach": "attached.AttachedResult",
-    "profile --compare": "profiles.ComparisonResult",
-    "profile comm-table": "profiles.CommTableResult",
-    "profile layers": "profiles.ProfileResult",
-    "profile phases": "steps.PhasesResult",
-    "profile trace": "profiles.TraceResult",
-    "scale batch": "scaling.BatchResult",
-    "scale large-batch": "large_batch.LargeBatchResult",
-    "scale strategies": "strategies.StrategiesResult",
-    "scale ranks": "scaling.RanksResult",
-    "scale report": "scaling.ReportResult",
-    "train": "training.TrainRunResult",
-    "train --compare": "training.TrainComparisonResult",
-    "tune": "predictions.TuneResult",
-    "tune attach": "attached.AttachedResult",
-    "watch": "attached.AttachedResult",
+    "bench allreduce": "report.collectives.CollectiveResult",
+    "bench chunks": "report.collectives.ChunksResult",
+    "bench wrappers": "report.steps.WrappersResult",
+    "doctor": "report.result.DoctorResult",
+    "faults": "studies.fault_trials.FaultsResult",
+    "predict": "report.predictions.PredictResult",
+    "predict csv": "report.predictions.CapsResult",
+    "predict goodput": "report.fault_policies.GoodputResult",
+    "predict strategies": "report.strategy_steps.StrategyStepsResult",
+    "predict trace": "report.traced.TracedResult",
+    "profile": "report.profiles.ProfileResult",
+    "profile attach": "report.attached.AttachedResult",
+    "profile --compare": "report.profiles.ComparisonResult",
+    "profile comm-table": "report.profiles.CommTableResult",
+    "profile layers": "report.profiles.ProfileResult",
+    "profile phases": "report.steps.PhasesResult",
+    "profile trace": "report.profiles.TraceResult",
+    "scale batch": "studies.batch_sizes.BatchResult",
+    "scale large-batch": "studies.large_batches.LargeBatchResult",
+    "scale strategies": "studies.strategy_accuracy.StrategiesResult",
+    "scale ranks": "studies.rank_scaling.RanksResult",
+    "scale report": "studies.scale.ReportResult",
+    "train": "report.training.TrainRunResult",
+    "train --compare": "report.training.TrainComparisonResult",
+    "tune": "report.predictions.TuneResult",
+    "tune attach": "report.attached.AttachedResult",
+    "watch": "report.attached.AttachedResult",
 }
 _WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train", "train --compare")
 
@@ -333,8 +333,8 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
 def build_result(run: Run, folder: Path | None = None) -> Result:
     """The result of a run, of the class of its verb."""
     is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
-    module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).partition(".")
-    kind = getattr(importlib.import_module(f"paceline.report.{module}"), name) if module else Result
+    module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).rpartition(".")
+    kind = getattr(importlib.import_module(f"paceline.{module}"), name) if module else Result
     result: Result = kind(run, folder)
     return result
 

@@ -1,4 +1,4 @@
-"""`predict --strategy` as a result: a step under each strategy, which to take, and where that changes."""
+"""`predict --strategy` as a result: a step under each strategy, the fastest, and where that changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.race import Interval
-from paceline.predict.strategies import (
+from paceline.predict.strategy_costs import (
     BF16,
     UPDATES,
     StrategyRow,
@@ -34,10 +34,10 @@ from paceline.units import format_bytes, format_ms
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Bucket sizes that are tried for each strategy on a network, and at each bandwidth.
+# How many bucket sizes are tried for each strategy on a network, and at each bandwidth.
 _CAPS, _SWEPT_CAPS = 48, 10
 _LATENCY_S = 50e-6  # of a link, where a network does not say
-NOT_JUDGED = "a lossy strategy changes what is learned, which is not judged here: see `paceline scale strategies`"
+ACCURACY = "a lossy strategy may cost accuracy, which is not predicted here: see `paceline scale strategies`"
 
 
 def _say_change(ratio: Interval) -> str:
@@ -69,8 +69,8 @@ STRATEGIES = (
 
 
 class Cell:
-    """The strategies on one network and number of ranks: which is the fastest of the exact ones, of the lossy ones that
-    send in every step, and of the schedules."""
+    """The strategies on one network and number of ranks: the fastest exact one, the fastest lossy one that sends in
+    every step, and the fastest schedule."""
 
     def __init__(self, rows: Sequence[StrategyRow]) -> None:
         self.rows, self.network, self.world_size = rows, rows[0].step.network, rows[0].step.world_size
@@ -84,14 +84,14 @@ class Cell:
 
     @property
     def winner(self) -> StrategyRow:
-        """The fastest of all that send in every step; of those within 1 % the one that changes the update least."""
+        """The fastest one that sends in every step; within 1 %, the one that changes the update least."""
         names = prefer(row.strategy for row in self.rows if not row.strategy.outer)
         return self._by_name[choose_fastest({one.text: self._by_name[one.text].step.step_s for one in names})]
 
-    def judge(self) -> str:
-        """What to take, in words."""
+    def describe(self) -> str:
+        """Which strategies to choose, in words."""
         assert self.exact is not None
-        text = f"Of the exact strategies {self.exact.strategy.text} is fastest, {format_ms(self.exact.step.step_s)} ms"
+        text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step.step_s)} ms"
         text += f"; bf16 takes {format_ms(self.bf16.step.step_s)} ms."
         for row, kind in ((self.lossy, "lossy strategy"), (self.schedule, "schedule")):
             if row is None:
@@ -162,9 +162,9 @@ class StrategyStepsResult(PredictResult):
         cell = max(self.cells, key=lambda cell: cell.world_size)
         busy = ", from times of a busy machine" if self.busy else ""
         is_worth_it = any(row is not None and row.is_worth_it for row in (cell.lossy, cell.schedule))
-        lossy = f" Note: {NOT_JUDGED}." if is_worth_it else ""
+        lossy = f" Note: {ACCURACY}." if is_worth_it else ""
         where = f"{self.profile.model} on {cell.world_size:,} ranks over {cell.network}"
-        return f"{where}. {cell.judge()} Simulated{busy}.{lossy}"
+        return f"{where}. {cell.describe()} Simulated{busy}.{lossy}"
 
     @property
     def findings(self) -> Sequence[str]:
@@ -179,8 +179,8 @@ class StrategyStepsResult(PredictResult):
                 if not sweep.crossings]  # fmt: skip
         assumed = describe_strategies(self.job, self.strategies, self.codecs)
         return [
-            *(f"{cell.world_size:,} ranks over {cell.network}: {cell.judge()}" for cell in others),
-            *crossings, *none, *self._name_schedules(), NOT_JUDGED, *(f"assumed: {line}" for line in assumed),
+            *(f"{cell.world_size:,} ranks over {cell.network}: {cell.describe()}" for cell in others),
+            *crossings, *none, *self._name_schedules(), ACCURACY, *(f"assumed: {line}" for line in assumed),
             *super().findings,
         ]  # fmt: skip
 
@@ -243,7 +243,7 @@ def plot_bandwidths(result: StrategyStepsResult) -> Figure:
     """The step against the bandwidth of a link, on the most ranks: a line for each strategy."""
     world_size, sweep = max(result.sweeps.items())
     title = f"{result.profile.model} on {world_size:,} ranks: a step by bandwidth and strategy"
-    figure, axes = new_figure(title, "each with its best buckets; dotted: where another one is fastest; simulated")
+    figure, axes = new_figure(title, "each with its best buckets; dotted: where the fastest changes; simulated")
     for number, strategy in enumerate(result.strategies):
         points = [(rate / 1e9, 1e3 * steps_s[strategy.text], None, None) for rate, steps_s in sweep.steps_s.items()]
         draw_line(axes, number, points, strategy.text, "--" if strategy.is_exact else "-")

@@ -30,7 +30,7 @@ from paceline.records.training import count_usable_ranks, pick_like_last
 from paceline.units import parse_duration
 
 if TYPE_CHECKING:
-    from paceline.report.goodput import GoodputResult
+    from paceline.report.fault_policies import GoodputResult
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
     from paceline.report.strategy_steps import StrategyStepsResult
@@ -68,7 +68,7 @@ def predict(
         A `PredictResult`; with `strategy`, a `StrategyStepsResult`.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.predict.strategies import list_strategies
+    from paceline.predict.strategy_costs import list_strategies
     from paceline.report.predictions import PredictResult
     from paceline.report.strategy_steps import StrategyStepsResult
 
@@ -240,7 +240,7 @@ def predict_goodput(
         out: Save the run in a new folder there.
     """
     from paceline.predict.goodput import Faults
-    from paceline.report.goodput import GoodputResult
+    from paceline.report.fault_policies import GoodputResult
     from paceline.report.result import describe_job
 
     refuse(

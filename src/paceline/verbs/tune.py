@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
 from paceline.measure.settings import check_counts
-from paceline.predict.strategies import EVERY, list_strategies
+from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
 from paceline.training.settings import TrainSettings, takes_cap_lists

@@ -1,6 +1,6 @@
-"""Probes of the gradient noise scale between two training steps, without any effect on the training.
+"""Measures the gradient noise scale between two training steps, without any effect on training.
 
-What is derived from their squared norms is in `records.training`; a step that learns is in `training.step`.
+`records.training` derives it from the squared norms of the probes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from paceline.workloads.models import compute_outcome
 def measure_noise_scale(
     job: Job, *, step: int, epoch: float, batch_size: int, num_small: int, num_probes: int, note: str = ""
 ) -> NoiseRecord:
-    """Probe the model as it is after `step` steps and `epoch` epochs; every rank gets the record.
+    """Probe the model after `step` steps and `epoch` epochs; every rank gets the record.
 
     A probe is `num_small` gradients of `batch_size` samples each on every rank, and one message of a gradient's size.
     The model trains as it does in the job (mode, precision, label smoothing, augmentation), but is not compiled.
-    Samples are drawn with replacement, so that they are as independent as the formulas take them to be. They and what
-    dropout drops follow from the job's seed, `step` and the probe, not from the ranks. BatchNorm sees `batch_size`
-    samples, and SyncBatchNorm those of all ranks. Parameters, gradients, buffers, the optimizer and random numbers are
-    as before when this returns. Collective: every rank must call this, between steps.
+    Samples are drawn with replacement, so that they are independent, as the formulas assume. Samples and dropout follow
+    from the job's seed, `step` and the probe, not from the ranks. BatchNorm sees `batch_size` samples, SyncBatchNorm
+    those of all ranks. Parameters, gradients, buffers, the optimizer and random states are unchanged afterwards.
+    Collective: every rank must call this, between steps.
     """
-    # Gradients that fit half precision in training may overflow in smaller batches, whose losses weigh more.
+    # Gradients that fit half precision in training may overflow here: the losses of smaller batches weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
-    # Compiled, a second batch size would make blocks for dynamic sizes: training would use other kernels afterwards.
+    # A second batch size would make torch.compile switch to dynamic shapes, and training to other kernels.
     eager: Any = torch.compiler.set_stance("force_eager") if job.settings.compile else contextlib.nullcontext()
     with _restoring(job.learner.module), eager:
         job.learner.module.train()
@@ -52,7 +52,7 @@ def measure_noise_scale(
                 scale /= 16
             else:
                 found = f"step {step}: a gradient of probe {len(probes)} is not finite, so there is no noise scale"
-                raise MeasurementError(f"{found}; try a lower --lr, --clip, or look at the model")
+                raise MeasurementError(f"{found}; try a lower --lr, or --clip")
     return NoiseRecord(
         model=job.settings.model, data=job.train.name, device=job.world.device.type, world_size=job.world.world_size,
         precision=job.settings.precision, step=step, epoch=epoch, seed=job.settings.seed, small_batch_size=batch_size,
@@ -63,8 +63,8 @@ def measure_noise_scale(
 def _take_probe(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
 ) -> tuple[tuple[float, ...], float]:
-    """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way. Small
-    batches are numbered over all ranks, and their content follows from their number. Collective."""
+    """The squared norms of all ranks' gradients, and of their mean. `scale` multiplies losses and not these norms.
+    Small batches are numbered over all ranks, and their samples follow from their number. Collective."""
     params, world = job.learner.parameters, job.world
     widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
     dtype = torch.float64 if widest == torch.float64 else torch.float32
@@ -78,17 +78,17 @@ def _take_probe(
         torch._foreach_add_([piece for piece, _ in used], [grad for _, grad in used])
     if world.world_size > 1:
         dist.all_reduce(total)
-    # The only wait for the device: the host has queued all small batches long before.
+    # The only synchronisation with the device: all small batches are queued by now.
     *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
     everyone: list[tuple[list[float], float]] = world.share((small, big / (num_small * world.world_size) ** 2))
-    # A backend may round sums differently on another rank, and all must return the same record.
+    # Backends may round sums differently on each rank, and all must return the same record.
     return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
 
 
 def _compute_grad(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, scale: float
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of the mean loss of one small batch, times `scale`; no `.grad` and no hook sees it."""
+    """The gradient of the mean loss of one small batch, times `scale`, without any `.grad` or hook."""
     data, learner = job.train, job.learner
     generator = torch.Generator().manual_seed(derive_seed("noise samples", *purpose))
     indices = torch.randint(len(data), (batch_size,), generator=generator)
@@ -101,7 +101,7 @@ def _compute_grad(
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The squared norm of all of them together, summed in double precision; it stays on the device."""
+    """The squared norm of all tensors together, in double precision, on their device."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
 
 
@@ -125,6 +125,6 @@ def _restoring(module: nn.Module) -> Iterator[None]:
             numpy.random.set_state(more_numbers)
             with torch.no_grad():
                 for place, name, buffer, value in buffers:
-                    place[name] = buffer.copy_(value)  # a forward may have put another tensor there
+                    place[name] = buffer.copy_(value)  # a forward may have replaced the tensor
             for part, mode in modes:
                 part.training = mode

@@ -1,7 +1,7 @@
-"""The job of `paceline faults`, in its ranks: a small model that trains, saves, and does harm to itself when asked.
+"""The job of `paceline faults`, in its ranks: a small model that trains, saves, and injects a fault into itself.
 
 `paceline train` gets the model from here (`build`); under torchrun this file is the program (`main`), with Paceline's
-wrapper and monitor or with torch's own. What is asked stands in PACELINE_FAULT, as JSON.
+wrapper and monitor or with torch's own. The environment variable PACELINE_FAULT says which fault, as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline import machine
-from paceline.measure.fault_places import OUT
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import separate_hosts
+from paceline.studies.fault_places import OUT
 from paceline.torch_internals import gpu_sleep
 
 VARIABLE = "PACELINE_FAULT"
@@ -41,7 +41,7 @@ _LOAD_S = 10.0
 
 
 class Asked(NamedTuple):
-    """`fault` at a `place` of step `step` on rank `rank`; files that this job writes are in `folder`."""
+    """`fault` at a `place` of step `step` on rank `rank`; this job writes its files into `folder`."""
 
     folder: str
     fault: str = ""
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
     device: str = "cpu"
     batch_size: int = 8
     width: int = WIDTH
-    group: str = ""  # the control group in which memory runs out
+    group: str = ""  # the control group whose memory runs out
     pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
 
 
@@ -64,7 +64,7 @@ def read_asked() -> Asked:
 
 
 def _hold_lock() -> None:
-    """Wait for ever inside a call that does not release Python's lock. A signal does not end it."""
+    """Wait forever inside a call that does not release the GIL. Signals do not end it."""
     mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
@@ -93,14 +93,14 @@ def _fill_disk(folder: Path) -> None:
 
 
 def _run_out_of_memory(group: Path) -> None:
-    """In a control group with a limit, where nobody else is the kernel's victim."""
+    """Allocate in a control group with a limit, so that the kernel kills no other process."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
     raise RuntimeError(f"{len(taken)} blocks were taken, and memory did not run out")
 
 
-def harm(fault: str) -> None:
-    """Do it to this process; what is only a pause returns."""
+def inject(fault: str) -> None:
+    """Inject a fault into this process; returns after a pause."""
     signals = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "segv": "SIGSEGV", "abrt": "SIGABRT"}
     match fault:
         case "kill" | "stop" | "term" | "segv" | "abrt":
@@ -115,7 +115,7 @@ def harm(fault: str) -> None:
         case "deadlock":
             _wait_for_lock()
         case "endless-kernel":
-            gpu_sleep(1 << 62)  # returns at once; these cycles take longer than anyone waits
+            gpu_sleep(1 << 62)  # returns at once, and outlasts any timeout
         case "exception":
             raise ValueError("a bad sample")
         case "extra-collective":
@@ -131,8 +131,8 @@ def harm(fault: str) -> None:
 
 
 class Noise:
-    """What happens to a healthy rank, in random order at moments of its own: none of it is a fault. How often each was
-    done stands in `path`."""
+    """What happens to a healthy rank, in random order at random times: none of it is a fault. The file at `path` counts
+    how often each happened."""
 
     # Where in a step it may happen.
     PLACES = MappingProxyType({
@@ -156,17 +156,17 @@ class Noise:
         match what:
             case "marked evaluation":
                 with slow("evaluate"):
-                    harm("evaluate")
+                    inject("evaluate")
             case "compile":
                 _compile(64 + self._counts[what])
             case "loaded machine":
                 _load_machine(_LOAD_S)
             case _:
-                harm(what)
+                inject(what)
 
 
 def _compile(size: int) -> None:
-    """Compile a function for a size that no cache knows."""
+    """Compile a function for a size that no cache has."""
     torch.compiler.reset()
     backend = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "eager"
     torch.compile(lambda inputs: torch.softmax(inputs.sin() * 2, 1).sum(), backend=backend)(torch.ones(size, 32))
@@ -181,7 +181,7 @@ def _load_machine(seconds: float) -> None:
 
 
 class Net(nn.Module):
-    """Three layers, and the harm."""
+    """Three layers that reach the fault at its place and step."""
 
     def __init__(self, asked: Asked) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Net(nn.Module):
             return
         if (place, self.num_steps + 1) != (asked.place, asked.step):
             return
-        if asked.fault == "other-shape":  # a call that all ranks make
+        if asked.fault == "other-shape":  # every rank takes part
             self._note(self._is_mine)
             dist.all_reduce(torch.ones(1001 if self._is_mine else 1000, device=next(self.parameters()).device))
         elif self._is_mine and asked.fault == "kill-in-save":
@@ -213,15 +213,15 @@ class Net(nn.Module):
         elif self._is_mine:
             self._is_mine = asked.fault == "straggle"
             self._note()
-            self._harm(asked.fault)
+            self._inject(asked.fault)
 
     def _note(self, is_mine: bool = True) -> None:
-        """When it happens; the laboratory may be waiting for it, to do its part."""
+        """Record when it happens; the trial waits for this file, and injects some faults itself."""
         path = Path(self._asked.folder) / "injected"
         if is_mine and not path.exists():
             path.write_text(f"{time.monotonic()} {self.num_steps + 1}")
 
-    def _harm(self, fault: str) -> None:
+    def _inject(self, fault: str) -> None:
         match fault:
             case "nan":
                 self._factor = math.nan
@@ -233,18 +233,18 @@ class Net(nn.Module):
             case "disk-full":
                 _fill_disk(Path(self._asked.folder) / OUT)
             case "link-down" | "slow-link" | "host-lost" | "store-lost":
-                time.sleep(1.0)  # the laboratory does it, in this step
+                time.sleep(1.0)  # the trial injects it during this step
             case "oom":
                 _run_out_of_memory(Path(self._asked.group))
             case _:
-                harm(fault)
+                inject(fault)
 
     def _kill_in_save(self) -> None:
         folder = Path(self._asked.folder)
         while not any(folder.glob(f"{OUT}/*/checkpoints/.saving-*/*")) and not any(folder.glob(f"{OUT}/*.new")):
             time.sleep(0.0005)
         self._note()
-        harm("kill")
+        inject("kill")
 
     def _count(self, *_: Any) -> None:
         self.num_steps += 1
@@ -287,7 +287,7 @@ def main() -> None:
         from paceline.runtime.world import init
 
         device = init(asked.backend, asked.device, announce=None).device
-        monitor()  # before the model, whose hook is then called after that of the monitor: between two steps
+        monitor()  # before the model, so that the monitor's hook comes first
         net = Net(asked).to(device)
         model = DDP(net)
     optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / OUT / "saved.pt", 0

@@ -1,4 +1,4 @@
-"""`predict goodput` as a result: how much of a job's time counts with each policy, and how often to save."""
+"""`predict goodput` as a result: the goodput of each fault policy, and how often to save."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _POINTS = 60  # of a line
 _MOST_ON_A_HOST = 16  # GPUs
 _NAMES = {
-    "step": "a step", "save": "the stall of a save", "write": "the write after it", "detect": "until a fault is known",
-    "restart": "a restart", "spare": "a spare's take-over", "shrink": "continuing on fewer ranks",
+    "step": "a step", "save": "the stall of a save", "write": "the write after it", "detect": "detecting a fault",
+    "restart": "a restart", "spare": "take-over by a spare", "shrink": "continuing on fewer ranks",
 }  # fmt: skip
 
 
 def _say(share: float) -> str:
-    """With as many digits as tell it from 100 %."""
+    """With enough digits to differ from 100 %."""
     return f"{share:.1%}" if share < 0.99 else f"{share:.2%}"
 
 
@@ -74,7 +74,7 @@ class GoodputResult(Result):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """90 % of runs of the asked length, without an error of the model itself."""
+        """90 % of runs of this length, without the error of the model."""
         return self.best.low, self.best.high
 
     @property
@@ -87,18 +87,18 @@ class GoodputResult(Result):
         ranks, every = format_number_of(self.faults.ranks, "rank"), format_duration(self.faults.mtbf_s)
         if best.share < 0.01:
             long = format_duration(best.policy.restart_s)
-            return f"{ranks} with a fault every {every} do not get ahead: a restart takes {long}. Simulated."
-        text = f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time counts "
-        text += f"(90 %: {_say(best.low)} to {_say(best.high)}), with a save every {format_duration(best.interval_s)}"
+            return f"{ranks} with a fault every {every} make no progress: a restart takes {long}. Simulated."
+        text = f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time is useful "
+        text += f"(90 %: {_say(best.low)} to {_say(best.high)}), saving every {format_duration(best.interval_s)}"
         text += "".join(f"; with {one.policy.name} {_say(one.share)}" for one in others)
-        return f"{text}. Simulated; the interval leaves out the error of the model itself."
+        return f"{text}. Simulated; the interval does not include the error of the model."
 
     @property
     def findings(self) -> Sequence[str]:
         return [*self._compare(), *self._describe_interval(), *self._list_assumptions()]
 
     def _compare(self) -> list[str]:
-        """Which policy wins, and why."""
+        """Which policy is better, and why."""
         lines, best = [], self.best
         for other in self.rows[1:]:
             name, then = best.policy.name, other.policy.name
@@ -106,9 +106,10 @@ class GoodputResult(Result):
             costs += f"{format_duration(other.fault_s)} and {other.steps_lost:,.1f} steps with {then}"
             idle = [one for one in (best, other) if one.policy.num_idle]
             costs += "".join(f"; {one.policy.name} keeps {self._count_idle(one)} idle" for one in idle)
-            said = "wins over" if is_ahead(best, other) else "is ahead of"
-            doubt = "" if is_ahead(best, other) else "; what is known of the costs does not decide it"
-            lines.append(f"{name} {said} {then}: {costs}{doubt}")
+            if is_ahead(best, other):
+                lines.append(f"{name} is better than {then}: {costs}")
+            else:
+                lines.append(f"{name} may be better than {then}: {costs}; the measured costs do not decide it")
         return lines
 
     def _count_idle(self, one: Goodput) -> str:
@@ -123,21 +124,21 @@ class GoodputResult(Result):
         return [
             f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
             "the time more than the best",
-            "the 90 % interval covers the spread of the measured costs, and how many faults come in "
-            f"{format_duration(self.config['horizon_s'])} (--horizon), and when; it does not cover the error of the "
-            "model itself (measured in docs/faults.md)",
+            "the 90 % interval covers the spread of the measured costs, and the number and times of faults in "
+            f"{format_duration(self.config['horizon_s'])} (--horizon); it does not cover the error of the model "
+            "(measured in docs/faults.md)",
         ]
 
     def _list_assumptions(self) -> list[str]:
         names, lines = {record.name for record in self.only(CostRecord)}, []
         absent = [name for name in ("spare", "shrink") if name not in names]
         if self.faults.ranks == 1:
-            lines.append("left out: spare and shrink, since one rank has no replica to continue from")
+            lines.append("left out: spare and shrink, because one rank has no replica to continue from")
         elif absent:
             flags = " and ".join(f"--{name}-seconds" for name in absent)
             lines.append(f"left out: {' and '.join(absent)}, which no run has measured; give {flags}")
         if "detect" not in names:
-            lines.append("assumed: a fault is known at once; give --detect-seconds")
+            lines.append("assumed: faults are detected at once; give --detect-seconds")
         once = [_NAMES[r.name] for r in self.only(CostRecord) if r.source == "measured" and len(r.seconds) == 1]
         if once:
             lines.append(f"assumed: {', '.join(once)}, measured once, may be 20 % off (a standard deviation)")
@@ -146,23 +147,25 @@ class GoodputResult(Result):
             lines.append(f"assumed: steps, saves and recovery take on {ranks:,} ranks what they took on {measured:,}")
         if len(self.rows) > 1:
             share = f"{100 * self.faults.all_lost:.3g} %"
-            lines.append(f"assumed: {share} of the faults leave no replica, as where a host has all (--all-lost)")
+            lines.append(
+                f"assumed: {share} of the faults leave no replica, such as the loss of the only host (--all-lost)"
+            )
         if len(self.rows) > 1 and not self.is_on_one_host:
-            lines.append("spare and shrink are there for ranks of one host; across hosts the launcher restarts the job")
+            lines.append("spare and shrink work within one host; across hosts the launcher restarts the job")
         if any(row.policy.name == "shrink" for row in self.rows):
             missing = format_duration(self.faults.repair_s + average_costs(self.only(CostRecord))["restart"])
-            lines.append(f"assumed: with shrink a lost rank is back after {missing}, in a pause as long as the first")
+            lines.append(f"assumed: with shrink a lost rank returns after {missing}, with a pause as long as the first")
             if self.faults.usable is None:
-                lines.append("assumed: with shrink all other ranks can share the global batch; a training run tells")
+                lines.append("assumed: with shrink all other ranks can share the global batch (a training run tells)")
             else:
                 after = f"{self.faults.usable:,} of {ranks:,} ranks continue while one is missing"
-                lines.append(f"with shrink {after}: no more of them can share the global batch equally")
+                lines.append(f"with shrink {after}: more of them cannot share the global batch equally")
         return lines
 
     def tables(self) -> list[Table]:
-        costs = Table("costs", "What it is made from", _COSTS, self.only(CostRecord))
-        at = "its best interval" if self.config.get("interval_s") is None else "the asked interval"
-        title = f"How much of the time counts, each policy at {at}"
+        costs = Table("costs", "The costs that this is computed from", _COSTS, self.only(CostRecord))
+        at = "its best interval" if self.config.get("interval_s") is None else "the given interval"
+        title = f"Useful share of the time, each policy at {at}"
         return [Table("table", title, _COLUMNS, self.rows, key="policies"), costs]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
@@ -185,7 +188,7 @@ class GoodputResult(Result):
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether one host can have all ranks: this one, one on which they were measured, or one of many GPUs."""
+        """Whether one host can hold all ranks: this one, the one they were measured on, or one with many GPUs."""
         known = self.run.environment.cores, self.config.get("measured_ranks") or 1
         return self.faults.ranks <= max(_MOST_ON_A_HOST, *known)
 
@@ -197,9 +200,9 @@ class GoodputResult(Result):
 
 
 def plot_goodput(result: GoodputResult) -> Figure:
-    """The share that counts against the interval between saves: a line for each policy, that of the table marked."""
+    """The useful share against the interval between saves: a line for each policy, with the interval of the table."""
     ranks, every = format_number_of(result.faults.ranks, "rank"), format_duration(result.faults.mtbf_s)
-    title = f"{ranks}, a fault every {every}: how much of the time counts"
+    title = f"{ranks}, a fault every {every}: useful share of the time"
     figure, axes = new_figure(title, "marked: the interval of the table; simulated")
     low_s = min(row.interval_s for row in result.rows) / 20
     high_s = max(row.interval_s for row in result.rows) * 20
@@ -211,6 +214,6 @@ def plot_goodput(result: GoodputResult) -> Figure:
         marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
         axes.plot([row.interval_s], [100 * row.share], marker, color=color, ms=7)
     axes.set_xscale("log")
-    axes.set(ylim=(0, 102), xlabel="seconds of steps between two saves", ylabel="time that counts (%)")
+    axes.set(ylim=(0, 102), xlabel="seconds of steps between two saves", ylabel="useful time (%)")
     place_legend(figure, axes)
     return figure

@@ -1,6 +1,6 @@
-"""Where a fault needs more than a process: a small disk, little memory, two hosts with a network between them.
+"""Environments that a fault needs: a small disk, a memory limit, or two hosts with a network between them.
 
-Made for one job and removed after it. Hosts are namespaces of this machine, and need root.
+Each is made for one job and removed after it. Hosts are network namespaces of this machine, and need root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import MeasurementError
 
 OUT = "out"  # where a job saves, in its folder
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
-# Of two hosts, which nobody else sees.
+# Of the two hosts, in namespaces of their own.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
 _NAMES = ("a", "b")
 _BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
@@ -30,21 +30,21 @@ _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
 class Place:
-    """This machine as it is. `asked` is what the job must know."""
+    """This machine as it is. `asked` has further settings for the job."""
 
     asked: dict[str, Any] = {}  # noqa: RUF012
     torchrun: tuple[str, ...] = ("--standalone",)
 
     def wrap(self, command: list[str]) -> list[str]:
-        """The command, in this place."""
+        """The command that runs this one in the environment."""
         return command
 
     def act(self, fault: str, rank: int) -> None:
-        """What the job cannot do itself, when it has come to its fault."""
+        """Inject what the job cannot inject itself, when it has reached its fault."""
 
 
 class _SmallDisk(Place):
-    """The job saves on a disk of its own; what is on it is copied to this one when the job has ended."""
+    """The job saves on a disk of its own, which is copied to this one when the job has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._out = str(folder / OUT)
@@ -59,14 +59,14 @@ class _SmallDisk(Place):
 
 
 class _LittleMemory(Place):
-    """A control group with a limit, which the rank joins."""
+    """A control group with a memory limit, which the rank joins."""
 
     def __init__(self, group: Path) -> None:
         self.asked = {"group": str(group)}
 
 
 class _Hosts(Place):
-    """Two namespaces with a cable, each with a name of its own; one rank on each."""
+    """Two network namespaces with a link between them and one rank in each, each with its own host name."""
 
     def __init__(self, spaces: tuple[str, ...]) -> None:
         self._spaces = spaces
@@ -106,7 +106,7 @@ def _end_all(space: str) -> None:
 
 
 def _find_private() -> list[str]:
-    """How to start a command that may mount what nobody else sees."""
+    """How to start a command with mounts of its own."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
 
 
@@ -115,16 +115,16 @@ def _can(command: list[str]) -> bool:
 
 
 def why_not(needs: str) -> str:
-    """Why there can be no such place here; empty where there can."""
+    """Why this environment cannot be made here; empty where it can."""
     tools = {"disk": ["unshare"], "hosts": ["unshare", "ip", "tc"]}.get(needs, [])
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
-        return f"there is no `{missing[0]}` here"
+        return f"`{missing[0]}` is not installed"
     if needs == "disk":
         can = _can([*_find_private(), "sh", "-c", "mount -t tmpfs tmpfs /tmp"])
-        return "" if can else "a disk cannot be mounted here, which needs root"
+        return "" if can else "mounting a disk needs root"
     if needs == "hosts":
         can = os.geteuid() == 0 and _can(["unshare", "--mount", "--net", "--uts", "true"])
-        return "" if can else "two hosts are namespaces of this one, which needs root"
+        return "" if can else "two hosts are network namespaces of this one, which need root"
     return _find_group()[1] if needs == "memory" else ""
 
 
@@ -133,14 +133,14 @@ def _find_group() -> tuple[Path, str]:
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
-        return Path(), "there are no control groups here"
+        return Path(), "this system has no control groups"
     for _, kinds, path in lines:
         root = Path("/sys/fs/cgroup") / ("memory" if kinds else "")
         group = root / path.lstrip("/")
         has_limits = "memory" in kinds.split(",") or "memory" in _read(group / "cgroup.subtree_control")
         if has_limits and os.access(group, os.W_OK):
             return group, ""
-    return Path(), "no control group with a limit of memory can be made here, which needs root"
+    return Path(), "a control group with a memory limit needs root"
 
 
 def _read(path: Path) -> str:
@@ -152,7 +152,7 @@ def _read(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_place(needs: str, folder: Path) -> Iterator[Place]:
-    """Make the place, and remove it whatever happens."""
+    """Make the environment, and remove it whatever happens."""
     with contextlib.ExitStack() as undo:
         if needs == "disk":
             yield _SmallDisk(folder)
@@ -171,7 +171,7 @@ def _make_group(undo: contextlib.ExitStack) -> Path:
     names = ("memory.max", "memory.swap.max") if (group / "memory.max").exists() else (
         "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")  # fmt: skip
     (group / names[0]).write_text(str(_MEMORY_BYTES))
-    with contextlib.suppress(OSError):  # without swap
+    with contextlib.suppress(OSError):  # no swap here
         (group / names[1]).write_text("0" if names[1].endswith("max") else str(_MEMORY_BYTES))
     return group
 
@@ -179,7 +179,7 @@ def _make_group(undo: contextlib.ExitStack) -> Path:
 def _remove_group(group: Path) -> None:
     until_s = time.monotonic() + 5.0
     while group.exists() and time.monotonic() < until_s:
-        with contextlib.suppress(OSError):  # a process in it is on its way out
+        with contextlib.suppress(OSError):  # a process in it is still ending
             group.rmdir()
             return
         time.sleep(0.05)
@@ -187,10 +187,10 @@ def _remove_group(group: Path) -> None:
 
 @contextlib.contextmanager
 def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
-    """Two namespaces that see each other, at `HOST_ADDRESS`.1 and .2, and nothing else; their link has this rate, or as
-    much as the cores can move. They are removed with all that runs in them."""
+    """Two network namespaces that reach only each other, at `HOST_ADDRESS`.1 and .2; their link has this rate, or is as
+    fast as the cores allow. They are removed with all processes in them."""
     for space, pid in re.findall(r"^(paceline-hosts-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
-        if not Path(f"/proc/{pid}").exists():  # who made it was killed
+        if not Path(f"/proc/{pid}").exists():  # its owner was killed
             _remove_space(space)
     mark = secrets.token_hex(3)
     spaces = tuple(f"paceline-hosts-{os.getpid()}-{mark}-{name}" for name in _NAMES)
@@ -204,7 +204,7 @@ def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
             for interface in ("lo", "eth0"):
                 _call("ip", "-n", space, "link", "set", interface, "up")
             if rate:
-                # As little as keeps the rate: what passes at once after a pause is no property of a link.
+                # The smallest burst that sustains the rate: a real link has no burst after a pause.
                 limit = ("tbf", "rate", rate, "burst", _BURSTS.get(rate, "256kb"), "latency", "50ms")
                 _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *limit)
         yield spaces

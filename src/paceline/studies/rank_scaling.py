@@ -1,93 +1,229 @@
-"""The results of `paceline scale`: tables, what they say in sentences, figures, and the page of a study.
+"""`paceline scale ranks`: do more ranks help? Weak and strong scaling, and the curve predicted for more ranks.
 
-What the numbers mean is in `records.steps` and `records.training`.
+What the ranks run is in `rank_steps`; what the numbers mean, in `records.steps`.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from paceline.errors import MeasurementError, PacelineError
-from paceline.predict.networks import find_networks
+from paceline import machine
+from paceline.errors import MeasurementError, PacelineError, refuse
+from paceline.measure.settings import BACKENDS, CollectiveSettings, check_names
+from paceline.predict.networks import find_links, find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
-from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, StepRecord
+from paceline.records import CollectiveRecord, Record, StepRecord
 from paceline.records.doubts import add_busy, is_busy
-from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find_straggler, list_points
-from paceline.records.store import Run
-from paceline.records.training import find_knee
-from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
-from paceline.report.result import Result, describe_job, load_result
+from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, place_legend
+from paceline.report.result import describe_job
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
-from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
+from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.session import Session, Task
+from paceline.studies.study import StudyResult, StudySettings, choose_device, refuse_unused, run_study
+from paceline.training.settings import TrainSettings
+from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
+from paceline.verbs.jobs import Counts, Names, Place, brings_data, list_counts, list_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PAGE = "report.md"
 NO_PREDICTION = "No prediction for"
 _three = "{:.3f}".format
 
 
-def build_batch_table(records: Sequence[BatchRecord]) -> Table:
-    """Times are of epochs, without the wait for data and without warm-ups."""
-    knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
-    columns = [
-        *text_columns("model", "data", "device", "precision"),
-        Column("batch size", "batch_size", "number", "batch_size", is_key=True),
-        Column("steps per epoch", "num_steps", "number", "num_steps", priority=-1),
-        Column("epoch (s)", "epoch_s", _three, "epoch_s", priority=1),
-        Column("step", "step_s", "ms", "step_s", priority=2),
-        Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
-        Column("data wait (s)", "data_wait.median_s", _three, "data_wait_s", priority=-1),
-        Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
-        # One epoch says nothing about its noise.
-        Column("noise", lambda r: r.timing.noise if r in repeated else None, "percent.1", "noise", priority=-1),
-        Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
-        *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
-        Column(None, lambda r: r is knee, key="is_knee"),
-        Column(None, lambda r: r.timing.count if r.timing else 0, key="num_epochs"),
-        *text_columns("source"),
-    ]
-    return Table("batch", "batch sizes on one rank", columns, records)
+def ranks(
+    model: str = "cnn", ranks: Counts | None = None, batch_size: Counts = (8, 32),
+    global_batch_size: Counts | None = None, *, wrapper: Names = ("paceline", "torch"), backend: Names = "auto",
+    network: str = "10gbe,100gbe", predict_ranks: Counts = (64, 1024), iters: int | None = None, device: str = "auto",
+    out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
+) -> RanksResult:  # fmt: skip
+    """Do more ranks help? Weak and strong scaling, all wrappers and backends in turns, compared with one rank.
+
+    The other arguments are those of `batch`.
+    Inside a launched world this is collective: every rank must call it.
+
+    Args:
+        ranks: By default 1, 2, 4, ... up to the cores or GPUs, or to the launched world.
+        batch_size: Samples per rank (weak scaling).
+        global_batch_size: Samples over all ranks (strong scaling). By default one that all can share.
+        wrapper: Wrappers to compare.
+        backend: Backends to compare.
+        network: Networks for which the curve is predicted.
+        predict_ranks: Numbers of ranks for which it is predicted.
+        iters: Timed steps. By default as many as the time allows.
+    """
+    return cast("RanksResult", run_study(ScaleSettings, locals()))
 
 
-def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
-    """Up to which batch size throughput grows, what that costs, and which batch sizes do not fit."""
-    timed = {r.batch_size: r for r in records if r.timing}
-    failed = [f"Batch size {r.batch_size} does not fit: {r.failure}." for r in records if r.failure]
-    if not timed:
-        return failed
-    rates = {size: r.samples_per_s or 0.0 for size, r in timed.items()}
-    best, knee = max(rates, key=lambda size: rates[size]), find_knee(records)
-    here = best if knee is None else knee.batch_size
-    reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
-    text = f"Batch size {here} (the knee) reaches {reached}."
-    if len(rates) == 1:
-        text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
-    elif knee is None:
-        more = "larger ones do not fit" if any(r.failure and r.batch_size > here for r in records) else "try larger"
-        text = f"There is no knee up to batch size {here}, where throughput still grows: {more}."
-    elif here == min(rates):
-        text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
-    memory = f" and the process peaks at {format_bytes(timed[here].peak_bytes)}" if timed[here].peak_bytes else ""
-    return [text, f"At batch size {here} a step takes {format_ms(timed[here].step_s or 0.0)} ms{memory}.", *failed]
+@dataclass(frozen=True)
+class Setup:
+    """A wrapper and the backend of its messages."""
+
+    wrapper: str
+    backend: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
+
+
+@dataclass(frozen=True)
+class ScalingCell:
+    """Everything that is timed in turns: a mode, and samples in a rank's micro-batch (weak) or over all ranks
+    (strong)."""
+
+    mode: str
+    samples: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode} {self.samples}"
+
+    def batch_size(self, world_size: int, accumulate: int = 1) -> int:
+        """What one of this many ranks computes at once."""
+        return self.samples if self.mode == "weak" else self.samples // (world_size * accumulate)
+
+    def count_samples(self, accumulate: int) -> int:
+        """Samples in a step: of one rank (weak), or of all ranks (strong)."""
+        return self.samples * accumulate if self.mode == "weak" else self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleSettings(StudySettings):
+    """The job on each number of ranks, weak (`batch_sizes` per rank) and strong (`global_batch_sizes`), all wrappers on
+    all backends in turns, and one rank alone. The curve is predicted for `network` and `predict_ranks`."""
+
+    verb = staticmethod(ranks)
+
+    ranks: tuple[int, ...]
+    setups: tuple[Setup, ...]
+    batch_sizes: tuple[int, ...]
+    global_batch_sizes: tuple[int, ...] = ()
+    iters: int | None = None
+    network: str = "10gbe,100gbe"
+    predict_ranks: str = "64,1024"
+
+    @classmethod
+    def build(
+        cls, *, ranks: Counts | None, batch_size: Counts, global_batch_size: Counts | None, wrapper: Names,
+        backend: Names, network: str, predict_ranks: Counts, iters: int | None, device: str, **job: Any,
+    ) -> Self:  # fmt: skip
+        refuse_unused(job, ("plan",), "wrappers are compared with their default buckets")
+        refuse_unused(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
+        find_links(network)  # refuses an unknown one
+        counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), choose_device(device)
+        wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
+        if backends == ("auto",):
+            on_gpu = ("nccl",) if machine.can_serve_nccl(machine.count_gpus(), most) else ("gloo",)
+            backends = on_gpu if device == "cuda" else ("gloo", "shm")
+        setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
+        setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
+        accumulate = job.get("accumulate") or 1
+        # By default at least twice the largest batch, rounded up to a multiple that every number of ranks can share.
+        shares = math.lcm(*counts) * accumulate
+        least = shares * -(-2 * max(sizes) // shares)
+        strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
+        # A rank has the same number of threads alone as among others: the study compares ranks, not machines.
+        job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
+        data = job.get("data", "synthetic")
+        is_synthetic = not brings_data(job["model"], job.get("data")) and data.startswith("synthetic")
+        if job.get("samples") is None and is_synthetic:
+            job["samples"] = max(2048, max(max(sizes) * most, *strong, 0) * accumulate)
+        train = TrainSettings(batch_size=sizes[0], wrapper="none", backend="gloo", device=device, **job)
+        return cls(
+            job=train, ranks=counts, setups=tuple(setups), batch_sizes=sizes, global_batch_sizes=strong, iters=iters,
+            network=network, predict_ranks=",".join(map(str, list_counts(predict_ranks, "predict_ranks"))),
+        )  # fmt: skip
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.ranks)
+
+    @property
+    def cells(self) -> tuple[ScalingCell, ...]:
+        weak = (ScalingCell("weak", size) for size in self.batch_sizes)
+        return (*weak, *(ScalingCell("strong", size) for size in self.global_batch_sizes))
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(c.backend for c in self.setups if c.wrapper != "dp"))
+
+    def check(self) -> None:
+        check_names("wrapper", [setup.wrapper for setup in self.setups], ("paceline", "torch", "dp"))
+        check_names("backend", [setup.backend for setup in self.setups], BACKENDS)
+        ranks, most, parts, gpus = self.ranks, max(self.ranks), self.job.accumulate or 1, machine.count_gpus()
+        how, shares = f" in {parts} micro-batches" if parts > 1 else "", ", ".join(str(n * parts) for n in ranks)
+        with_dp = any(setup.wrapper == "dp" for setup in self.setups)
+        refuse(
+            (most < 2, f"--ranks {','.join(map(str, ranks))}: scaling compares one rank with two or more"),
+            *((size % (n * parts),
+               f"--global-batch-size {size} cannot be shared equally by {n} ranks{how}: use a multiple of {shares}")
+              for size in self.global_batch_sizes for n in ranks),
+            (self.iters is not None and self.iters < 2,
+             f"--iters {self.iters}: at least 2 are needed to know the noise"),
+            (with_dp and (gpus < most or self.job.device == "cpu"),
+             f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here: leave it out"),
+        )  # fmt: skip
+
+    def sweep(self, num_bytes: int, on_one_host: bool = True) -> CollectiveSettings:
+        """All-reduces alone, up to the size of all gradients: the peak bandwidth, and the basis of a prediction."""
+        sizes = [1 << 14]
+        while sizes[-1] < num_bytes:
+            sizes.append(4 * sizes[-1])
+        sizes[-1] = max(sizes[-1], MIB)
+        return CollectiveSettings(
+            backends=self.backends, ranks=tuple(n for n in self.ranks if n > 1), sizes=tuple(sizes),
+            device="auto" if "nccl" in self.backends else self.job.device, threads=self.job.threads or 1,
+            memories=("ordinary", "shared") if on_one_host and "shm" in self.backends else ("ordinary",),
+        )  # fmt: skip
+
+    def measure(self, session: Session, at_once: int) -> list[Record]:
+        """The cells of all ranks, the job's layers on one, and the all-reduces alone."""
+        here, most, place = "paceline.studies.rank_steps:", self.num_ranks, session.place
+
+        def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
+            most_bytes = max(one.num_bytes for one in records if isinstance(one, StepRecord))
+            return (self.sweep(most_bytes, place is None or place.local_world_size in (None, place.world_size)),)
+
+        tasks = [Task(cell.name, here + "measure_scaling", (self, cell), most, weight=4.0) for cell in self.cells]
+        if place is None:  # in a launched world the other ranks would compute at the same time
+            for size in sorted({cell.batch_size(1, self.job.accumulate or 1) for cell in self.cells}):
+                # The cells have steps of the wrapper on one rank themselves.
+                arguments = dataclasses.replace(self.job, batch_size=size), "layers", 12, 2, 0, 1, 0, False
+                tasks.append(Task(f"layers {size}", "paceline.measure.profiles:measure_profile", arguments))
+        if self.backends and most > 1:
+            sweep = here + "measure_allreduce"
+            tasks.append(Task("allreduce", sweep, ranks=most, weight=2.0, follow=sweep_up_to_all))
+        return session.run(tasks)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        return super().from_json(values | {"setups": [Setup(**value) for value in values["setups"]]})
+
+
+def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
+    """1, 2, 4, ... up to the cores (or GPUs), or to the launched world; one rank is always there to compare with."""
+    launched = read_place().world_size if is_launched() else 1
+    most = launched if launched > 1 else max(2, machine.count_gpus() or machine.count_cores())
+    counts = list_counts(ranks) if ranks is not None else tuple(2**k for k in range(most.bit_length()))
+    asked = f"{max(counts)} ranks in a launched world of {launched}"
+    refuse((1 < launched < max(counts), f"{asked}: use at most that many"), code="launched")
+    return tuple(sorted({1, *counts}))
 
 
 @dataclass(frozen=True)
 class ScaleLine(ScalePoint):
-    """A point with its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is
-    better, and the measured peak for its messages. None where that was not measured."""
+    """A point with the ratios of its efficiency to that of torch's wrapper, on the same backend and on gloo, and the
+    peak bandwidth; None where one was not measured."""
 
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
@@ -99,7 +235,7 @@ class ScaleLine(ScalePoint):
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
-    """Each point in the given order, with what it is compared with; MeasurementError where one is above the peak."""
+    """Each point, in order, with its comparisons; MeasurementError where one is above the peak."""
     records = [point.record for point in points]
     known = {(r.cell, r.world_size, r.wrapper, r.backend): r for r in records}
 
@@ -118,7 +254,7 @@ def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> st
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
-# What says which step a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
+# The step that a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
     *text_columns("record.model", "record.device"),
     *text_columns("record.mode", priority=-2),
@@ -163,7 +299,7 @@ COMMUNICATION = (
     Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
     Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
-    # A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden.
+    # A rank also waits for the others, so a step may expose more than its messages take: then nothing is hidden.
     Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
 )
@@ -181,7 +317,7 @@ BANDWIDTH = (
 
 
 def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint]) -> list[PredictedPoint]:
-    """Each prediction in the given order, with what was measured for the same variant, cell and ranks."""
+    """Each prediction, in order, with the measurement of the same variant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
     return [replace(q, measured=known.get((q.variant, (q.mode, q.cell_size), q.world_size))) for q in predicted]
 
@@ -215,22 +351,24 @@ def _say_place(record: StepRecord) -> str:
 
 
 def _say_cause(point: ScalePoint) -> str:
-    """The larger of the two reasons for an efficiency below 1; empty where it is not known."""
+    """The larger of the two causes of an efficiency below 1; empty where it is unknown."""
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
-        return " There is no loss beyond the noise."
+        return " The loss is within the noise."
     if record.comm_off is None:
         return ""
     exposed = f"exposed communication is {record.overhead:.0%} of the step"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
-    why = "ranks slow each other down, computing" if record.mode == "weak" else "a rank's share of the batch"
-    than = "as long as on one rank" if record.mode == "weak" else "its share of one rank's time"
-    return f" The cause: {why} takes {point.slowdown:.2f} times {than} ({exposed})."
+    if record.mode == "weak":
+        why = f"ranks slow each other down: computing takes {point.slowdown:.2f} times as long as on one rank"
+    else:
+        why = f"a rank's share of the batch takes {point.slowdown:.2f} times its share of the time of one rank"
+    return f" The cause: {why} ({exposed})."
 
 
 def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
-    """Whether more ranks help: what the best variants reach on the most ranks, in one sentence."""
+    """What the best variants reach on the most ranks, in one sentence."""
     most, parts = max((line.record.world_size for line in lines), default=0), []
     for mode in ("weak", "strong"):
         here = [line for line in lines if (line.record.mode, line.record.world_size) == (mode, most)]
@@ -241,18 +379,18 @@ def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
     return [f"{format_number_of(most, 'rank')} reach {' and '.join(parts)}."] if parts else []
 
 
-def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
-    """How well each leader does, the larger cause of what is lost, and where strong scaling ends."""
+def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
+    """The efficiency of each chosen line, the main cause of its loss, and where strong scaling ends."""
     texts = []
-    for point in leaders:
+    for point in chosen:
         record, noise = point.record, point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
         text = f"{_say_place(record)} in {record.variant}: {speed}efficiency {point.efficiency:.2f}{sure}."
         text += _say_cause(point)
         if record.mode == "strong":
-            rivals = [r for r in lines if (r.record.variant, r.record.cell) == (record.variant, record.cell)]
-            best = max(rivals, key=lambda rival: rival.speedup)
+            same = [one for one in lines if (one.record.variant, one.record.cell) == (record.variant, record.cell)]
+            best = max(same, key=lambda one: one.speedup)
             if best.speedup < 1:
                 text += " One rank alone is faster than any number of ranks."
             elif best.record.world_size != record.world_size:
@@ -260,13 +398,13 @@ def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> 
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
                 ranks, busy = format_number_of(record.world_size, "rank"), format_ms(record.busy_s)
-                text += f" While messages take {busy} ms on {ranks}, the speed-up there stays below {limit:.1f}."
+                text += f" Messages take {busy} ms on {ranks}, which limits the speed-up to {limit:.1f}."
         texts.append(text)
     return texts
 
 
-def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """The best variant of each cell on the most ranks, and the worst line of all, so that findings stay few."""
+def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
+    """The best variant of each cell on the most ranks, and the worst of all lines: findings stay few."""
     cells = group_by(lines, lambda line: line.record.cell).values()
     best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
     worst = sorted(lines, key=lambda line: line.efficiency)[:1]
@@ -274,7 +412,7 @@ def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
 
 
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
-    """Cells that one slow rank disturbed, once for each number of ranks."""
+    """Cells disturbed by one slow rank, once for each number of ranks."""
     found = group_by(filter(None, map(find_straggler, records)), lambda one: (_say_place(one.record), one.rank))
     worst = {place: max(ones, key=lambda one: one.excess) for place, ones in found.items()}
     return [
@@ -285,11 +423,11 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     ]
 
 
-def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
+def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
     """Each variant compared with torch's wrapper over all cells: how often it is better or worse."""
     found: dict[tuple[str, str], list[Ratio]] = {}
     for line in lines:
-        # On gloo the two are one.
+        # On gloo both are the same comparison.
         for backend, ratio in {line.record.backend: line.to_torch, "gloo": line.to_torch_on_gloo}.items():
             if ratio is not None and line.record.wrapper != "torch":
                 found.setdefault((line.record.variant, f"torch on {backend}"), []).append(ratio)
@@ -306,7 +444,7 @@ def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
 
 
 def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
-    """How right predictions were where steps were measured that they had not seen."""
+    """The errors of predictions for held-out measurements."""
     known = [(abs(point.error), point) for point in points if point.error is not None]
     if not known:
         return []
@@ -315,11 +453,10 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     ranks = ", ".join(str(n) for n in sorted({point.world_size for _, point in known}))
     num_left = sum(point.is_disturbed for point in points)
     left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
-    verb, lie = "is" if len(known) == 1 else "are", "lies in its" if inside == 1 else "lie in their"
     return [
-        f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks {verb} off by "
-        f"{mean:.1%} on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} {lie} 90 % "
-        f"{'interval' if inside == 1 else 'intervals'}{left}."
+        f"Predictions from half the ranks, of {format_number_of(len(known), 'step')} on {ranks} ranks: mean error "
+        f"{mean:.1%}, largest {worst:.1%} ({point.variant}, {_say_cell(point)}); {inside} of {len(known)} within the "
+        f"90 % interval{left}."
     ]
 
 
@@ -340,82 +477,6 @@ def describe_predictions(points: Sequence[PredictedPoint]) -> list[str]:
         text = f"More ranks ({last.source}), {last.variant}, {_say_cell(last)} ({network}): {', '.join(found)}"
         texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
-
-
-_DEFINITIONS = (
-    ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n), 1 is ideal, and some call that "
-     "ratio the speed-up"),
-    ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is that over n"),
-    ("speed-up", "samples/s of n ranks over those of one; T(1) is one rank alone, without a wrapper"),
-    ("compute", "the step with communication off"),
-    ("exposed", "the step minus the same step with communication off; of step: exposed over compute plus exposed"),
-    ("busy", "how long at least one message was in flight in a step; overlap is 1 - exposed / busy"),
-    ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank hands to all-reduce and t = busy"),
-    ("peak", "the largest busbw of an all-reduce alone, on the same backend and number of ranks"),
-    ("disturbed", "one rank was slower than the others even without communication; do not use the cell"),
-    ("knee", "the smallest batch size with nine tenths of the best samples/s; none where only the largest has that"),
-    ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points; "
-     "of numbers, this one's mean test loss minus the baseline's"),
-    ("±", "of times: half the 95 % interval of the median over paired repetitions; of accuracies: the standard "
-     "deviation over seeds"),
-    ("measured, emulated, simulated", "timed here; timed here on an emulated slower network; computed by the model"),
-)  # fmt: skip
-
-
-def describe_machine(environment: Environment) -> str:
-    """The machine and the software of a run in one line."""
-    known = {"Python": environment.python} | environment.versions | environment.details
-    listed = ", ".join(f"{name} {value}" for name, value in known.items() if name != "gpu")
-    parts = (f"{environment.host}: {environment.machine}", environment.system, listed, f"`{environment.command_line}`")
-    return "; ".join([*parts, *([f"commit {environment.git_commit}"] if environment.git_commit else [])])
-
-
-def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, warnings: Sequence[str]) -> str:
-    """Findings first, then figures and tables, the machine and definitions; `folder` is where the page will be."""
-    blocks, details = [f"# {title}", "## Findings"], []
-    for part in parts:
-        lines = part.sentences or ["These records show nothing to report."]
-        sources = dict.fromkeys(row["source"] for table in part.tables() for row in table.rows_json())
-        blocks += [f"**{part.title}.** Source: {', '.join(sources)}.", "\n".join(f"- {line}" for line in lines)]
-        place = os.path.relpath(part.folder, folder) + "/" if part.folder and folder and part.folder != folder else ""
-        details += [f"## {part.title}", *(f"![{part.topic}: {name}]({place}{name}.png)" for name in part.figures())]
-        for table in part.page_tables():
-            details += [f"### {table.title.capitalize()}", table.markdown().strip()]
-    for heading, lines in (
-        ("Machine", list(dict.fromkeys(describe_machine(part.run.environment) for part in parts))),
-        ("Definitions", [f"*{word}*: {meaning}." for word, meaning in _DEFINITIONS]),
-        ("Assumptions of predictions", [line for part in parts for line in part.assumptions]),
-        ("Warnings", list(warnings)),
-    ):
-        if lines:
-            details += [f"## {heading}", "\n".join(f"- {line}" for line in lines)]
-    return "\n\n".join([*blocks, *details]) + "\n"
-
-
-def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
-    """Samples/s and peak memory against batch size, with the knee, and a cross where a batch did not fit."""
-    source = ", ".join(dict.fromkeys(record.source for record in records))
-    figure, axes = new_figure(f"{records[0].model} on one rank: batch size", subtitle)
-    timed = sorted((r for r in records if r.timing), key=lambda r: r.batch_size)
-    times = [(r, (r.timing.median_s, r.timing.p90_s, r.timing.p10_s)) for r in timed if r.timing]
-    rates = [(r.batch_size, *(r.num_samples / seconds for seconds in found)) for r, found in times]
-    draw_line(axes, 0, rates, f"samples/s ({source})")
-    axes.set(ylim=(0, 1.1 * max(high for *_, high in rates)), xlabel="batch size", ylabel="samples/s, band p10 to p90")
-    knee = find_knee(records)
-    if knee is not None:
-        axes.axvline(knee.batch_size, color="#555555", ls=":", lw=1.2, label=f"knee: {knee.batch_size}")
-    failed = [r.batch_size for r in records if r.failure]
-    if failed:
-        axes.plot(failed, [0] * len(failed), "x", color=COLORS[1], ms=9, mew=2, clip_on=False, label="does not fit")
-    if any(r.peak_bytes for r in timed):
-        memory = axes.twinx()
-        peaks = [(r.batch_size, r.peak_bytes / MIB, None, None) for r in timed]
-        draw_line(memory, 2, peaks, f"peak memory ({source})", "--", ms=4)
-        memory.set(ylim=(0, 1.3 * max(peak for _, peak, *_ in peaks)), ylabel="peak memory (MiB)")
-        memory.spines[["top"]].set_visible(False)
-    place_legend(figure, *figure.axes)
-    label_values(axes, [r.batch_size for r in records])
-    return figure
 
 
 def plot_ranks(
@@ -452,7 +513,7 @@ def _draw_ranks(
     axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[PredictedPoint], names: Sequence[str], is_weak: bool
 ) -> None:
     """A line for each variant and source, from one rank alone on. Predictions of measured ranks are crosses; those of
-    more ranks go on, dashed and with their interval, from the best variant's line: all would hide each other."""
+    more ranks continue the line of the best variant, dashed and with their interval: all would hide each other."""
 
     def value(point: ScalePoint | PredictedPoint) -> float:
         return point.efficiency if is_weak else point.speedup
@@ -521,68 +582,6 @@ def plot_communication(points: Sequence[ScalePoint], subtitle: str) -> Figure:
     return figure
 
 
-class StudyResult(Result):
-    """What the results of all scaling studies share: sentences, of which the first is the answer, and their page."""
-
-    topic: ClassVar[str] = ""
-    sentences: Sequence[str] = ()
-    assumptions: Sequence[str] = ()  # of the predictions
-
-    @property
-    def title(self) -> str:
-        jobs = [record for record in self.records if isinstance(record, BatchRecord | StepRecord | LargeBatchRecord)]
-        named = dict.fromkeys(f"{job.model} on {job.data}, {job.precision} on {job.device}" for job in jobs)
-        return f"{self.topic}: {'; '.join(named)}"
-
-    @property
-    def answer(self) -> str:
-        return self.sentences[0] if self.sentences else "Nothing was measured that says how the job scales."
-
-    @property
-    def findings(self) -> list[str]:
-        return list(self.sentences[1:])
-
-    @property
-    def places(self) -> list[str]:
-        page = [] if self.folder is None else [f"page: {self.folder / PAGE}"]
-        return [*page, *super().places]
-
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"assumptions": list(self.assumptions)}
-
-    def page_tables(self) -> list[Table]:
-        """The tables of the page."""
-        return self.tables()
-
-    def files(self) -> dict[str, str | bytes]:
-        return {PAGE: render_page(self.run.verb, [self], self.folder, self.warnings)}
-
-
-class BatchResult(StudyResult):
-    """`scale batch`: epochs on one rank at several batch sizes."""
-
-    topic = "Batch size on one rank"
-
-    def _derive(self) -> None:
-        self.rows = self.only(BatchRecord)
-        self.sentences = describe_batches(self.rows)
-
-    def tables(self) -> list[Table]:
-        return [build_batch_table(self.rows)]
-
-    def figures(self) -> dict[str, Callable[[], Figure]]:
-        is_timed = any(record.timing is not None for record in self.rows)
-        return {"batch": lambda: plot_batches(self.rows, self.machine)} if is_timed else {}
-
-    @property
-    def next_steps(self) -> list[str]:
-        largest = max((r for r in self.rows if r.timing), key=lambda r: r.batch_size, default=None)
-        best = find_knee(self.rows) or largest
-        data = self.config.get("job", {}).get("data")
-        named = {} if best is None else {"model": best.model, "data": data, "batch_size": best.batch_size}
-        return [f"paceline scale ranks {describe_job(named)}"] if named else []
-
-
 class RanksResult(StudyResult):
     """`scale ranks`: weak and strong scaling of all wrappers, and the curve predicted for more ranks."""
 
@@ -595,7 +594,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
-        """The lines of all tables, and why the bandwidths among them are not shown."""
+        """The lines of all tables, and why their bandwidths are not shown."""
         try:
             return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
@@ -607,8 +606,8 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _predicted(self) -> tuple[list[PredictedPoint], list[str]]:
-        """More ranks, from all that was measured; and the largest measured number from half as many, to compare it with
-        its measurement. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
+        """Predictions for more ranks, from all measurements; and for the largest measured number from half as many, to
+        compare them. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
         if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])
@@ -628,7 +627,7 @@ class RanksResult(StudyResult):
                 found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
-            except PacelineError as error:  # times that no model fits, such as on a busy machine
+            except PacelineError as error:  # no model fits the times, such as on a busy machine
                 found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
             points += found
             notes |= dict.fromkeys(lines)
@@ -654,7 +653,7 @@ class RanksResult(StudyResult):
         return [table for table in tables if table.rows]
 
     def page_tables(self) -> list[Table]:
-        """First the same numbers as matrices of batch sizes and ranks, weak and strong scaling apart."""
+        """First the same numbers as matrices of batch sizes and ranks, for weak and for strong scaling."""
         tables, found = self.tables(), []
         variants = list(dict.fromkeys(record.variant for record in self.several))
         for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up")):
@@ -687,9 +686,9 @@ class RanksResult(StudyResult):
         usable = [line for line in lines if line.record.world_size > 1 and not line.is_disturbed]
         return [
             *describe_most(usable),
-            *describe_lines(pick_leaders(usable), usable),
+            *describe_lines(choose_lines(usable), usable),
             *describe_stragglers(self.steps),
-            *describe_contests(usable),
+            *describe_comparisons(usable),
             *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],
             *describe_errors(predicted),
             *describe_predictions(predicted),
@@ -700,40 +699,3 @@ class RanksResult(StudyResult):
         most = max((record.world_size for record in self.several), default=1)
         named = {"model": self.steps[0].model, "data": self.config.get("job", {}).get("data")}
         return [] if most == 1 else [f"paceline tune {describe_job(named)} --ranks {most}"]
-
-
-class ReportResult(StudyResult):
-    """`scale report`: several studies on one page. Its run names them (`config["runs"]`, relative to its folder)."""
-
-    def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
-        super().__init__(run, folder)
-        if parts is None:
-            parts = [load_result((folder or Path()) / path) for path in run.config["runs"]]
-        self.parts = [part for part in parts if isinstance(part, StudyResult)]
-        self.assumptions = [line for part in self.parts for line in part.assumptions]
-
-    @property
-    def answer(self) -> str:
-        return " ".join(part.answer for part in self.parts)
-
-    @property
-    def findings(self) -> list[str]:
-        return [line for part in self.parts for line in part.findings]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return tuple(f"`{part.run.verb}`: {line}" for part in self.parts for line in part.warnings)
-
-    @property
-    def failure(self) -> str:
-        return next((part.failure for part in self.parts if part.failure), "")
-
-    def to_json(self) -> dict[str, Any]:
-        tables = {str(p.folder or p.run.verb): {t.name: t.rows_json() for t in p.tables()} for p in self.parts}
-        runs = [None if part.folder is None else str(part.folder) for part in self.parts]
-        page = None if self.folder is None else str(self.folder / PAGE)
-        return super().to_json() | {"page": page, "runs": runs, "tables": tables}
-
-    def files(self) -> dict[str, str | bytes]:
-        page = render_page("Does it scale?", self.parts, self.folder, self.warnings)
-        return {PAGE: page, "report.json": json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"}

@@ -1,4 +1,4 @@
-"""Strategies compared: what codecs cost, which strategy to take, and the bandwidth at which that changes."""
+"""What the codecs of strategies cost, which strategy is fastest, and the bandwidth at which that changes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ ALL = (
     "zero1+bf16",
 )  # fmt: skip
 EVERY = ("all",)
-# What a profile measures; another amount of a codec is taken to cost as much.
+# What a profile measures; another amount of a codec is assumed to cost the same.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
 # What a codec may take in a step, as a multiple of what it takes alone.
 _FACTORS, _HALVINGS = (0.5, 5.0), 12
-# In bits per second: where crossings are looked for.
+# Where crossings are searched, in bits per second.
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
 
 
 def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple[Strategy, ...]:
-    """`all`, or some. Those to compare with come first: dense all-reduce, and bfloat16. Without `can_shard`, `all` are
-    those that keep the optimizer whole."""
+    """`all`, or the named ones. The baselines come first: dense all-reduce, and bfloat16. Without `can_shard`, `all`
+    leaves out those that shard the optimizer."""
     texts = given.strip(" ,;") if isinstance(given, str) else tuple(given)
     if not texts:
         raise ConfigError("no strategy is named: give all, or some such as bf16,powersgd:4", code="strategy")
@@ -43,30 +43,30 @@ def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple
     return tuple(dict.fromkeys((DENSE, BF16, *named)))
 
 
-# From the one that changes least to the one that changes most.
+# In order of how much they change the update.
 UPDATES = ("exact", "rounded", "lossy", "schedule")
 
 
 def describe_update(strategy: Strategy) -> str:
-    """What becomes of the update: `exact`, `rounded` (to bfloat16, once) or `lossy`; or it is one of a `schedule`."""
+    """How a strategy changes the update: `exact`, `rounded` (to bfloat16, once), `lossy`, or `schedule`."""
     if strategy.outer:
         return UPDATES[3]
     return UPDATES[0] if strategy.is_exact else UPDATES[1] if strategy.codec == "bf16" else UPDATES[2]
 
 
 def prefer(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """In the order in which one is taken of those that are as fast: what changes the update least."""
+    """In order of preference among equally fast ones: the smallest change of the update first."""
     return sorted(strategies, key=lambda strategy: UPDATES.index(describe_update(strategy)))
 
 
 def choose_fastest(steps_s: Mapping[str, float]) -> str:
-    """The first, in the order of the mapping, that is within 1 % of the fastest."""
+    """The first in the mapping that is within 1 % of the fastest."""
     least_s = min(steps_s.values())
     return next(name for name, step_s in steps_s.items() if step_s <= least_s * (1 + PLATEAU))
 
 
 def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
-    """The measured strategy whose codec stands for this one's: the same, or with the nearest amount; empty for none."""
+    """The measured strategy with the same codec, at the nearest amount; empty where there is none."""
     parsed = [Strategy.parse(record.strategy) for record in records]
     alike = [one for one in parsed if one.is_sharded] if strategy.is_sharded else []  # whatever it sends
     alike = alike or [one for one in parsed if one.codec == strategy.codec and not (one.outer or one.is_sharded)]
@@ -80,9 +80,9 @@ def fit_sending(
     strategy: Strategy, world_size: int, records: Sequence[CodecRecord], resample: Resample | None = None,
     factor: float = 1.0, is_in_place: bool = False, ranks_per_host: int = 1,
 ) -> Sending | None:  # fmt: skip
-    """How ranks send by a strategy, with the costs of its codec by medians, times a factor; None where they send as
-    always, or nothing. What a bucket costs, and what its bytes do, is separated by one bucket and many; what grows
-    with the ranks, by few of them and many."""
+    """How ranks send with a strategy, with the median costs of its codec times a factor; None where they send dense
+    gradients, or nothing. One bucket and many separate the cost of a bucket from that of its bytes; few ranks and many
+    show what grows with the ranks."""
     if strategy.between_hosts and world_size > ranks_per_host > 1:
         flat = replace(strategy, between_hosts=False)
         found = fit_sending(flat, world_size // ranks_per_host, records, resample, factor) or Sending(flat, world_size)
@@ -99,7 +99,7 @@ def fit_sending(
     large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
     if rest := [record for record in mine if record not in large]:
         mine = rest
-    else:  # one gradient that is large itself
+    else:  # one large gradient
         large = []
     if not mine:
         return plain
@@ -120,7 +120,7 @@ def fit_sending(
         if len(there) == len(rates):
             share = (world_size - count) / (wide.world_size - count)
             rates = [here + max(0.0, more_s - here) * share for here, more_s in zip(rates, there, strict=True)]
-        else:  # other messages than few ranks exchange
+        else:  # few ranks exchange other messages
             rates, fixed = there, [fixed[0], *[fixed[-1]] * (len(there) - 1)]
     large_factor = 1.0
     if large:
@@ -135,7 +135,7 @@ def fit_sending(
 
 
 def _fit_round(strategy: Strategy, records: Sequence[CodecRecord], resample: Resample) -> float:
-    """Seconds for each byte of parameters that a round of the schedule computes besides its codec."""
+    """Seconds per byte of parameters that a round of the schedule computes, without its codec."""
     if not strategy.outer:
         return 0.0
     name = "localsgd:1" if strategy.outer == "localsgd" else "diloco:1"  # without a momentum, and with one
@@ -148,8 +148,8 @@ def _fit_round(strategy: Strategy, records: Sequence[CodecRecord], resample: Res
 
 
 def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float) -> float:
-    """How many times as long as alone a codec takes in a step, by one with these cuts that took `step_s`: other threads
-    have the core and the memory, too, and ranks wait for each other at every message."""
+    """The slowdown of a codec in a step, from a step with these cuts that took `step_s`: other threads share the core
+    and the memory, and ranks wait for each other at every message."""
     sending, (low, high) = costs.sending, _FACTORS
     if sending is None or not any(map(sum, sending.parts)):
         return 1.0
@@ -161,7 +161,7 @@ def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
-    """What is assumed of them, one line each."""
+    """The assumptions about them, one line each."""
     lines, codecs = [], {one.text: find_codec(records, one) for one in strategies if one.codec != "dense" or one.outer}
     if unknown := [name for name, found in codecs.items() if not found]:
         what = "costs nothing, so that its step is a limit and not a forecast: profile the layers again to measure it"
@@ -192,8 +192,8 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """A strategy on one network and number of ranks. `to_dense` and `to_bf16` are its step over theirs, each with its
-    best buckets, with 90 % of draws."""
+    """A strategy on one network and number of ranks. `to_dense` and `to_bf16` are ratios of its step to theirs, each
+    with its best buckets, with 90 % intervals."""
 
     strategy: Strategy
     step: WhatIfRow

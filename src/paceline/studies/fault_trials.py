@@ -1,0 +1,633 @@
+"""`paceline faults`: inject faults into a small job, again and again. How soon is each identified, and how correctly?
+
+The job is `fault_job`, in processes of its own: under `paceline train`, as a script with Paceline's wrapper and monitor
+under torchrun, and as a script with torch's wrapper alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from paceline.errors import ConfigError, MeasurementError, refuse
+from paceline.measure.settings import check_counts
+from paceline.records.kinds import FaultRecord
+from paceline.records.samples import group_by
+from paceline.records.store import RUN_FILE, Study, find_file
+from paceline.report.result import Result
+from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.runtime.agent import build_guard
+from paceline.runtime.launch import check_rank_count
+from paceline.runtime.monitor import TIMEOUT_VARIABLE
+from paceline.runtime.session import Task, open_session
+from paceline.studies import fault_places
+from paceline.studies.fault_places import OUT, open_place
+from paceline.training.settings import POLICIES
+from paceline.units import format_duration, format_number_of, parse_size
+from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
+
+SYSTEMS = ("train", "script", "torch")
+ATTACHED = "attached"  # torch's wrapper, in a script that does not know the monitor
+_MOST_TRIALS = 10_000
+_QUICK = "kill,stop,gil,loop,exception,term,stall"
+
+
+class Fault(NamedTuple):
+    """`place`: where in a step it happens. `cause`: a pattern in the report of its cause; empty for what is not a fault
+    but a pause or a slow network. `needs`: a prepared environment (`fault_places`). `names_rank`: the report names the
+    rank. `rank`: the only rank that can have it. `is_saved`: afterwards a run must resume from its newest checkpoint.
+    `is_final`: a run does not continue, whatever its policy."""
+
+    place: str
+    cause: str
+    needs: str = ""
+    names_rank: bool = True
+    rank: int | None = None
+    is_saved: bool = False
+    is_final: bool = False
+    systems: tuple[str, ...] = (*SYSTEMS, ATTACHED)
+
+
+FAULTS: dict[str, Fault] = {
+    "kill": Fault("forward", "SIGKILL"),
+    "stop": Fault("forward", "stopped"),
+    "segv": Fault("backward", "SIGSEGV"),
+    "abrt": Fault("forward", "SIGABRT"),
+    "exit": Fault("forward", r"code\s*:? 3\b"),
+    "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
+    "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
+    "gil": Fault("forward", "GIL"),
+    "loop": Fault("forward", "has been computing"),
+    "deadlock": Fault("backward", "has been blocked"),
+    "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
+    "exception": Fault("forward", "ValueError: a bad sample"),
+    "exception-in-backward": Fault("backward", "ValueError: a bad sample"),
+    "exception-in-optimizer": Fault("optimizer", "ValueError: a bad sample"),
+    "exception-in-loader": Fault("between", "ValueError: a bad sample"),
+    "extra-collective": Fault("between", "collective|a barrier"),
+    "other-shape": Fault("between", "different operations|size doesn't match|different collectives", names_rank=False),
+    "skipped-step": Fault("optimizer", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
+    "early-end": Fault("between", "closed its world|has left", systems=("script", "torch")),
+    "nan": Fault("forward", "not finite", is_final=True, systems=("train", "torch")),
+    "flipped-weight": Fault("between", "drifted apart", names_rank=False, is_final=True, systems=SYSTEMS),
+    "disk-full": Fault(
+        "between", "No space left", "disk", names_rank=False, is_saved=True, is_final=True, systems=("train", "torch")
+    ),
+    "kill-in-save": Fault("between", "SIGKILL", rank=0, is_saved=True, is_final=True),
+    "flipped-byte": Fault("start", "damaged", names_rank=False, is_final=True, systems=("train", "torch")),
+    "link-down": Fault("forward", "is lost", "hosts", names_rank=False, is_final=True),
+    "host-lost": Fault("forward", "is lost", "hosts", rank=1, is_final=True),
+    "store-lost": Fault("forward", "is lost", "hosts", rank=0, is_final=True),
+    "slow-link": Fault("forward", "", "hosts"),
+    "stall": Fault("between", ""),
+    "evaluate": Fault("between", ""),
+    "straggle": Fault("forward", ""),
+    "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # all pauses at random, for the whole wait
+}
+_JOB = Path(__file__).with_name("fault_job.py")
+_LONG_STEPS = 1_000_000  # the job ends by its fault
+_START_S = 120.0
+_WARM_S = 8.0  # how long a spare may take to get ready before the fault
+_SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # a state that takes a while to write
+_STOP_S = 60.0  # how long a job may take to end after SIGTERM
+_HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
+_LEAVE_S = 2.0, 8.0  # how long processes may outlive the command, on one host and on two
+
+
+def faults(
+    faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2,
+    trials: int | None = None, patience: float = 30.0, restart: bool = False, on_fault: Names = "stop",
+    state: str | None = None, device: str = "cpu", out: Place = None, resume: Place = None,
+    progress: bool | None = None,
+) -> FaultsResult:  # fmt: skip
+    """Inject faults into a small job in processes of its own, under each system in turns, and measure what follows.
+
+    Args:
+        faults: Names, or "all".
+        systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
+            "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
+        trials: How often each fault is injected; once by default.
+        patience: How many seconds to wait for a fault to be identified; the noise of a healthy job lasts as long.
+        restart: Restart each job once from its newest checkpoint.
+        on_fault: What `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several in turns.
+        state: Size of the model and optimizer, such as "100MB"; small by default.
+        device: "cpu" or "cuda".
+        out: Save the run in a new folder there, trial by trial.
+        resume: The folder of an interrupted run, which has its own settings: other arguments than `trials` must be left
+            out.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
+    check_counts(trials=trials)
+    refuse(((trials or 1) > _MOST_TRIALS, f"--trials {trials}: at most {_MOST_TRIALS}, which take weeks"))
+    if resume is None:
+        config = _build_config(**{name: value for name, value in given.items() if name != "out"}, trials=trials or 1)
+    else:
+        check_resume(given, _get_defaults())
+        config = Study.load(Path(resume), "faults").config
+        is_other = trials not in (None, config["trials"]) and find_file(Path(resume) / RUN_FILE) is not None
+        done = f"is finished, with --trials {config['trials']}; start a new one"
+        refuse((is_other, f"--trials {trials}: the run in {resume} {done}"), code="resume")
+    with open_session("faults", config, out=out, resume=resume, progress=progress, cells=True, here=True) as session:
+        session.is_timed = False
+        session.config |= {} if trials is None else {"trials": trials}
+        tasks = [] if session.is_finished else _list_tasks(session.config)
+        return cast("FaultsResult", finish(session, session.run(tasks, describe=_describe)))
+
+
+def _get_defaults() -> dict[str, Any]:
+    return {name: one.default for name, one in inspect.signature(faults).parameters.items()}
+
+
+def _build_config(
+    *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
+    on_fault: Names, state: str | None, device: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The configuration of the run, after every check that needs no job."""
+    named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
+    known = (*SYSTEMS, ATTACHED)
+    strange = [one for one in named if one not in known]
+    unknown = [one for one in policies if one not in POLICIES]
+    refuse(
+        (not named or not policies or not backends, "--systems, --backend and --on-fault: each needs a name"),
+        (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
+        (ranks < 2, f"--ranks {ranks}: at least 2"),
+        (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
+        ("nccl" in backends and device != "cuda", "--backend nccl needs --device cuda"),
+        (patience <= 0, f"--patience {patience:g}: above 0"),
+        (unknown, f"--on-fault {', '.join(unknown)}: unknown; there are {', '.join(POLICIES)}"),
+        (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
+    )
+    state_bytes = 0 if state is None else parse_size(state)
+    check_rank_count(ranks, 2 * state_bytes)
+    chosen, skipped = parse_faults(faults, device, ranks)
+    return {
+        "faults": chosen, "backends": list(backends), "systems": list(named), "ranks": ranks,
+        "trials": trials, "patience_s": patience, "restart": restart, "on_fault": list(policies),
+        "state_bytes": state_bytes, "device": device, "skipped": skipped,
+    }  # fmt: skip
+
+
+def _list_tasks(config: dict[str, Any]) -> list[Task]:
+    """All trials, in turns. Only `train` has a policy."""
+    tasks, policies = list[Task](), config["on_fault"]
+    turns = itertools.product(
+        range(config["trials"]), config["faults"], config["backends"], policies, config["systems"]
+    )
+    for trial, fault, backend, policy, system in turns:
+        has_backend = backend != "shm" or system not in ("torch", ATTACHED)
+        has_policy = system == "train" or policy == policies[0]
+        if system in FAULTS[fault].systems and has_backend and has_policy:
+            policy = policy if system == "train" else "stop"
+            rest = config["patience_s"], config["restart"] and trial == 0, policy, config["state_bytes"]
+            name = "-".join((fault, backend, system, *([policy] if policy != "stop" else []), str(trial)))
+            arguments = fault, system, backend, config["ranks"], trial, *rest, config["device"]
+            tasks.append(Task(name, _measure, arguments))
+    return tasks
+
+
+def _measure(*arguments: Any) -> list[FaultRecord]:
+    try:
+        return [measure_fault(*arguments)]
+    except MeasurementError as error:
+        if error.code != "no-fault":
+            raise
+        return [build_failed(str(error), *arguments)]
+
+
+def _describe(records: Sequence[Any]) -> str:
+    (one,) = records
+    took = "not identified" if one.detected_s is None else f"identified after {one.detected_s:.1f} s"
+    took += "" if one.recovered_s is None else f", {one.policy} after {one.recovered_s:.1f} s more"
+    return took if FAULTS[one.fault].cause else "no false alarm" if one.is_right else "false alarm"
+
+
+def why_not(fault: str, device: str, ranks: int) -> str:
+    """Why it cannot be injected here; empty where it can."""
+    needs = FAULTS[fault].needs
+    if needs == "hosts" and ranks != 2:
+        return "there is one rank on each of two hosts; use --ranks 2"
+    return "it needs --device cuda" if needs == "gpu" and device != "cuda" else fault_places.why_not(needs)
+
+
+def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[str], dict[str, str]]:
+    """The named faults, or all that can be injected here; and the others, each with the reason why not."""
+    chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in chosen if name not in FAULTS]:
+        raise ConfigError(f"unknown faults: {', '.join(unknown)}; known are {', '.join(FAULTS)}")
+    skipped = {name: why for name in chosen if (why := why_not(name, device, ranks))}
+    if names != "all":
+        refuse(*((True, f"--faults {name}: {why}") for name, why in skipped.items()))
+    return [name for name in chosen if name not in skipped], skipped
+
+
+class _Job:
+    """A command in a session of its own, its output with times, and all processes that it started."""
+
+    def __init__(self, command: list[str], folder: Path, asked: dict[str, Any], is_attached: bool = False) -> None:
+        self.token, self.lines = secrets.token_hex(8), list[tuple[float, str]]()
+        variables = {"PACELINE_FAULT": json.dumps(asked), "PACELINE_FAULT_TRIAL": self.token, "PYTHONUNBUFFERED": "1"}
+        variables |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.pathsep.join(sys.path)}
+        variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables |= {"PACELINE_MONITOR": "1"} if is_attached else {}
+        # A hang is identified at once, and ended after this time; pauses have the default timeout.
+        variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked["fault"] in _HANGS else {}
+        (folder / "tmp").mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [*build_guard(signal.SIGTERM), *command], cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def find_processes(self) -> list[int]:
+        """All processes with the token of this job in their environment, except its own."""
+        found, mark = [], f"PACELINE_FAULT_TRIAL={self.token}".encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, IndexError):
+                is_ours = entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0")
+                if is_ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(entry.name))
+        return [pid for pid in found if pid != self.process.pid]
+
+    def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
+        """Each match: when it was complete, its last line, and all its lines. A match may span three lines."""
+        lines = [one for one in self.lines if one[0] < before_s]
+        for number, (when_s, line) in enumerate(lines):
+            text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
+            if found := re.search(pattern, text):
+                yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
+
+    def find_last(self) -> str:
+        """Its error, or the last line with a word in it."""
+        lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
+        errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
+        return next(iter((*errors, *lines)), "").strip()
+
+    def stop(self) -> None:
+        """Ask it to end, as a user or a scheduler does."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
+
+    def end(self) -> None:
+        for pid in (*self.find_processes(), self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(2.0)
+
+
+@contextlib.contextmanager
+def _open_job(command: list[str], folder: Path, asked: dict[str, Any], system: str) -> Iterator[_Job]:
+    job = _Job(command, folder, asked, system == ATTACHED)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def build_command(
+    system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, policy: str = "stop",
+    place: fault_places.Place | None = None,
+) -> list[str]:  # fmt: skip
+    place = place or fault_places.Place()
+    has_hosts = place.torchrun != fault_places.Place.torchrun
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *place.torchrun, "--nproc-per-node"]
+    torchrun += ["1" if has_hosts else str(ranks)]
+    if system != "train":
+        return place.wrap([*torchrun, str(_JOB)])
+    runs = sorted((folder / OUT).glob("*/checkpoints"))
+    train = [*torchrun, "-m", "paceline", "train"] if has_hosts else [sys.executable, "-m", "paceline", "train"]
+    if runs:
+        return place.wrap([*train, "--resume", str(runs[-1].parent), "--steps", str(asked["steps"])])
+    train += [] if has_hosts else ["--ranks", str(ranks), "--on-fault", policy]
+    return place.wrap([
+        *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--backend", backend, "--device",
+        asked["device"], "--batch-size", str(asked["batch_size"]), "--steps", str(asked["steps"]), "--save-every",
+        f"{asked['save_every']}steps", "--out", str(folder / OUT),
+    ])  # fmt: skip
+
+
+def _find_saved(system: str, folder: Path) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    if system == "train":
+        steps = [int(path.name.rpartition("-")[2]) for path in folder.glob(f"{OUT}/*/checkpoints/step-*")]
+        return max(steps, default=0)
+    import torch
+
+    path = folder / OUT / "saved.pt"
+    with contextlib.suppress(RuntimeError):  # damaged by a fault
+        return int(torch.load(path)["step"]) if path.exists() else 0
+    return 0
+
+
+def measure_fault(
+    fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False,
+    policy: str = "stop", state_bytes: int = 0, device: str = "cpu",
+) -> FaultRecord:  # fmt: skip
+    """Inject one fault into one job. `limit_s` is how long to wait until it is identified, and how long noise lasts.
+    `policy` is that of `paceline train`, and `state_bytes` the size of its model and momentum; 0: a small one."""
+    kind, asked_policy, is_noise = FAULTS[fault], policy, fault == "noise"
+    is_pause, step = not kind.cause, 40 + trial % 7
+    rank = (trial + 1) % ranks if kind.rank is None else kind.rank
+    policy = "stop" if kind.is_saved else policy
+    goes_on = policy != "stop" and system == "train" and not is_pause and not kind.is_final
+    ends, more = (is_pause and not is_noise) or kind.place == "start", 1 if fault == "slow-link" else 40
+    asked = {
+        "fault": "exception" if fault.startswith("exception") else fault, "place": kind.place, "rank": rank,
+        "step": step, "steps": step + more if ends else step + 4 if goes_on else _LONG_STEPS,
+        "save_every": 100 if is_noise else 10, "batch_size": 8, "backend": backend, "device": device,
+        "wrapper": "torch" if system in ("torch", ATTACHED) else "paceline",
+    }  # fmt: skip
+    asked |= {"pause_s": _WARM_S} if goes_on else {}
+    state_bytes = state_bytes or _SAVED_BYTES.get(fault, 0)
+    asked |= {"width": _find_width(state_bytes)} if state_bytes else {}
+    shared = _list_shared()
+    with tempfile.TemporaryDirectory(prefix="paceline-fault-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        asked["folder"] = name
+        place = stack.enter_context(open_place(kind.needs, folder))
+        asked |= place.asked
+        again = _make_damaged(system, backend, ranks, asked, folder, step) if kind.place == "start" else None
+        command = build_command(system, backend, ranks, asked, folder, policy, place)
+        with _open_job(command, folder, asked, system) as job:
+            fault_s, noted = _await_fault(job, folder)
+            place.act(fault, rank)
+            until_s = fault_s + limit_s * (2 if fault == "slow-link" else 1)  # its last step is slow
+            while job.process.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            waited_s = time.monotonic()
+            if is_through := is_noise and job.process.poll() is None:
+                job.stop()
+            is_over = job.process.poll() is not None
+            ended_s = waited_s - fault_s if is_over else None
+            deadline_s = time.monotonic() + (_LEAVE_S[kind.needs == "hosts"] if is_over else 0.0)
+            while (left := job.find_processes()) and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            pattern, code = _build_pattern(kind, rank), job.process.returncode
+            matches = list(job.find_lines(pattern, waited_s if is_through else math.inf))
+            found = matches[0] if matches else None
+            text = job.find_last() if found is None else found[1].strip()
+        left_over = [f"{len(left)} processes"] if left and is_over else []
+        left_over += sorted(_list_shared() - shared)
+        left_over += sorted(path.name for path in (folder / "tmp").iterdir() if path.name.startswith("paceline"))
+        lost = max(0, noted - 1 - _find_saved(system, folder)) if again is None else again
+        restart_s, recovered = None, _find_recovered(folder) if goes_on else {}
+        if (restart and not is_pause) or kind.is_saved:
+            restart_s = _measure_restart(system, backend, ranks, asked, folder, step)
+        noises = Counter[str]()
+        for path in folder.glob("noise-*"):
+            with contextlib.suppress(ValueError):  # killed while writing
+                noises.update(json.loads(path.read_text()))
+    if is_pause:
+        is_right, detected_s = (is_through or code == 0) and found is None, None
+    else:
+        is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
+        is_right = is_right and (not goes_on or code == 0) and (not kind.is_saved or restart_s is not None)
+    if is_right and noises:
+        text = ", ".join(f"{name} {count}" for name, count in sorted(noises.items()))
+    return FaultRecord(
+        fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
+        detected_s=detected_s, is_right=is_right, ended_s=ended_s, limit_s=limit_s,
+        steps_lost=None if is_pause else recovered.get("steps_lost", lost), restart_s=restart_s,
+        left_over=tuple(left_over), said=text[:2000], policy=recovered.get("policy", "stop"),
+        recovered_s=recovered.get("recovered_s"), on_fault=asked_policy,
+        names_step=any(_names_step(kind, lines, noted) for _, _, lines in matches)
+        if found and kind.cause and kind.names_rank else None,
+    )  # fmt: skip
+
+
+def build_failed(
+    why: str, fault: str, system: str, backend: str, ranks: int, trial: int, limit_s: float, restart: bool, policy: str,
+    *_: Any,
+) -> FaultRecord:  # fmt: skip
+    """The record of a job that ended before its fault: it counts as not identified."""
+    return FaultRecord(
+        fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=0, step=0, detected_s=None,
+        is_right=False, ended_s=None, limit_s=limit_s, steps_lost=0 if FAULTS[fault].cause else None, restart_s=None,
+        left_over=(), said=why[:2000], on_fault=policy,
+    )  # fmt: skip
+
+
+def _build_pattern(kind: Fault, rank: int) -> str:
+    """The pattern of a correct report, or of any report, which is wrong in a pause."""
+    if not kind.cause:
+        return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
+    named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # no other rank before the cause
+    return f"{named}({kind.cause})" if kind.names_rank else kind.cause
+
+
+def _names_step(kind: Fault, text: str, step: int) -> bool:
+    """Whether a report names this step; a fault between two steps, or during a save, may belong to either."""
+    found = re.search(r"(?i)\bstep (\d+)", text)
+    return found is not None and int(found[1]) - step in ((-1, 0) if kind.place == "between" else (0,))
+
+
+def _make_damaged(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> int:
+    """Run the job to its step, and flip one bit of the newest checkpoint, so that resuming from it is the fault.
+    Returns how many steps lie between this checkpoint and the one before it."""
+    _measure_restart(system, backend, ranks, asked, folder, step)
+    paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
+    content = bytearray(paths[-1].read_bytes())
+    content[len(content) // 2] ^= 1
+    paths[-1].write_bytes(content)
+    (folder / "injected").write_text(f"{time.monotonic()} {step}")
+    steps = [int(path.parent.name.rpartition("-")[2]) for path in paths[-2:] if path.name != "saved.pt"]
+    return steps[-1] - steps[0] if steps else 0
+
+
+def _find_width(state_bytes: int) -> int:
+    """The width of the layers of a model with this many bytes of weights and momentum."""
+    return max(1, round(math.sqrt(state_bytes / 8 + 397**2) - 397))
+
+
+def _find_recovered(folder: Path) -> dict[str, Any]:
+    """What a run that continued recorded about its fault; empty where it did not continue."""
+    for path in folder.glob(f"{OUT}/*/config.json"):
+        for fault in json.loads(path.read_text()).get("faults", []):
+            return {name: value for name, value in fault.items() if value is not None}
+    return {}
+
+
+def _list_shared() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {name for name in os.listdir("/dev/shm") if "paceline" in name or "torch" in name}
+    return set()
+
+
+def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
+    """When the fault happened, and in which step."""
+    until_s, path = time.monotonic() + _START_S, folder / "injected"
+    while not path.exists() or not path.read_text():
+        if job.process.poll() is not None or time.monotonic() > until_s:
+            job.end()
+            said = job.find_last() or "nothing"
+            raise MeasurementError(f"the job did not reach its fault; its output ends with: {said}", code="no-fault")
+        time.sleep(0.01)
+    when_s, step = path.read_text().split()
+    return float(when_s), int(step)
+
+
+def _measure_restart(
+    system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int
+) -> float | None:
+    """Seconds from a restart of the same job to the end of the step of the fault; None where it failed."""
+    again = asked | {"fault": "", "steps": step}
+    begin_s = time.monotonic()
+    with _open_job(build_command(system, backend, ranks, again, folder), folder, again, system) as job:
+        try:
+            code = job.process.wait(_START_S)
+        except subprocess.TimeoutExpired:
+            code = 1
+    return None if code else time.monotonic() - begin_s
+
+
+_NAMES = {
+    "train": "paceline train",
+    "script": "script, paceline",
+    "torch": "script, torch",
+    "attached": "script, attached",
+}
+
+
+# The faults whose times are among the findings.
+_TIMED = ("kill", "stop", "gil", "loop", "link-down")
+
+
+def _format_s(seconds: float) -> str:
+    return f"{seconds:.2f}"
+
+
+def _find_p95(values: Sequence[float | None]) -> float | None:
+    """The 95th percentile; None where more than one value in twenty is missing."""
+    known, place = sorted(one for one in values if one is not None), math.ceil(0.95 * len(values)) - 1
+    return known[place] if known and place < len(known) else None
+
+
+def _find_median(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return statistics.median(known) if known else None
+
+
+class _Row:
+    """All trials of one fault on one backend under one system, with one policy."""
+
+    def __init__(self, trials: Sequence[FaultRecord]) -> None:
+        first = trials[0]
+        self.fault, self.backend, self.system = first.fault, first.backend, _NAMES[first.system]
+        self.num_trials, self.num_right = len(trials), sum(one.is_right for one in trials)
+        self.right = f"{self.num_right} of {self.num_trials}"
+        num_ended = sum(one.ended_s is not None for one in trials)
+        self.ended = "all" if num_ended == self.num_trials else f"{num_ended} of {self.num_trials}"
+        self.left_over = sum(bool(one.left_over) for one in trials)
+        self.steps_lost = max((one.steps_lost for one in trials if one.steps_lost is not None), default=None)
+        self.policy = ", ".join(sorted({one.policy for one in trials} - {"stop"}))
+        detected_s = [one.detected_s for one in trials]
+        self.median_s, self.p95_s = _find_median(detected_s), _find_p95(detected_s)
+        # Only some trials are restarted.
+        restart_s = [one.restart_s for one in trials if one.restart_s is not None]
+        self.restart_s, self.restart_p95_s = _find_median(restart_s), _find_p95(restart_s)
+        # From the report of the fault to the end of the next step, where the run continued.
+        recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
+        self.recovered_s, self.recovered_p95_s = _find_median(recovered_s), _find_p95(recovered_s)
+        # Where the fault was identified, and its step can be known.
+        steps = [one.names_step for one in trials if one.names_step is not None]
+        self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
+
+
+class FaultsResult(Result):
+    """`paceline faults`: one record for each injected fault."""
+
+    @property
+    def rows(self) -> list[_Row]:
+        groups = group_by(self.only(FaultRecord), lambda one: (one.fault, one.backend, one.system, one.on_fault))
+        return [_Row(trials) for trials in groups.values()]
+
+    @property
+    def answer(self) -> str:
+        parts = []
+        for system in _NAMES:
+            trials = [one for one in self.only(FaultRecord) if one.system == system]
+            if faults := [one for one in trials if one.steps_lost is not None]:
+                parts.append(f"{_NAMES[system]}: identified {_count(faults)} correctly")
+            if pauses := [one for one in trials if one.steps_lost is None]:
+                wrong, what = sum(not one.is_right for one in pauses), format_number_of(len(pauses), "pause")
+                noise_s = sum(one.ended_s or 0.0 for one in pauses if one.fault == "noise")
+                took = f" ({format_duration(noise_s)} of noise)" if noise_s else ""
+                parts.append(f"{_NAMES[system]}: false alarms in {wrong} of {what}{took}")
+        skipped = "".join(f" {name} was not injected: {why}." for name, why in self.config.get("skipped", {}).items())
+        return "; ".join(parts) + "." + skipped
+
+    @property
+    def findings(self) -> Sequence[str]:
+        """What all trials under Paceline show together."""
+        ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
+        faults = [one for one in ours if one.steps_lost is not None]
+        stepped = [one for one in faults if one.names_step is not None]
+        lines = []
+        if faults:
+            right = sum(one.is_right for one in faults) / len(faults)
+            text = f"with Paceline rank and cause were correct for {_count(faults)} ({right:.1%})"
+            steps = sum(bool(one.names_step) for one in stepped)
+            text += f", and the step in {steps} of the {len(stepped)} reports that name one" if stepped else ""
+            lines.append(text)
+        groups = group_by((one for one in faults if one.fault in _TIMED), lambda one: (one.fault, one.backend))
+        times = {name: _find_p95([one.detected_s for one in trials]) for name, trials in groups.items()}
+        if known := [f"{fault} {p95_s:.2f} s on {backend}" for (fault, backend), p95_s in times.items() if p95_s]:
+            lines.append(f"p95 of the time to identify it: {', '.join(known)}")
+        if faults := [one for one in ours if one.left_over]:
+            lines.append(f"{format_number_of(len(faults), 'trial')} left something behind: {faults[0].left_over[0]}")
+        return lines
+
+    @property
+    def failure(self) -> str:
+        for one in self.only(FaultRecord):
+            if one.system != "torch" and not one.is_right:
+                return f"{one.fault} on {one.backend} under {_NAMES[one.system]}: {one.said}"
+        return ""
+
+    def tables(self) -> list[Table]:
+        columns = (
+            *text_columns("fault", "backend", "system", is_key=True),
+            Column("correct", "right", str, key="named_right", priority=2),
+            Column("median (s)", "median_s", _format_s, key="detected_median_s", priority=2),
+            Column("p95 (s)", "p95_s", _format_s, key="detected_p95_s", priority=2),
+            Column("ended", "ended", str, key="ended"),
+            Column("steps lost", "steps_lost", "number", key="steps_lost", priority=1),
+            Column("restart (s)", "restart_s", _format_s, key="restart_s"),
+            Column("restart p95 (s)", "restart_p95_s", _format_s, key="restart_p95_s", priority=-1),
+            Column("then", "policy", "text", key="policy", priority=1),
+            Column("recovered (s)", "recovered_s", _format_s, key="recovered_s", priority=1),
+            Column("recovered p95 (s)", "recovered_p95_s", _format_s, key="recovered_p95_s", priority=1),
+            Column("left over", "left_over", "number", key="left_over", priority=1),
+            Column("correct step", "step_right", str, key="step_right", priority=-1),
+            *raw_columns("num_trials", "num_right"),
+        )
+        title = "Seconds until a fault was identified, and from there until the job had recovered"
+        return [Table("faults", title, columns, self.rows)]
+
+
+def _count(faults: Sequence[FaultRecord]) -> str:
+    return f"{sum(one.is_right for one in faults)} of {format_number_of(len(faults), 'fault')}"

@@ -1,0 +1,451 @@
+"""`paceline scale large-batch`: what does a large global batch cost in test accuracy, and which recipe repairs it?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import sqrt
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from paceline.errors import ConfigError, refuse
+from paceline.measure.settings import check_counts
+from paceline.records import NoiseRecord
+from paceline.records.samples import group_by
+from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.studies import training_grid as grid
+from paceline.studies.study import refuse_unused, run_study
+from paceline.studies.training_grid import SeedSummary, TrainingCell
+from paceline.training.schedules import BatchSchedule
+from paceline.training.settings import TrainSettings
+from paceline.units import format_number_of
+from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, list_counts, list_names
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NO_RECIPE = "none"
+_RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing", "lars+warmup", "lamb+warmup", "grow")
+
+
+def large_batch(
+    model: str | None = None, base_batch_size: int = 16, global_batch_size: Counts | None = None, *,
+    recipes: Names | None = None, seeds: int = 3, epochs: int = 6, updates: int | None = None, lr: float = 0.005,
+    schedule: str | None = None, batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
+    at_once: int | None = None, out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
+) -> LargeBatchResult:  # fmt: skip
+    """What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.
+
+    In regression test losses are compared. The other arguments are those of `batch`.
+    Inside a launched world this is collective: every rank must call it.
+
+    Args:
+        model: By default a cnn so small that the study takes minutes.
+        base_batch_size: The baseline, for which the learning rate is right.
+        global_batch_size: By default 16 times as large.
+        recipes: Switches joined by +, such as "linear+warmup". By default all usual ones that fit the job.
+        seeds: How many runs each batch and recipe has.
+        updates: Also runs of this many updates. By default twice those of the largest batch; 0 for none.
+        lr: The learning rate of the baseline.
+        schedule: By default cosine, or piecewise with `lr_drops`.
+        batch_size: What a rank computes at once.
+        evaluations: How often a run is tested.
+        at_once: Runs that share the machine. By default 1, or as many as the resumed study had.
+    """
+    return cast("LargeBatchResult", run_study(LargeBatchSettings, locals()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBatchSettings(grid.GridSettings):
+    """The job at its base batch, and at larger ones by each recipe.
+
+    `job` has the settings that were found for `base_batch_size`. `updates` is the length of the runs of a fixed number
+    of updates: None is twice that of the largest batch, 0 leaves such runs out. `most_at_once` bounds what a rank
+    computes at once; larger batches accumulate.
+    """
+
+    verb = staticmethod(large_batch)
+
+    base_batch_size: int
+    global_batch_sizes: tuple[int, ...]
+    recipes: tuple[str, ...]
+    updates: int | None = None
+    most_at_once: int = 512
+
+    @classmethod
+    def build(
+        cls, *, model: str | None, base_batch_size: int, global_batch_size: Counts | None, recipes: Names | None,
+        seeds: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
+    ) -> Self:  # fmt: skip
+        refuse_unused(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
+        refuse_unused(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
+        check_counts(base_batch_size=base_batch_size, seeds=seeds)
+        job = grid.choose_small_job(model, job)
+        whole = f"model {model}: its step would decide learning rates and batches; return a module, and name the data"
+        refuse((brings_data(model or "", job.get("data")) and not job.get("data"), whole), code="own-type")
+        if job.get("data", "synthetic") == "synthetic":
+            job.setdefault("samples", 1024)
+        job.setdefault("global_batch_size", base_batch_size)
+        train = TrainSettings(model=model or "cnn", ranks=choose_world(ranks, 1), **job)
+        # By default all that fit this job: those for BatchNorm only where the model is known to have one.
+        for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
+        usual = [*_RECIPES, *(for_norms if train.model.startswith("resnet") else ())]
+        usual = [text for text in usual if not (train.predicts_numbers and Recipe.parse(text).is_for_classes)]
+        chosen = list_names(usual if recipes is None else recipes)
+        names = tuple(dict.fromkeys(Recipe.parse(text).text for text in chosen))
+        larger = 16 * base_batch_size if global_batch_size is None else global_batch_size
+        return cls(
+            job=train, base_batch_size=base_batch_size, global_batch_sizes=list_counts(larger, "global_batch_size"),
+            recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # to compare the others with
+            seeds=tuple(train.seed + number for number in range(seeds)),
+            updates=updates, most_at_once=batch_size, evaluations=evaluations,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        base, sizes, shown = self.base_batch_size, self.global_batch_sizes, ",".join(map(str, self.global_batch_sizes))
+        check_counts(evaluations=self.evaluations, batch_size=self.most_at_once, updates=self.updates)
+        refuse((min(sizes) <= base, f"--global-batch-size {shown}: batches above the base of {base} are needed"))
+        odd = next((size for size in sizes if size % base), 0)
+        for text in self.recipes:
+            recipe, alone = Recipe.parse(text), "sync needs several ranks, and there is one; use ghost, or --ranks"
+            without = "smoothing needs classes, and this job is a regression; leave it out"
+            refuse(
+                ("sync" in recipe.names and self.job.ranks == 1, f"recipe {text!r}: {alone}"),
+                ("grow" in recipe.names and odd, f"recipe {text!r}: {odd} is not a multiple of the base {base}"),
+                (recipe.is_for_classes and self.job.predicts_numbers, f"recipe {text!r}: {without}"),
+            )
+
+    def check_model(self, has_norm: bool) -> None:
+        odd = [text for text in self.recipes if Recipe.parse(text).is_for_norms]
+        if odd and not has_norm:
+            raise ConfigError(f"recipe {odd[0]!r}: {self.job.model} has no BatchNorm to change; leave it out")
+
+    def count_updates(self, global_batch_size: int, num_samples: int) -> int:
+        """Updates in the job's epochs at a batch size that does not change."""
+        per_epoch = num_samples / global_batch_size
+        return self.job.epochs * (math.floor(per_epoch) if self.job.tail == "drop" else math.ceil(per_epoch))
+
+    def list_configurations(self, num_samples: int) -> list[TrainingCell]:
+        """The baseline first, whose first seed probes gradient noise."""
+        base, larger, found = self.base_batch_size, self.global_batch_sizes, list[TrainingCell]()
+        for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
+            if size > num_samples:  # a shorter batch would be recorded as this one
+                raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
+            settings = Recipe.parse(text).apply(self.job, size, base, self.count_updates(size, num_samples))
+            found.append(TrainingCell(share_batch(settings, self.most_at_once), "epochs", text, size, size == base))
+        updates = 2 * self.count_updates(max(larger), num_samples) if self.updates is None else self.updates
+        for size in (base, *larger) if updates else ():
+            settings = share_batch(replace(self.job, global_batch_size=size), self.most_at_once)
+            found.append(TrainingCell(replace(settings, epochs=1, steps=updates), "updates", NO_RECIPE, size))
+        for cell in found:
+            _check_length(cell, num_samples)
+        return found
+
+
+def _check_length(cell: TrainingCell, num_samples: int) -> None:
+    """Refuse a warm-up or a growing batch for which the run is too short before anything is trained."""
+    s, what = cell.settings, f"recipe {cell.recipe!r} at {cell.global_batch_size}"
+    s.check()
+    steps = BatchSchedule(
+        global_batch_size=s.batches.global_batch_size, num_samples=num_samples, epochs=s.epochs,
+        growths=s.batch_growth, tail=s.tail,
+    )  # fmt: skip
+    try:
+        steps.check()
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    if s.lr_warmup >= steps.num_steps:
+        found = f"a warm-up of {s.lr_warmup} updates in a run of {steps.num_steps}"
+        raise ConfigError(f"{what}: {found}; use more --epochs, or a smaller share")
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a switch may use: the settings so far, its number, how many times the base batch this one is, the base batch
+    size, and the number of updates."""
+
+    settings: TrainSettings
+    value: float
+    growth: float
+    base_batch_size: int
+    num_updates: int
+
+
+def _grow(context: _Context) -> dict[str, Any]:
+    """Grow from the base batch to this one by factors of up to four, from this share of the run on. The learning rate
+    stays constant, because growth replaces its decay."""
+    factors, factor = [], 1
+    while factor < context.growth:
+        factor = min(4 * factor, int(context.growth))
+        factors.append(factor)
+    spacing = (1 - context.value) / (len(factors) + 1)
+    growths = tuple((round(context.value + spacing * number, 4), factor) for number, factor in enumerate(factors))
+    size = context.base_batch_size
+    return {"global_batch_size": size, "batch_growth": growths, "schedule": "constant", "lr_drops": ()}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What a name in a recipe changes. `default` is its number if none is given; NaN: the base batch size."""
+
+    default: float
+    change: Callable[[_Context], dict[str, Any]]
+    excludes: tuple[str, ...] = ()
+    is_share: bool = False
+
+
+SWITCHES: Mapping[str, Switch] = {
+    # The learning rate times the growth of the batch, which preserves the progress per epoch while gradients change
+    # little (Goyal 2017) and needs a warm-up; or times its square root, which preserves the noise of a step (Krizhevsky
+    # 2014).
+    "linear": Switch(1.0, lambda c: {"lr": c.settings.lr * c.growth * c.value}, ("sqrt", "lars", "lamb")),
+    "sqrt": Switch(1.0, lambda c: {"lr": c.settings.lr * sqrt(c.growth) * c.value}, ("linear", "lars", "lamb")),
+    # A layer-wise optimizer needs its own learning rate: the number is the one at the base batch. LARS applies the rate
+    # to biases and norms without a trust ratio. So the coefficient is larger than the paper's, and the rate smaller by
+    # the same factor: layers step as far, and biases and norms not much farther than with SGD.
+    "lars": Switch(
+        0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.value * sqrt(c.growth)}, ("lamb",)
+    ),
+    "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.value * sqrt(c.growth)}, ("lars",)),
+    "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),
+    # The others set the rate for the large batch, but this starts with the small one.
+    "grow": Switch(0.4, _grow, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
+    "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",)),
+    "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",)),
+    "smoothing": Switch(0.1, lambda c: {"label_smoothing": c.value}, is_share=True),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Switches with their numbers, such as `linear+warmup:0.1`; `none` has no switch."""
+
+    text: str
+    switches: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        text = "".join(text.split())  # spaces do not make another recipe
+        if text == NO_RECIPE:
+            return cls(text, ())
+        found: list[tuple[str, float]] = []
+        for part in text.split("+"):
+            name, colon, number = part.strip().partition(":")
+            if name not in SWITCHES:
+                raise ConfigError(f"recipe {text!r}: {name!r} is unknown; use none, {', '.join(SWITCHES)}")
+            try:
+                value = float(number) if colon else SWITCHES[name].default
+            except ValueError:
+                raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
+            is_size = value >= 2 and value % 1 == 0
+            is_odd = value <= 0 or math.isinf(value) or (colon and math.isnan(value))
+            typed = f"recipe {text!r}: {number} after {name}"
+            refuse(
+                (is_odd, f"{typed}: a number above 0 is needed"),
+                (SWITCHES[name].is_share and value >= 1, f"{typed} is a share: below 1 is needed"),
+                (name == "ghost" and colon and not is_size, f"{typed}: an integer of at least 2 is needed"),
+                (name == "sync" and colon, f"{typed}, which takes no number"),
+            )
+            found.append((name, value))
+        names = [name for name, _ in found]
+        for name in names:
+            clash = next((other for other in SWITCHES[name].excludes if other in names), None)
+            if clash is not None or names.count(name) > 1:
+                raise ConfigError(f"recipe {text!r}: {name} and {clash or name} exclude each other; leave one out")
+        return cls(text, tuple(found))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.switches)
+
+    @property
+    def is_for_norms(self) -> bool:
+        """Whether it changes BatchNorm, so that the model needs one."""
+        return not {"ghost", "sync"}.isdisjoint(self.names)
+
+    @property
+    def is_for_classes(self) -> bool:
+        """Whether it changes labels, so that the job must be a classification."""
+        return "smoothing" in self.names
+
+    def apply(
+        self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
+    ) -> TrainSettings:
+        """The base settings at this global batch with all switches applied, in the order of `SWITCHES`."""
+        settings, values = replace(base, global_batch_size=global_batch_size), dict(self.switches)
+        for name, switch in SWITCHES.items():
+            if name in values:
+                value = float(base_batch_size) if math.isnan(values[name]) else values[name]
+                growth = global_batch_size / base_batch_size
+                context = _Context(settings, value, growth, base_batch_size, num_updates)
+                settings = replace(settings, **switch.change(context))
+        return settings
+
+
+def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
+    """Cut the global batch into micro-batches of at most `most_at_once` samples on each rank, all of one size.
+
+    A growing batch makes micro-batches larger as long as they fit, and then adds more of them.
+    """
+    size, ranks = settings.global_batch_size, settings.ranks
+    assert size is not None
+    if size % ranks:
+        raise ConfigError(f"a global batch of {size} cannot be shared by {ranks} ranks: use a multiple of {ranks}")
+    share = size // ranks
+    accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
+    largest = share * max((factor for _, factor in settings.batch_growth), default=1)
+    grow = "batch-size" if settings.batch_growth and largest <= most_at_once else "accumulate"
+    return replace(settings, batch_size=share // accumulate, accumulate=accumulate, grow=grow)
+
+
+RECIPES = (
+    *grid.JOB_COLUMNS,
+    *raw_columns("first.batch_size", "first.largest_batch_size", "first.configuration"),
+    *raw_columns(baseline_batch_size="baseline.first.global_batch_size"),
+    *text_columns("first.budget", is_key=True),
+    Column("global batch", "first.global_batch_size", "number", "global_batch_size", is_key=True),
+    *text_columns("first.recipe", is_key=True),
+    Column("updates", "first.num_updates", "number", "num_updates", priority=2),
+    Column("epochs", "first.epochs", lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
+    Column("lr", "first.lr", "{:g}".format, "lr", priority=-2),
+    *grid.SCORE_COLUMNS,
+    *grid.spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
+    *grid.spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
+    *grid.RUN_COLUMNS,
+    Column(None, lambda s: statistics.fmean(r.seconds for r in s.finished) if s.finished else None, key="run_s"),
+)
+
+
+def _describe(summary: SeedSummary) -> str:
+    first = summary.first
+    what = f"{first.global_batch_size} {'without a recipe' if first.recipe == 'none' else f'with {first.recipe}'}"
+    text = f"{what}: {grid.describe_score(summary)}"
+    if summary.score is None:
+        return text
+    epochs = round(first.epochs, 2)
+    length = f"{format_number_of(first.num_updates, 'update')} in {epochs:g} epoch{'' if epochs == 1 else 's'}"
+    return f"{text}, after {length}"
+
+
+def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
+    """What each batch size costs without a recipe, and its best recipe."""
+    lines = []
+    groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
+    for (budget, _), group in groups.items():
+        plain = [s for s in group if s.first.recipe == "none"]
+        tried = [(s.gap, s) for s in group if s not in plain and s.gap is not None]
+        if not plain or plain[0].baseline is None:
+            lines += [f"{f'Baseline (the same {budget}): ' if s in plain else ''}{_describe(s)}." for s in group]
+            continue
+        text, lost = _describe(plain[0]), plain[0].gap
+        if tried and (lost is None or lost > 0):
+            gap, best = min(tried, key=lambda pair: pair[0])
+            text += "; the best recipe" if lost is None or gap < lost else "; no recipe repairs it; the best"
+            text += f", {best.first.recipe}: {grid.say_gap(best)}"
+            if (num_updates := best.first.num_updates) != plain[0].first.num_updates:
+                text += f", after {format_number_of(num_updates, 'update')}"
+        lines.append(f"{text}.")
+    return lines
+
+
+def _say_number(value: float) -> str:
+    """A number of samples, with the digits that are known."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _say_scale(record: NoiseRecord) -> str:
+    interval = record.estimate.interval
+    if record.noise_scale is not None:
+        return _say_number(record.noise_scale)
+    return "" if interval is None else f"> {_say_number(interval[0])}"
+
+
+def _say_interval(record: NoiseRecord) -> str:
+    if record.estimate.interval is None:
+        return ""
+    low, high = record.estimate.interval
+    return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
+
+
+# The noise scale is null where only a lower bound is known, and so is an upper end that does not exist.
+NOISE = (
+    *text_columns("model", "data"),
+    Column("recipe", "note", key="note"),
+    *text_columns("device", "precision"),
+    *raw_columns("seed", "small_batch_size", "big_batch_size", "noise_scale"),
+    Column("ranks", "world_size", "number", "world_size", priority=-1),
+    Column("step", "step", "number", "step", is_key=True),
+    Column("epoch", "epoch", "{:.3g}".format, "epoch", is_key=True),
+    Column("batches", lambda r: f"{r.small_batch_size}, {r.big_batch_size}", str, priority=-2),
+    Column("probes", lambda r: len(r.probes), "number", "num_probes", priority=-2),
+    Column("norm(G)^2", "estimate.gradient_square", "{:.3g}".format, "gradient_square", priority=0),
+    Column("tr(Sigma)", "estimate.noise_trace", "{:.3g}".format, "noise_trace", priority=0),
+    Column("noise scale", _say_scale, str, priority=2),
+    Column("90 %", _say_interval, str, priority=1),
+    Column(None, lambda r: (r.estimate.interval or (None, None))[0], key="noise_scale_low"),
+    Column(None, lambda r: (r.estimate.interval or (None, None))[1], key="noise_scale_high"),
+    *text_columns("source"),
+)
+
+
+def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
+    """The first and last noise scale of each job, and what a global batch of this size would cost."""
+    lines = []
+    ordered = sorted(records, key=lambda r: r.step)
+    for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():
+        last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
+        found = []
+        for record in (record for record in series if record in (series[0], last, series[-1])):
+            sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
+            lost = "" if record.noise_scale is not None else ", where noise hides the gradient"
+            found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
+        text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
+        scale, interval = last.noise_scale, last.estimate.interval
+        if scale and (interval is None or interval[1] < math.inf):
+            why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+            cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
+            text += f" Batches {why}: at {size}, {cost}."
+        lines.append(text)
+    return lines
+
+
+class LargeBatchResult(grid.GridResult):
+    """`scale large-batch`: test accuracy, or loss, by global batch size and recipe, and the gradient noise scale."""
+
+    topic = "Large batches"
+    baseline = NO_RECIPE
+
+    def _derive(self) -> None:
+        super()._derive()
+        self.noise_records = self.only(NoiseRecord)
+
+    def name_line(self, recipe: str) -> str:
+        return "no recipe" if recipe == NO_RECIPE else f"recipe {recipe}"
+
+    def tables(self) -> list[Table]:
+        noise = Table("noise", "gradient noise of the baseline", NOISE, self.noise_records)
+        return [Table("recipes", "large batches", RECIPES, self.summaries), *([noise] if self.noise_records else [])]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        sizes = {record.global_batch_size for record in self.runs}
+        ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
+        drawn: dict[str, Callable[[], Figure]] = {}
+        if any(summary.score for summary in self.summaries):
+            drawn["loss" if self.has_losses else "accuracy"] = partial(
+                self._plot_scores, lambda s: s.first.global_batch_size, "global batch size",
+                lambda run: f"the same {run.budget}",
+            )  # fmt: skip
+        return drawn | self.draw_curves(ends)
+
+    @cached_property
+    def sentences(self) -> list[str]:  # type: ignore[override]
+        """The answer first: the largest batch after as many epochs."""
+        epochs = [summary for summary in self.summaries if summary.first.budget == "epochs"]
+        lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
+        others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
+        largest = max((record.global_batch_size for record in self.runs), default=1)
+        why = "Regression has no accuracy: test losses are compared, and label smoothing is left out."
+        noise = describe_noise(self.noise_records, largest)
+        return [*lines[-1:], *lines[:-1], *others, *([why] if self.has_losses else []), *noise]
