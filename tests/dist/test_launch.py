@@ -535,7 +535,8 @@ def test_a_function_that_was_typed_in_runs_with_the_globals_that_it_uses(start):
 
 
 def test_what_cannot_be_sent_is_named_in_one_line(start):
-    job = start("-c", "import paceline, sys\ndef f(): return file\nfile = sys.stdout\npaceline.run_ranks(f, 2)")
+    source = "import paceline, threading\ndef f(): return lock\nlock = threading.Lock()\n"
+    job = start("-c", source + "paceline.run_ranks(f, 2)")
     _, err = job.communicate(timeout=60)
     assert job.returncode == 1 and "f and its arguments cannot be sent to another process" in err.splitlines()[-1]
 
