@@ -211,7 +211,7 @@ def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):
     assert " -m paceline train --channels 8 16 --debug\n" in answer.out  # as typed: these words are not ours
     assert answer.code == 0 and "#SBATCH --nodes=2" in answer.out and not answer.err
     answer = command("run", "--kubernetes", "--image", "x", "--name", "job", "--", "paceline", "train")
-    assert answer.code == 0 and 'kind: Job' in answer.out
+    assert answer.code == 0 and "kind: Job" in answer.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,4 +226,4 @@ def test_where_there_is_no_slurm_it_is_said(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize("line", find_commands("--kubernetes"))
 def test_every_command_of_kubernetes_in_the_document_runs(command, line):
     answer = command(*shlex.split(line)[1:])
-    assert answer.code == 0 and 'apiVersion: ' in answer.out and not answer.err
+    assert answer.code == 0 and "apiVersion: " in answer.out and not answer.err

@@ -331,13 +331,10 @@ def test_variables_are_given_or_taken_from_here(monkeypatch):
     [
         ({}, "give one of --hosts"),
         ({"hosts": "a", "slurm": True}, "give one of"),
-        ({"hosts": "a", "nodes": 2}, "--nodes with --hosts"),
         ({"slurm": True, "ssh": "ssh -p 1", "image": "x"}, "--ssh, --image with --slurm"),
-        ({"kubernetes": True, "image": "x", "wait": True}, "--wait with --kubernetes"),
         ({"slurm": True, "nodes": 0}, "at least 1 of each"),
         ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),
         ({"hosts": "a", "check_timeout": 0.5}, "--check-timeout 0.5"),
-        ({"slurm": True, "check_timeout": 9.0}, "--check-timeout with --slurm"),
         ({"hosts": "a", "dry_run": True}, "--dry-run with --hosts"),
         ({"hosts": "a", "ssh": ""}, "--ssh is empty"),
         ({"hosts": "a", "ssh": "ssh 'a"}, "no closing quotation"),
