@@ -33,8 +33,9 @@ _PER_DTYPE, _PER_GRADIENT = (sys.maxsize, "one bucket per dtype"), (1, "one buck
 REDUCERS = {"bucketed": None, "overlap": _PER_GRADIENT, "flat": _PER_DTYPE, "per_parameter": _PER_GRADIENT}
 # On gloo a message needs about this size per rank to be as fast per byte as a larger one.
 _GLOO_BYTES_PER_RANK = 4 * MIB
-# On NCCL a model has at least this many buckets, so that small ones overlap with backward, too.
-_NCCL_BUCKETS = 5
+# No bucket is much larger than this share of the model, so that a small model overlaps with backward, too. About four
+# messages: with more, their latency costs what the overlap gains.
+_SHARE = 2 / 7
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
@@ -112,16 +113,17 @@ class Options:
         if fixed := REDUCERS[self.reducer]:
             cap, rule = fixed
             return lambda order, rows: replace(plan_like_torch(gradients, order, [cap], rows, is_asked), rule=rule)
+        share = max(TORCH_FIRST_CAP_BYTES, int(_SHARE * sum(gradient.num_bytes for gradient in gradients)))
         if self.caps:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
-            share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
-            caps = [TORCH_FIRST_CAP_BYTES, min(max(share, TORCH_FIRST_CAP_BYTES), TORCH_CAP_BYTES)]
+            caps = [TORCH_FIRST_CAP_BYTES, min(share, TORCH_CAP_BYTES)]
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
             # Small buckets are sent early, where cores are free to carry them. Elsewhere they only cost.
-            caps = [TORCH_FIRST_CAP_BYTES, min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)]
+            largest = min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)
+            caps = [TORCH_FIRST_CAP_BYTES, min(share, largest)]
         else:
             caps = [TORCH_CAP_BYTES]
         return lambda order, rows: plan_like_torch(gradients, order, caps, rows, is_asked)
