@@ -1,6 +1,6 @@
-"""How Sphinx makes the site of these documents (`make docs`).
+"""Sphinx configuration of the documentation site (`make docs`).
 
-The site has the tree of the repository, so links between files hold as they are: README.md is its first page.
+The site mirrors the tree of the repository, so links between files work unchanged: README.md is its first page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from docutils.nodes import SkipNode  # noqa: E402
 import paceline  # noqa: E402
 from paceline.verbs.predict import predict  # noqa: E402
 
-paceline.predict = predict  # the package of this name can be called; the function has the signature
+paceline.predict = predict  # the callable package has no signature; the function does
 
 NAVIGATION = {
     "Start here": (
@@ -46,7 +46,7 @@ NAVIGATION = {
 
 
 def find_results() -> list[str]:
-    """The tables of results/ that a document links to, or such a table."""
+    """The tables in results/ that documents link to, directly or through other tables."""
     found, files = set(), [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     while files:
         file = files.pop()
@@ -68,7 +68,7 @@ html_theme = "furo"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sphinx = html_show_copyright = False
-html_show_search_summary = False  # it would be fetched from other pages, which a browser refuses for files
+html_show_search_summary = False  # browsers refuse to fetch excerpts from local files
 html_math_renderer = "mathml"
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
 html_theme_options = {
@@ -79,9 +79,9 @@ html_theme_options = {
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 6
 nb_execution_mode = "off"
-suppress_warnings = ["myst.header"]  # tables of results begin at any level
+suppress_warnings = ["myst.header"]  # tables in results/ start at any heading level
 
-default_role = "code"  # docstrings are Markdown, and so far alike
+default_role = "code"  # docstrings use Markdown backticks
 autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
@@ -99,7 +99,7 @@ def write_toctrees() -> str:
 
 
 def write_entries(names: list[str]) -> str:
-    """What the docstrings of these public names say."""
+    """The docstrings of these public names."""
     lines = ["", "```{eval-rst}"]
     for name in names:
         found = getattr(paceline, name)
@@ -116,7 +116,7 @@ def write_entries(names: list[str]) -> str:
 def read_source(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += write_toctrees()
-    elif page == "docs/api":  # after each section, what the docstrings of its names say
+    elif page == "docs/api":  # append the docstrings of its names to each section
         parts = re.split(r"^(?=##)", source[0], flags=re.MULTILINE)
         headings = [re.findall(r"`(\w+)`", part.split("\n")[0]) * part.startswith("### ") for part in parts]
         source[0] = "".join(p + (write_entries(n) if n else "") + "\n" for p, n in zip(parts, headings, strict=True))
@@ -125,7 +125,7 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
 
 
 def mark_formulas(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Lines that are indented like code are code."""
+    """Mark lines that are indented like code as code."""
     for k in range(len(lines) - 1, 0, -1):
         if lines[k].startswith("    ") and not lines[k - 1] and lines[k - 2].endswith("."):
             lines[k:k] = ["::", ""]

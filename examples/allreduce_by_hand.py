@@ -1,4 +1,4 @@
-"""The smallest program on Paceline: a world, one all-reduce, and out again.
+"""The smallest Paceline program: open a world, run one all-reduce, and close it.
 
 python examples/allreduce_by_hand.py            # starts two ranks
 torchrun --nproc-per-node 2 examples/allreduce_by_hand.py
@@ -20,4 +20,4 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    paceline.run_ranks(main, 2)  # under torchrun: in the launched world
+    paceline.run_ranks(main, 2)  # under torchrun, runs in the launched world

@@ -1,7 +1,7 @@
-"""Profile, predict and tune a model of your own: two inputs, a loss of your own, two optimizers.
+"""Profile, predict and tune your own model, with two inputs, a custom loss and two optimizers.
 
 python examples/own_model.py                              # starts two local ranks
-torchrun --nproc-per-node 2 examples/own_model.py         # the same in a launched world
+torchrun --nproc-per-node 2 examples/own_model.py         # the same, in a launched world
 """
 
 import torch
@@ -23,7 +23,7 @@ class Matcher(nn.Module):
 
 
 def build():
-    """A model, and a function that runs one step of it: any inputs, any loss, several optimizers."""
+    """Return a model and a function that runs one step: any inputs, any loss, several optimizers."""
     model = Matcher()
     optimizers = [torch.optim.SGD(model.score.parameters(), lr=0.01), torch.optim.Adam(model.left.parameters())]
     left, right, target = torch.randn(16, 64), torch.randn(16, 32), torch.rand(16)
@@ -39,11 +39,11 @@ def build():
 
 
 def main():
-    if paceline.is_launched():  # every rank calls, and gets the same results
+    if paceline.is_launched():  # every rank makes the calls and gets the same results
         model, step = build()
         profile = paceline.profile(model, step, iters=5)
         tuned = paceline.tune(model, step, quick=True, iters=3)
-    else:  # the factory is started on local ranks
+    else:  # the factory runs on local ranks
         profile = paceline.profile(build, ranks=2, iters=5)
         tuned = paceline.tune(build, ranks=2, quick=True, iters=3)
         model, step = build()

@@ -1,4 +1,4 @@
-"""A model of your own for `paceline train`: do two sentences say the same? It learns which parts of them to match.
+"""Your own model for `paceline train`: paraphrase detection by matching parts of two sentences.
 
 paceline train --model examples/paraphrase.py:build --data mrpc:FOLDER --ranks 1,2 --optimizer adamw --lr 0.002
 """
@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SEPARATOR = 257  # the token between two sentences of bytes
+SEPARATOR = 257  # the token between the two sentences
 
 
 class Matcher(nn.Module):
-    """Runs of bytes are encoded, and each is matched with the run of the other sentence that is most like it. What
-    decides is how good the matches are, weighted by how much each run matters."""
+    """Encodes byte spans and matches each with the most similar span of the other sentence.
+
+    The classifier sees the quality of the matches, weighted by a learned importance of each span.
+    """
 
     def __init__(self, vocabulary: int, num_classes: int, width: int = 64) -> None:
         super().__init__()
@@ -22,7 +24,7 @@ class Matcher(nn.Module):
         self.classify = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, num_classes))
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        # Padding is zero, as beyond the end: what is next to a pair in its batch changes nothing.
+        # Zero padding, like the convolution's own, so the other pairs in the batch do not affect the result.
         mask = attention_mask[:, None]
         inputs = self.tokens(ids).transpose(1, 2) * mask
         runs = self.second(F.gelu(self.first(inputs)) * mask).transpose(1, 2)
@@ -38,5 +40,5 @@ class Matcher(nn.Module):
         return self.classify(torch.cat(found, dim=1))
 
 
-def build(form):  # form.vocabulary, form.num_classes, form.shape: what the data has
+def build(form):  # form describes the data: vocabulary, num_classes, shape
     return Matcher(form.vocabulary, form.num_classes)

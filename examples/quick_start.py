@@ -1,4 +1,4 @@
-"""Train your own model on several ranks, and see what communication costs."""
+"""Train your own model on several ranks and see the cost of communication."""
 
 import torch
 from torch import nn
@@ -7,9 +7,9 @@ import paceline
 
 
 def train():
-    with paceline.init() as world:  # joins torchrun, Slurm or mpirun; else one rank
+    with paceline.init() as world:  # joins torchrun, Slurm or mpirun; otherwise one rank
         net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
-        model = paceline.DDP(net)  # in place of DistributedDataParallel
+        model = paceline.DDP(net)  # replaces DistributedDataParallel
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(10):
             x = torch.randn(32, 10, device=world.device)
@@ -17,8 +17,8 @@ def train():
             optimizer.step()
             optimizer.zero_grad()
         if world.rank == 0:
-            print(model.report())  # where the time of a step went
+            print(model.report())  # where the time in a step went
 
 
 if __name__ == "__main__":
-    paceline.run_ranks(train, 2)  # starts 2 ranks here; under torchrun, uses its ranks
+    paceline.run_ranks(train, 2)  # starts 2 local ranks; under torchrun, uses the existing ones

@@ -2,7 +2,7 @@
 
 python examples/ray_train.py [FOLDER]  # two CPU workers on this host; the second run resumes the first, with its plan
 
-Needs `pip install 'paceline[ray]'`. Checkpoints go to the folder, by default a temporary one.
+Needs `pip install 'paceline[ray]'`. Checkpoints go to FOLDER, by default a temporary one.
 """
 
 import os
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # else what a worker prints appears twice
+os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # otherwise worker output appears twice
 # Despite its name, this also works on Linux: Ray stays on loopback instead of listening on every interface.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
@@ -26,10 +26,10 @@ import paceline
 
 def train_worker(config: dict) -> None:
     device, rank = get_device(), train.get_context().get_world_rank()
-    # After a fault Ray restarts the workers, and this run already has a checkpoint of its own.
+    # After a fault Ray restarts the workers; prefer the checkpoint of this run.
     checkpoint = train.get_checkpoint() or config["checkpoint"]
     state = {"epoch": 0}
-    buckets = {"bucket_cap_mb": 0.002}  # small, so that there are several; paceline.tune finds the best ones
+    buckets = {"bucket_cap_mb": 0.002}  # small enough to get several buckets; paceline.tune finds the best size
     if checkpoint:
         with checkpoint.as_directory() as folder:
             state = torch.load(Path(folder, "state.pt"), weights_only=True)
@@ -63,7 +63,7 @@ def fit(epochs: int, folder: str, checkpoint: train.Checkpoint | None = None) ->
     return TorchTrainer(
         train_worker,
         train_loop_config={"epochs": epochs, "checkpoint": checkpoint},
-        torch_config=TorchConfig(backend="shm"),  # workers of one host; leave it out for gloo, or NCCL on GPUs
+        torch_config=TorchConfig(backend="shm"),  # all workers on one host; omit it for gloo, or NCCL on GPUs
         scaling_config=train.ScalingConfig(num_workers=2),
         run_config=train.RunConfig(storage_path=folder),
     ).fit()

@@ -1,4 +1,4 @@
-"""Read a run back and derive what you need: every printed number follows from its raw samples.
+"""Load a saved run and derive your own numbers from its raw samples.
 
 paceline bench allreduce --sizes 1MiB,4MiB --out runs
 python examples/read_a_run.py runs/TIME-bench-allreduce

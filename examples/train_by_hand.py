@@ -1,4 +1,4 @@
-"""A training loop of your own on several ranks: wrap the model, and the gradients are averaged in backward.
+"""Your own training loop on several ranks: wrap the model, and backward averages the gradients.
 
 python examples/train_by_hand.py            # starts two ranks
 torchrun --nproc-per-node 2 examples/train_by_hand.py
@@ -12,12 +12,12 @@ import paceline
 
 def main() -> float:
     with paceline.init() as world:
-        paceline.set_seed(1, per_rank=True)  # other data on each rank; the wrapper makes the models equal
+        paceline.set_seed(1, per_rank=True)  # different data on each rank; the wrapper synchronises the models
         net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
         model = paceline.DDP(net, average="samples")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         rule = torch.arange(10.0, device=world.device) / 10
-        # Rank 0 has one batch more than the others, and every last batch is smaller.
+        # Rank 0 has one more batch than the others, and the last batch on every rank is smaller.
         with model.join():
             for size in [32] * (50 + (world.rank == 0)) + [7]:
                 inputs = torch.randn(size, 10, device=world.device)
@@ -32,4 +32,4 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    paceline.run_ranks(main, 2)  # under torchrun: in the launched world
+    paceline.run_ranks(main, 2)  # under torchrun, runs in the launched world
