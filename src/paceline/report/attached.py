@@ -228,7 +228,7 @@ class AttachedResult(Result):
             return found
         if self.race is not None:
             rows = self._list_race(self.race)
-            found.append(Table("race", f"plan comparison; baseline: your current buckets", RACE, rows))
+            found.append(Table("race", "plan comparison; baseline: your current buckets", RACE, rows))
         return [*found, *self.buckets.tables()]
 
     def _list_race(self, race: Race) -> list[RaceRow]:
