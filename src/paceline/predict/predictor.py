@@ -106,7 +106,9 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
     if not rank.wrapper:
         return []
     copies = f"copies take {format_ms(rank.gather_s_per_byte * num_bytes)} ms of a step"
-    lines = [f"measured: in the {rank.wrapper} wrapper {copies} and each bucket takes {format_duration(rank.launch_s)}"]
+    lines = [
+        f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket takes {format_duration(rank.launch_s)}"
+    ]
     if rank.contention is not None:
         found, percent = rank.contention, "{:.0%}".format
         columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))

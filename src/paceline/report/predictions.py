@@ -883,7 +883,7 @@ def describe_errors(tuning: Tuning) -> list[str]:
         added = statistics.median((point.exposed_s or 0.0) / point.best_s for point in tuning.measured)
         by = f"is off by {said['exposed_error']}, or {said['exposed_step_error']} of a step"
         lines.append(
-            f"predicted steps are off by {said['mape']} on average and by {said['max_error']} at most; predicted "
+            f"predicted steps are off by {said['mape']} on average and by {said['max_error']} at most; "
             f"exposed communication {by if added > tuning.noise else 'is within the noise'}; "
             f"{said['coverage']} of the measured points lie in their 90 % intervals (±{said['width']}); "
             f"rank correlation {'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
