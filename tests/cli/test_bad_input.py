@@ -83,8 +83,8 @@ def test_bad_input_is_one_line_and_exit_2(command, tmp_path, monkeypatch, argume
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2"),

@@ -100,7 +100,7 @@ def test_the_row_backward_is_what_is_in_no_layer_or_only_the_call(tables, row_s,
     (tables / "layer-times-model.csv").write_text(TIMES + rows)
     result = predict_csv(tables)
     assert result.job.backward_s == pytest.approx(expected_s) == result.job.ready_s[-1]
-    assert any("shared in proportion" in note for note in result.job.notes) == (row_s == 0.01)
+    assert any("distributed in proportion" in note for note in result.job.notes) == (row_s == 0.01)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_measured_times_are_compared(command, tables, tmp_path):
     expected = 1 + rows[0]["expected_error"]
     assert expected == pytest.approx(document["caps"][0]["expected_s"] / (best * 1.1)) and expected > 1 / 1.1
     by_tables, slowed = document["notes"][-2:]
-    assert "predictions by the tables are" in by_tables and "the best measured is 1 MiB" in by_tables
+    assert "predictions from the tables are" in by_tables and "the best measured size is 1 MiB" in by_tables
     assert "predictions with contention are" in slowed
     again = load_result(document["run"])
     labels = again.figure("caps").axes[0].get_legend_handles_labels()[1]
@@ -189,19 +189,19 @@ def test_contention_changes_the_answer_and_each_curve_has_its_own_ranges(tables,
     both = [p.low_bytes for p, q in zip(result.caps.points, result.expected.points, strict=True)
             if result.caps.is_fast(p) and result.expected.is_fast(q)]  # fmt: skip
     assert [low for low, _ in result.shared] == both[:1]
-    assert f"By both: {format_bytes(both[0])} to " in result.answer
+    assert f"Good in both cases: {format_bytes(both[0])} to " in result.answer
     # Each time in the answer is that of a curve at its own best, and its interval is around that time.
     assert f"{format_ms(result.expected.best.backward_s)} ms (90 %: " in result.answer
     assert result.interval[0] < result.expected.best.backward_s < result.interval[1]
     by_tables, slowed = result.findings[-2:]
-    assert by_tables.endswith("the best measured is 976.56 KiB, in a predicted range")
-    assert slowed.endswith("the best measured is 976.56 KiB, 2.3% less than the best in a predicted range")
+    assert by_tables.endswith("the best measured size is 976.56 KiB, which lies in a predicted range")
+    assert slowed.endswith("the best measured size is 976.56 KiB, 2.3% faster than the best size in a predicted range")
 
 
 def test_a_cpu_has_one_curve(tables):
     (tables / "allreduce-times-model.csv").write_text(ALLREDUCE.replace("nccl", "gloo"))
     result = predict_csv(tables)
-    assert list(result.curves) == ["by the tables"] and "published" not in result.answer
+    assert list(result.curves) == ["from the tables"] and "published" not in result.answer
     assert "expected_s" not in build_row(result.table("caps").columns, result.caps.best)
 
 
@@ -236,11 +236,14 @@ def test_the_picture_has_every_measured_size_and_the_text_says_which_is_best(tab
     assert axes.get_ylim() == pytest.approx((0.97 * 70, 1.03 * 100))
     assert result.table("caps").columns[0].cell(result.caps.points[0]) == "3.81 MiB to 7.63 MiB"
     assert "lines: simulated" not in "".join(text.get_text() for text in axes.figure.findobj(Text))
-    assert result.answer.startswith("Best bucket size: 3.81 MiB to 7.63 MiB, ") and result.answer.endswith("Simulated.")
+    assert result.answer.startswith("Use a bucket size of 3.81 MiB to 7.63 MiB")
+    assert result.answer.endswith("Simulated.")
     # 80 ms is 11.1 % less than 90.
-    assert "the best measured is 25 MiB, 11.1% less than the best in a predicted range" in result.findings[-1]
+    assert (
+        "the best measured size is 25 MiB, 11.1% faster than the best size in a predicted range" in result.findings[-1]
+    )
     table.write_text("bucket_size,backward_s\n1KiB,0.07\n25MiB,0.08\n")
-    assert "1 KiB, in a predicted range" in predict_csv(tables, measured=table).findings[-1]
+    assert "1 KiB, which lies in a predicted range" in predict_csv(tables, measured=table).findings[-1]
 
 
 def test_other_ranges_are_those_that_are_not_the_answer(tables):
@@ -252,20 +255,20 @@ def test_other_ranges_are_those_that_are_not_the_answer(tables):
     )
     result.caps = CapCurve((first, slow, last))
     assert result.caps.plateau == (6_000_000, 10**8)
-    assert "1 more range of sizes within 1 % of the best by the tables, from 3.81 MiB to 4.77 MiB" in result.findings
+    assert "1 more range of sizes within 1 % of the best, from the tables: 3.81 MiB to 4.77 MiB" in result.findings
 
 
 def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables):
     write_small(tables, most=1_000_000)
     result = predict_csv(tables)
-    assert result.answer.endswith("Simulated, with messages larger than any of the table.")
+    assert result.answer.endswith("Simulated; some messages are larger than any in the table.")
     labels = result.figure("sensitivity").axes[0].get_legend_handles_labels()[1]
     assert "the same, beyond the table" in labels
 
 
 def test_a_person_reads_the_answer(command, tables, tmp_path):
     answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
-    assert answer.code == 0 and answer.out.startswith("Best bucket size: ") and "one tied tensor" in answer.out
+    assert answer.code == 0 and answer.out.startswith("Use a bucket size of ") and "one tied tensor" in answer.out
     again = load_result(answer.out.split("run: ", 1)[1].splitlines()[0])
     assert isinstance(again, CapsResult) and f"{format_ms(again.caps.best.backward_s)} ms" in again.answer
 

@@ -152,8 +152,8 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--network", "hdr", "--ranks", "0"], "--ranks '0' is not a whole number of at least 1"),
         (["--network", "hrd"], "did you mean hdr"),
         (["--network", "hdr", "--algorithm", "tre"], "did you mean tree"),
-        (["--network", "hdr", "--algorithm", "shared"], "shared memory is no network"),
-        (["--network", "hdr", "--algorithm", "two-level"], "give --ranks-per-node"),
+        (["--network", "hdr", "--algorithm", "shared"], "shared memory is not a network"),
+        (["--network", "hdr", "--algorithm", "two-level"], "set --ranks-per-node"),
         (["--network", "hdr", "--straggler", "3"], "a share such as 3%"),
         (["--network", "hdr", "--straggler", "300%"], "spread of 300%"),
         (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
@@ -311,7 +311,7 @@ def test_the_output_of_nccl_tests_predicts(predict, nccl):
     document = json.loads(predict("--allreduce", nccl, "--ranks", "2,4,8", "--json").out)
     two, four, eight = document["rows"]
     assert (four["algorithm"], four["doubt"], two["doubt"]) == ("measured", "", "")
-    assert "8 ranks are on several nodes, and all that was measured on one" in eight["doubt"]
+    assert "8 ranks are on several nodes, but all measurements are from one" in eight["doubt"]
     assert four["exposed_s"] < eight["exposed_s"] and eight["high_s"] / eight["low_s"] > four["high_s"] / four["low_s"]
     assert any(line.startswith("doubtful: nccl on 8 ranks") for line in document["assumptions"])
     again = paceline.load_result(document["run"])
@@ -324,7 +324,7 @@ def test_a_sweep_inside_nodes_and_a_network_between_them(predict, nccl):
     four, eight = document["rows"]
     assert {row["network"] for row in document["rows"]} == {"hdr"} and not eight["doubt"]
     assert four["algorithm"] == "measured" and eight["algorithm"].startswith("two-level")
-    assert any("all-reduce as measured on 4 ranks, 4 to a node" in line for line in document["assumptions"])
+    assert any("all-reduce measured on 4 ranks, 4 per node" in line for line in document["assumptions"])
 
 
 def test_a_network_that_others_measured_is_found_by_its_name(predict):

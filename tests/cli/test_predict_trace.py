@@ -77,7 +77,7 @@ def test_intervals_decide_and_not_the_value_alone(tmp_path, latency_s, bytes_per
     highest, lowest = max(row.gain[2] for row in result.rows), min(row.gain[1] for row in result.rows)
     assert (result.verdict, result.to_json()["verdict"]) == (verdict, verdict)
     if verdict == "undecided":  # no value is above 1 %, but an interval is
-        assert max(row.gain[0] for row in result.rows) < 0.01 < highest and "not sure" in result.answer
+        assert max(row.gain[0] for row in result.rows) < 0.01 < highest and "not certain" in result.answer
     if verdict == "flat":
         assert lowest >= -0.01 and highest <= 0.01 and "(flat)" in result.answer
     assert (result.best is result.now) == (verdict != "use")

@@ -151,7 +151,7 @@ def test_stored_runs_are_compared_as_those_just_trained(compared, command, sketc
     assert again["run"] != document["run"] and again | {"run": document["run"]} == document
     assert paceline.compare(*folders).to_json()["runs"] == document["runs"]
     other = command("train", "--compare", folders[0], document["run"])
-    assert other.code == 2 and "is a run of `paceline train --compare`: give those of `paceline train`" in other.err
+    assert other.code == 2 and "is a run of `paceline train --compare`: use runs of `paceline train`" in other.err
 
 
 def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, sketched, tmp_path):

@@ -109,7 +109,7 @@ def assert_refused(answer, words: str) -> None:
         ((*TRACE, "--warmup", "0"), "--warmup 0: torch's profiler starts in a warm-up"),
         ((*TRACE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         ((*TABLE, "--network", "nvlnk"), "unknown network 'nvlnk': did you mean nvlink?"),
-        ((*TABLE, "--network", ","), "--network ',' names none: known are nvlink"),
+        ((*TABLE, "--network", ","), "--network ',' is empty: use one of nvlink"),
         ((*TABLE, "--curve", "nowhere"), "nowhere does not exist"),
         ((*TABLE, "--accumulate", "2"), "--accumulate 2: layers are timed over one micro-batch"),
         (("profile", "--json", "phases"), "write profile phases --json"),

@@ -210,7 +210,7 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
     for rank in ranks:
         rank.suspend()
     job.send_signal(signal.SIGINT)
-    wait_until(lambda: "interrupt once more after a second" in job.stderr.readline(), 10)
+    wait_until(lambda: "interrupt again after a second" in job.stderr.readline(), 10)
     time.sleep(2 * SAME_REQUEST_S)
     job.send_signal(signal.SIGINT)
     finish(job, 130)

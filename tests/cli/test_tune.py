@@ -160,7 +160,7 @@ def test_a_network_that_does_not_exist(emulated):
     assert sources == {"plain": "measured", "local": "measured", "job": "emulated"}
     config = load_run(Path(emulated["run"])).config["tune"]
     assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
-    assert "10gbe as on its data sheet, 16 ranks, emulated" in emulated["answer"]
+    assert "10gbe at its nominal speed, 16 ranks, emulated" in emulated["answer"]
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "tune 2 or more, or give a --network to emulate"),
+        (("--ranks", "1"), "tune 2 or more ranks, or emulate a --network"),
         (("--ranks", "2,4"), "--ranks 2,4: one number is needed here"),
         (("--wrapper", "none", "--ranks", "1"), "--wrapper none has no buckets to tune: use paceline or torch"),
         (("--wrapper", "dp"), "--wrapper dp has no buckets to tune"),
@@ -194,8 +194,8 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
         (("--caps", "0"), "'0' has no unit"),
         (("--caps", "0B"), "size 0 in '0B'"),
         (("--caps", ","), "no size in"),
-        (("--budget", "0"), "--budget 0.0: above 0 seconds"),
-        (("--iters", "1"), "--iters 1: 2 or more, to know the noise"),
+        (("--budget", "0"), "--budget 0.0: must be above 0 s"),
+        (("--iters", "1"), "--iters 1: use 2 or more"),
         (("--batch-size", "4,8"), "--batch-size 4,8: one number is needed here"),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_rank_that_ends_after_the_limit_does_not_replace_the_error(monkeypatch
         monkeypatch.setattr(pool, "_read_stack", end_first)
         with pytest.raises(LaunchError, match="rank 0, 1 of 2 did not finish within 1 s") as caught:
             pool.run(time.sleep, (60,), timeout_s=1.0)
-    assert "Rank 0 is at" in str(caught.value) and "Rank 1 is at:\n(it has ended)" in str(caught.value)
+    assert "Rank 0 is at" in str(caught.value) and "Rank 1 is at:\n(ended)" in str(caught.value)
 
 
 @needs_fork
@@ -523,7 +523,7 @@ def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
     job = start(str(script))
     _, err = job.communicate(timeout=60)
     assert job.returncode == 1
-    assert "must do so under `if __name__ == '__main__':`" in err.splitlines()[-1]
+    assert "must start ranks under `if __name__ == '__main__':`" in err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from tests.unit.test_page import Reader
 JOB = Path(planted_job.__file__)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SAYS = {
-    "data": "Waiting for data stands out", "late rank": "A late rank stands out",
-    "buckets": "The size of the buckets stands out", "batch": "The small batch stands out",
-    "network": "Exposed communication stands out", "nothing": "Nothing stands out",
+    "data": "Data loading is the bottleneck", "late rank": "A late rank is the bottleneck",
+    "buckets": "The bucket size is the bottleneck", "batch": "The small batch is the bottleneck",
+    "network": "Exposed communication is the bottleneck", "nothing": "There is no bottleneck besides compute",
 }  # fmt: skip
 
 

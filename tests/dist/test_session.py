@@ -177,7 +177,7 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
     ("machines", "expected"),
     [
         (("here", "here"), None),
-        (("there", "there"), "measured on there; the environment in this run is that of here, where nothing"),
+        (("there", "there"), "measured on there; the environment in this run is here, where nothing"),
         (("here", "there"), "1 cell on here; 1 cell on there"),
         ((None, "here"), "1 cell on begun; 1 cell on here"),  # a cell from before machines were named
     ],
@@ -291,7 +291,7 @@ def test_lines_name_the_finished_tasks_and_those_that_are_kept(tmp_path, capfd):
     next((session.folder / "cells").glob("cell-8.json")).unlink()
     run(resume=session.folder)
     err = capfd.readouterr().err
-    assert "saved already: 1 of 2 cells" in err and "2 of 2 cells (cell 8: 8 bytes)" in err and "(cell 4" not in err
+    assert "1 of 2 cells already saved" in err and "2 of 2 cells (cell 8: 8 bytes)" in err and "(cell 4" not in err
 
 
 # -- launched worlds ---------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert document["verdict"] in ("use", "keep", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
     loaded = paceline.load_result(document["run"])
     if loaded.traced.is_off:  # steps of a busy machine; they are then called doubtful
-        assert "do not give the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
+        assert "do not reproduce the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
     else:  # its own buckets are reproduced
         assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)
     assert loaded.to_json()["caps"] == document["caps"] and loaded.answer == document["answer"]

@@ -114,9 +114,9 @@ def test_where_the_program_has_a_group_the_hint_is_not_to_close_a_world():
         ({"threads": 0}, "at least 1"),
         ({"rendezvous": "http://here"}, "rendezvous 'http://here' is unknown"),
         ({"rendezvous": "tcp://here"}, "lacks a host or a port"),
-        ({"rendezvous": "file://relative"}, "names no file"),
-        ({"rendezvous": "file:///tmp"}, "names no file"),
-        ({"rendezvous": "file:///tmp/a#b"}, "names no file"),
+        ({"rendezvous": "file://relative"}, "is not a file"),
+        ({"rendezvous": "file:///tmp"}, "is not a file"),
+        ({"rendezvous": "file:///tmp/a#b"}, "is not a file"),
         ({"timeout_s": 0}, "must be above 0"),
         ({"backend": "fake"}, "backend 'fake' is unknown"),
         ({"rank": 1, "world_size": 2}, "MASTER_ADDR is not set"),
@@ -141,7 +141,7 @@ def test_half_a_world_is_refused(monkeypatch, name, value):
     for other in FORGET:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name} is set and"):
+    with pytest.raises(ConfigError, match=f"{name} is set but"):
         paceline.init(announce=None)
 
 
@@ -300,7 +300,7 @@ def claim_another_place(rank: str, world_size: str) -> str:
 
 def test_two_processes_of_one_rank_and_two_sizes_of_one_world_are_told(on_ranks):
     assert "two processes have rank 0 of 2" in on_ranks(2, claim_another_place, "0", "2")[1]
-    assert "rank 1 has WORLD_SIZE 3 and rank 0 has 2" in on_ranks(2, claim_another_place, "1", "3")[1]
+    assert "rank 1 has WORLD_SIZE 3 but rank 0 has 2" in on_ranks(2, claim_another_place, "1", "3")[1]
 
 
 def wait_for_a_third(timeout_s: float) -> str:

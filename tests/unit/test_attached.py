@@ -270,7 +270,7 @@ def test_a_gpu_that_is_idle_until_the_host_launches_more_is_bound_by_the_host(on
     idle = tuple(replace(step, idle_s=0.5 * recorded_s) for step in one_bucket)
     result = build((made_steps((recorded_s,) * 9), *idle))
     assert result.bottleneck.kind == "host" and result.idle_s == pytest.approx(0.5 * recorded_s)
-    assert result.to_json()["idle_s"] == result.idle_s and result.verdict_text.count("What helps") == 1
+    assert result.to_json()["idle_s"] == result.idle_s and result.verdict_text.count("To fix it, ") == 1
     # Where recording made the step longer, the GPU waited that much longer for the host.
     result = build((made_steps((0.7 * recorded_s,) * 9), *idle))
     assert result.idle_s == pytest.approx(0.2 * recorded_s)

@@ -167,8 +167,8 @@ def test_the_rest_of_backward_and_layers_without_parameters_take_their_time():
     sizes, times = [size("a", 10), size("b", 20)], [time("a grad", 1.0), time("b grad", 2.0)]
     job = build_job_from_tables(sizes, [*times, time("relu grad", 0.5), time("backward", 2.5)])
     assert job.backward_s == pytest.approx(6.0) and job.ready_s == pytest.approx((4.0, 6.0))
-    assert any("3000 of 6000 ms of backward: the rest is shared in proportion" in note for note in job.notes)
-    assert "no size for relu: taken as without parameters" in job.notes
+    assert any("3000 of 6000 ms of backward; the rest is distributed in proportion" in note for note in job.notes)
+    assert "no size for relu: assumed to have no parameters" in job.notes
 
 
 def test_exported_tables_give_the_backward_of_their_profile():

@@ -316,9 +316,9 @@ def test_a_crash_tells_where_it_was():
         'recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 9 in call\n\nExtension modules'
     )
     said = describe_end(-signal.SIGABRT, "in step 4", stack=stack)
-    assert "it was at call (distributed_c10d.py:9)" in said and "another size" in said
-    assert "another size" not in describe_end(-signal.SIGSEGV, stack=stack)
-    assert "another size" not in describe_end(-signal.SIGABRT, stack=stack.replace("torch/distributed", "mine"))
+    assert "it was at call (distributed_c10d.py:9)" in said and "unexpected size" in said
+    assert "unexpected size" not in describe_end(-signal.SIGSEGV, stack=stack)
+    assert "unexpected size" not in describe_end(-signal.SIGABRT, stack=stack.replace("torch/distributed", "mine"))
 
 
 RANK = """

@@ -62,18 +62,18 @@ def list_points(data, figure: str, **wanted):
 def test_the_first_sentence_names_what_was_planted(name):
     kind, job = PLANTED[name]
     result = make_result(make_rows(job))
-    words = {"data": "for data", "late rank": "late rank", "buckets": "buckets", "batch": "batch", "network": "Exposed"}
+    words = {"data": "Data", "late rank": "late rank", "buckets": "bucket size", "batch": "batch", "network": "Exposed"}
     verdict, rest = split_verdict(result.headline)
     assert result.observed is not None and result.observed.bottleneck.kind == kind
-    assert words[kind] in verdict.partition(" stands out")[0] and "loss" in rest
-    assert ("What helps" in rest) == (kind != "buckets")
+    assert words[kind] in verdict.partition(" is the bottleneck")[0] and "loss" in rest
+    assert ("To fix it, " in rest) == (kind != "buckets")
     assert f'<h1 id="verdict">{verdict}</h1>'.replace("'", "&#x27;") in render_page([result])
 
 
-def test_nothing_stands_out_in_a_healthy_run_and_in_one_without_messages():
+def test_a_healthy_run_and_one_without_messages_have_no_bottleneck():
     alone = [{key: value for key, value in row.items() if key != "messages"} for row in make_rows(ranks=1)]
     for result in (make_result(make_rows()), make_result(alone, ranks=1)):
-        assert split_verdict(result.headline)[0].startswith("Nothing stands out")
+        assert split_verdict(result.headline)[0].startswith("There is no bottleneck")
 
 
 def test_a_late_rank_is_found_over_all_steps_not_by_the_recorded_ones_alone():

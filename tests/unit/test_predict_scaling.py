@@ -350,7 +350,7 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
         world.evidence(1, 2, 4), (64,), [find_network("1e9GB/s,0ns".replace("1e9", "1000000000"))]
     )
     assert free.step_s == pytest.approx(points[1].step_s, rel=1e-3)
-    with pytest.raises(ConfigError, match="8 ranks where this host has 4: name a network"):
+    with pytest.raises(ConfigError, match="8 ranks do not fit on this host .4.: give a --network"):
         simulate_scaling(world.evidence(1, 2), (8,))
 
 
@@ -386,7 +386,7 @@ def test_steps_that_a_rank_disturbed_calibrate_nothing(ranks):
         changed = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest, *late))
         without = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest))
         assert simulate_scaling(changed, (2, 4)) == simulate_scaling(without, (2, 4))
-        text = f"disturbed steps on {ranks} ranks are left out"
+        text = f"disturbed steps on {ranks} ranks are excluded"
         assert text in describe_assumptions(changed)[0] and text not in describe_assumptions(without)[0]
     assert changed.layouts == known.layouts
 
@@ -396,7 +396,7 @@ def test_a_host_of_one_device_needs_no_sweep():
     points = simulate_scaling(world.evidence(1, collectives=()), (1, 2, 64), [find_network("10gbe")])
     assert [point.network for point in points] == ["", "10gbe", "10gbe"]
     assert points[0].step_s < points[1].step_s < points[2].step_s
-    assert "no step with messages calibrates it: they are taken not to slow" in points[1].doubt
+    assert "no step with communication was measured for calibration: ranks are assumed not to slow" in points[1].doubt
     with pytest.raises(RecordError, match="no all-reduce on gloo"):
         simulate_scaling(replace(world, cores=2).evidence(1, collectives=()), (2,))
 

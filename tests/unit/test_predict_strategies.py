@@ -266,8 +266,8 @@ def test_a_sharded_update_costs_its_copies_of_gradients_and_of_parameters(text):
     free = replace(found, parts=(), round_s_per_byte=0.0)
     steps = [simulate(job, [1], replace(costs(text), sending=sending)).step_s for sending in (found, free)]
     assert steps[0] - steps[1] == pytest.approx(0.002 + 0.003 + 0.004)
-    assert "what it copies is free" in describe_strategies(job, [parse(text)], CODECS)[-1]
-    assert "what it copies is free" not in describe_strategies(job, [parse(text)], known)[-1]
+    assert "its copies are assumed to be free" in describe_strategies(job, [parse(text)], CODECS)[-1]
+    assert "its copies are assumed to be free" not in describe_strategies(job, [parse(text)], known)[-1]
 
 
 def test_a_round_costs_what_its_schedule_computes_besides_the_codec():
@@ -344,11 +344,11 @@ def test_all_strategies_are_those_that_a_job_can_have():
 def test_what_is_assumed_is_said():
     job = make_job([4000], [0.0], 0.0)
     unknown = describe_strategies(job, list_strategies("powersgd:4"), [])
-    assert any("bf16, powersgd:4" in line and "limit" in line for line in unknown)
-    assert any("shapes of 1 gradients" in line for line in unknown)
+    assert any("bf16, powersgd:4" in line and "lower bound" in line for line in unknown)
+    assert any("1 gradients have unknown shapes" in line for line in unknown)
     shaped = replace(job, gradients=(Gradient("w", 4000, shape=(100, 10)),))
     known = describe_strategies(shaped, list_strategies("topk:0.1"), CODECS)
-    assert known == ["the codec of topk:0.1 costs what that of topk:0.01 does"]
+    assert known == ["the codec of topk:0.1 is assumed to cost as much as that of topk:0.01"]
 
 
 def test_codecs_are_timed_between_their_messages(monkeypatch):
@@ -417,7 +417,7 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     assert document["cells"][0]["schedule"] == slow.schedule.strategy.text
     assert sweep.crossings and sweep.crossings[-1][2] in ("dense", "zero1")
     assert document["crossings"][-1]["bits_per_s"] == sweep.crossings[-1][0] > 1e8
-    assert any("limit and not a forecast" in line for line in result.findings)
+    assert any("lower bound" in line for line in result.findings)
     lines = plot_bandwidths(result).axes[0].get_lines()
     assert {"dense", *ALL} <= {one.get_label() for one in lines}
 
@@ -454,7 +454,7 @@ def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
     assert after.whole is not None and after.whole.winner == "int8"
     assert [(c.label, round(to_bf16.value, 3)) for c, _, to_bf16 in after.offers] == [("bf16", 1.0), ("int8", 0.667)]
     text = describe_offers(after)
-    assert "scale strategies" in text and "accuracy is not judged" in text and "not worth it" not in text
+    assert "scale strategies" in text and "compare their accuracy" in text and "not worth it" not in text
     assert any("diloco:100, zero1" in line and "not run" in line for line in after.notes)
     result = build_result(run)
     assert isinstance(result, TuneResult)
@@ -476,7 +476,7 @@ def test_all_that_are_named_race_and_of_all_the_best():
 
 def test_a_lossy_strategy_that_is_no_faster_than_bf16_is_not_worth_it():
     _, after, _ = judge({"default": 0.30, "recommended": 0.20, "bf16": 0.15, "int8": 0.1495})
-    assert "not worth it here: bf16 with tuned buckets is as good as int8" in describe_offers(after)
+    assert "not worth it here: bf16 with tuned buckets is as fast as int8" in describe_offers(after)
     with pytest.raises(ConfigError) as error:
         replace(SETTINGS, wrapper="torch").check(2)
     assert error.value.code == "strategy"

@@ -104,7 +104,7 @@ def test_without_evidence_contention_is_what_is_assumed_of_a_host():
     assert costs.contention == Contention.assume("cpu", is_on_host=True)
     _, costs = fit(replace(JOB, disturbed=((MIB, -0.3, 0.9),)))  # backward grows by more than the messages overlap
     assert costs.contention.compute_rates == Contention.assume("cpu", is_on_host=True).compute_rates
-    assert "too short for this backward" in costs.contention.basis
+    assert "this backward is too short" in costs.contention.basis
 
 
 @pytest.mark.parametrize("backend", [*SERVERS, "shm", "nccl", "another"])
@@ -130,7 +130,7 @@ def is_needed(kind, role=""):
 def test_evidence_that_is_not_there_is_missed(is_lost):
     left = [record for record in JOB.build_calibration() if not is_lost(record)]
     plans = [JOB.build_plan_step("cap", (0.08,) * 9, cap_bytes=MIB)]
-    with pytest.raises(MeasurementError, match="needs a layer profile, plain steps and steps of the wrapper alone"):
+    with pytest.raises(MeasurementError, match="needs a layer profile, plain steps and local steps of the wrapper"):
         Evidence([*left, *plans])
 
 
@@ -348,7 +348,7 @@ def test_cuts_are_the_nearest_where_a_wrapper_splits_gradients_or_knows_more_of_
     assert MODEL.cut_like((17 * MIB + 4, 15 * MIB)) == (3, 8)
 
 
-@pytest.mark.parametrize(("of", "first"), [("message_noise", "all-reduce"), ("noise", "the model's own step")])
+@pytest.mark.parametrize(("of", "first"), [("message_noise", "all-reduce"), ("noise", "the local step")])
 def test_the_input_that_is_known_worst_is_named_first(of, first):
     doubts = build(replace(SLOW, **{of: 0.2})).estimate_doubts(EACH)
     assert next(iter(doubts)) == first and doubts[first] > 0

@@ -63,8 +63,8 @@ def test_a_run_that_was_asked_to_stop_does_not_recover():
 def test_faults_are_bounded_and_a_step_is_not_tried_for_ever():
     recovery = make(max_faults=3)
     assert [decide(recovery, step) for step in (5, 6)] == ["spare", "spare"]
-    assert decide(recovery, 6) == "stop: the fault before it was in step 6, too: the run does not get past it"
-    assert decide(recovery, 7) == "stop: it is fault 4, and --max-faults is 3"
+    assert decide(recovery, 6) == "stop: the previous fault was also in step 6: the run keeps failing there"
+    assert decide(recovery, 7) == "stop: this is fault 4, but --max-faults is 3"
 
 
 def test_faults_before_the_first_step_of_a_world_are_in_no_step():
@@ -77,7 +77,7 @@ def test_a_run_that_does_not_get_past_its_start_is_not_tried_for_ever():
     heard: list[str] = []
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
     assert [decide(recovery, None) for _ in range(2)] == ["restart", "restart"]
-    assert decide(recovery, None).startswith("stop: so were the 2 faults before it")
+    assert decide(recovery, None).startswith("stop: like the 2 faults before")
     assert heard[0].endswith("all ranks start again")  # there is no checkpoint
     # After a step, faults may come as fast as they like.
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))

@@ -53,7 +53,7 @@ def test_the_tables_show_blocks_and_parameters_in_their_orders():
 
 def test_the_words_say_what_it_costs_and_what_is_odd():
     text = "\n".join(describe_layers(build_profile(note="2 parameters are not trained")))
-    assert "profiling costs +20.0% ± 10.0% of a step; +50.0%" in text
+    assert "profiling overhead: +20.0% ± 10.0% of a step; +50.0%" in text
     assert "same order in every step" in text
     assert "embed.weight = head.weight" in text
     assert "without a gradient: spare" in text
@@ -160,7 +160,7 @@ def test_advice_is_listed_with_its_gain(build_environment):
     document = TraceResult.build_document([overview], StepFacts(8), [advice])
     run = Run("profile trace", {}, build_environment(), ())
     result = TraceResult(run, None, document)
-    assert result.findings == ["1. more workers (at most 2.00 x as fast)"]
+    assert result.findings == ["1. more workers (at most 2.00x as fast)"]
     assert result.to_json()["advice"][0]["factor"] == pytest.approx(2)
 
 
@@ -211,7 +211,7 @@ def test_a_saved_comm_table_reads_its_curves_again(build):
     curve = str(RESULTS / "neoverse-n1-2-cores" / "allreduce-gloo")
     result = build("profile comm-table", build_profile(), networks="10gbe", ranks=[2], curves=[curve, "nowhere"])
     assert [row.step.network for row in result.rows] == ["10gbe", "gloo"]
-    assert result.findings[-1] == "without the networks of nowhere, which is not there"
+    assert result.findings[-1] == "the networks of nowhere are omitted because it no longer exists"
 
 
 def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_own(

@@ -167,7 +167,7 @@ def test_what_is_unknown_is_an_empty_cell(build_phases):
 def test_in_words(build_phases, build_samples):
     sent, cost = describe_phases(build_phases())
     assert "2 ranks, batch 16: each rank sends" in sent and "in 3 messages per step" in sent and "20.0%" in sent
-    assert "profiling costs +1.0%" in cost and "within the noise" not in cost
+    assert "profiling overhead: +1.0%" in cost and "within the noise" not in cost
     (alone,) = describe_phases(build_phases(world_size=1, busy=None, marked=build_samples(*(0.01, 0.011) * 5, ranks=1)))
     assert alone.startswith("1 rank, batch 16: profiling costs") and alone.endswith("within the noise")
 

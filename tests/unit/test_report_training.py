@@ -61,7 +61,7 @@ def test_faults_are_named_and_one_that_ended_the_run_is_none_of_them():
     ]
     (line,) = build_run(EPOCH_ROWS, faults=faults)._describe_faults()
     listed = "rank 1 in step 10 (restart), rank 2 in step 20 (restart), rank 3 in step 30 (restart) and 3 more"
-    assert line == f"Recovered from 6 faults in 1.2 s, and took 15 steps again: {listed}."
+    assert line == f"Recovered from 6 faults in 1.2 s and repeated 15 steps: {listed}."
     assert not build_run(EPOCH_ROWS, faults=faults[-1:])._describe_faults()
     (line,) = build_run(EPOCH_ROWS, faults=faults[-2:])._describe_faults()
     assert line.endswith("again: all ranks before the first step (restart).")
@@ -73,7 +73,7 @@ def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
     result.save(tmp_path / "run")
     again = load_result(tmp_path / "run")
     assert again.to_json()["faults"] == faults
-    line = "Recovered from 1 fault in 0.5 s, and took 0 steps again: rank 1 in step 3 (spare)."
+    line = "Recovered from 1 fault in 0.5 s and repeated 0 steps: rank 1 in step 3 (spare)."
     assert line in again.findings and line in " ".join(again.text(80).split())
     assert isinstance(again, TrainRunResult) and list(again.rows) == list(EPOCH_ROWS) and again.finished
     assert again.answer == result.answer and again.to_json() == result.to_json()

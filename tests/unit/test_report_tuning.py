@@ -69,10 +69,8 @@ def make_result(tuning, **config):
 def test_flat():
     tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070, "cap 8 MiB": 0.0701})
     answer = describe_answer(tuning)
-    assert (
-        answer
-        == "flat: all 2 plans of the race are within ±1 % of the default (8 buckets), 40 rounds in turns; keep it"
-    )
+    within = "all 2 compared plans are within ±1 % of the default (8 buckets)"
+    assert answer == f"flat: {within} over 40 alternating rounds; keep it"
     result = make_result(tuning)
     assert (result.verdict, result.plan, result.gain) == ("flat", tuning.candidates[0].plan, tuning.race.gain)
     assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
@@ -85,22 +83,22 @@ def test_plans_with_the_same_buckets_are_one():
     records = [*tuning.records, replace(twin, label="recommended"), replace(twin, label="cap 1 MiB", cap_bytes=MIB)]
     again = judge_tuning(SETTINGS, records, FREE.gradients, tuning.candidates[0].plan)
     assert [candidate.label for candidate in again.candidates] == ["default"]
-    assert describe_answer(again) == "flat: all plans have the buckets of the default (8 buckets)"
+    assert describe_answer(again) == "flat: every plan has the same buckets as the default (8 buckets)"
 
 
 @pytest.mark.parametrize(
     ("times_s", "spread", "verdict", "words"),
     [
         ((0.150, 0.120, 0.130), CALM, "use",
-         ("use bucket size 4 MiB (2 buckets): 20.0% less than the default [19.", "40 rounds", "regret at most 0.0%")),
-        ((0.150, 0.120, 0.100), CALM, "use", ("use bucket size 8 MiB (1 bucket): 33.3% less than",)),
+         ("use bucket size 4 MiB (2 buckets): 20.0% (19.", "40 alternating rounds", "may be up to 0.0% faster")),
+        ((0.150, 0.120, 0.100), CALM, "use", ("use bucket size 8 MiB (1 bucket): 33.3% (",)),
         ((0.150, 0.149, 0.165), NOISY, "undecided",
-         ("undecided: the default (8 buckets) is within [0.0%, ", "] of the best of 3 plans after 40 rounds; about ",
+         ("undecided: the default (8 buckets) is at most ", "the best of 3 plans after 40 alternating rounds; about ",
           " more rounds (", ") would decide")),
         ((0.150, 0.165, 0.180), CALM, "default",
          ("the default (8 buckets) is the best of 3 plans: the others are slower",)),
         ((0.150, 0.165, 0.150), CALM, "default",
-         ("the default (8 buckets) is the best of 3 plans: no other is more than 1 % faster", "regret at most 0.")),
+         ("the default (8 buckets) is the best of 3 plans: no other plan is more than 1 % faster", "may be up to 0.")),
     ],
     ids=["a clear gain", "the best of the sweep", "within the noise", "all slower", "one as good"],
 )  # fmt: skip
@@ -154,26 +152,26 @@ def test_a_plan_that_torch_cannot_make_is_not_recommended():
     assert tuning.choice.is_clear
     without = replace(tuning, candidates=tuning.candidates[:1])
     assert without.verdict == "default" and without.answer.label == "default"
-    assert "no gain is certain" in describe_answer(without)
+    assert "no plan is clearly faster" in describe_answer(without)
 
 
-def test_predictions_that_were_changed_are_found_out(sketched, tmp_path):
+def test_changed_predictions_are_detected(sketched, tmp_path):
     tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
     result = make_result(tuning)
     result.config["predictions"] = tuning.predictions
     folder = result.save(tmp_path / "run")
     (folder / "predictions.json").write_text(render_predictions(tuning.predictions))
-    assert any("predictions were written before the race began" in line for line in load_result(folder).findings)
+    assert any("predictions were saved before the comparison began" in line for line in load_result(folder).findings)
     changed = [one | {"step_s": 2 * one["step_s"]} for one in tuning.predictions]
     (folder / "predictions.json").write_text(render_predictions(changed))
-    assert any("one of them was changed" in line for line in load_result(folder).findings)
+    assert any("one of the two was changed" in line for line in load_result(folder).findings)
 
 
 @pytest.mark.parametrize("takes_lists", [True, False])
-def test_a_prediction_that_nobody_confirmed(takes_lists):
+def test_an_unconfirmed_prediction(takes_lists):
     tuning = tune(SLOW, settings=replace(SETTINGS, takes_lists=takes_lists))
     answer = describe_answer(tuning)
-    assert answer.endswith(f"predicted {tuning.choice.gain:.1%} less than the default; no plan was run")
+    assert answer.endswith(f"predicted {tuning.choice.gain:.1%} faster than the default; no plan was run")
     assert answer.startswith("use bucket size ") == (tuning.choice.cap_bytes > 0)
     assert describe_answer(tune(FREE)).startswith("flat: keep the default (8 buckets): ")
     assert takes_lists or tuning.choice.cap_bytes > 0
@@ -214,7 +212,7 @@ def test_a_row_has_what_is_promised_and_the_numbers_of_the_tuning():
 def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     tuning = tune(SLOW, (0.150, 0.110, 0.100))
     (line,) = describe_errors(tuning)
-    assert f"{tuning.scores['mape']:.1%} off on average" in line and "rank correlation 0.33" in line
+    assert f"off by {tuning.scores['mape']:.1%} on average" in line and "rank correlation 0.33" in line
     exact = replace(tuning)
     vars(exact)["scores"] = tuning.scores | {"coverage": 1.0}
     assert "; 100% of the measured points" in describe_errors(exact)[0]
@@ -223,19 +221,19 @@ def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     lines = describe_errors(replace(tuning, points=tuple(points)))
     (line,) = describe_errors(tune(SLOW, (0.150,)))
     assert "rank correlation unknown" in line and "nan" not in line
-    assert lines[1:] == ["the wrapper's buckets differ from the simulated ones at 4 MiB"]
+    assert lines[1:] == ["the wrapper's buckets differ from the simulation at 4 MiB"]
 
 
-def test_what_is_faster_with_communication_than_without_is_noise_and_no_time():
+def test_a_step_that_is_faster_with_communication_is_noise_not_a_gain():
     tuning = tune(SLOW, (0.060, 0.150, 0.160))  # a plain step takes 70 ms
     grid, _ = make_result(tuning).tables()
     cells = [line.split(" | ") for line in grid.markdown().splitlines()]
     place = cells[0].index("measured exposed (ms)")
     assert [row[place] for row in cells[2:]] == ["within the noise", "80.00", "90.00"]
     assert [point["measured_exposed_s"] for point in grid.rows_json()] == pytest.approx([-0.010, 0.080, 0.090])
-    assert "the time that communication adds, by " in describe_errors(tuning)[0]
+    assert "exposed communication is off by " in describe_errors(tuning)[0]
     (line,) = describe_errors(tune(FREE, (0.070, 0.071, 0.069), spread=NOISY))
-    assert "the time that communication adds is within the noise; " in line and "of a step" not in line
+    assert "exposed communication is within the noise; " in line and "of a step" not in line
 
 
 def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
@@ -305,7 +303,7 @@ def test_the_picture_has_predicted_and_measured(grid_s):
     tuning = tune(SLOW, grid_s)
     figure = plot_tuning(tuning, "Step time against bucket size", "a box")
     labels = set(figure.axes[0].get_legend_handles_labels()[1])
-    drawn = {"predicted, every bucket size", "90 % interval", "best predicted", "without communication"}
+    drawn = {"predicted for every bucket size", "90 % interval", "best predicted", "without communication"}
     seen = {"measured: median, p10 to p90", "best measured"}
     assert drawn <= labels and (seen <= labels) == bool(grid_s)
     assert render_png(figure).startswith(b"\x89PNG")
@@ -365,5 +363,5 @@ def test_rounds_that_show_nothing_are_flat_where_communication_adds_nothing():
     times_s = {"default": 0.070, "cap 8 MiB": 0.0701}
     tuning = tune(FREE, (0.070, 0.071, 0.070), times_s, NOISY)
     assert tuning.race.limit.is_nothing and tuning.verdict == "flat" and not tuning.race.is_level
-    assert describe_answer(tuning).startswith(f"flat: {tuning.race.limit}, predicted; 40 rounds")
+    assert describe_answer(tuning).startswith(f"flat: {tuning.race.limit} (predicted, ")
     assert tune(SLOW, (0.070, 0.071, 0.070), times_s, NOISY).verdict == "undecided"

@@ -57,10 +57,10 @@ def test_the_process_environment_is_the_default(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not.*torchrun"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not.*unset WORLD_SIZE"),
-        ({"SLURM_PROCID": "0"}, "SLURM_PROCID is set and SLURM_STEP_NUM_TASKS is not"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not"),
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not.*torchrun"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not.*unset WORLD_SIZE"),
+        ({"SLURM_PROCID": "0"}, "SLURM_PROCID is set but SLURM_STEP_NUM_TASKS is not"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 and WORLD_SIZE=0"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
@@ -113,7 +113,7 @@ def test_the_first_host_of_a_slurm_list(nodelist, host):
 
 @pytest.mark.parametrize("nodelist", ["", ",", "[1-2]"])
 def test_a_node_list_without_a_host_is_refused(nodelist):
-    with pytest.raises(ConfigError, match="names no host"):
+    with pytest.raises(ConfigError, match="has no host"):
         first_host(nodelist)
 
 

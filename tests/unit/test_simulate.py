@@ -142,7 +142,7 @@ def test_a_plan_is_simulated_by_its_gradients():
     assert [b.num_bytes for b in step.buckets] == [120, 120]
     assert [b.ready_s for b in step.buckets] == [1.0, 3.0]
     assert step.over_s == 4.0
-    with pytest.raises(ConfigError, match="1 gradients that the job lacks, such as 'a'"):
+    with pytest.raises(ConfigError, match="1 gradients that are not in the job, such as 'a'"):
         simulate(Job(tuple(gradients[1:]), (1.0, 2.0), 3.0), plan, MachineCosts(curve=line(0.0, 1.0)))
 
 
@@ -166,7 +166,7 @@ def test_a_job_that_cannot_be_is_refused(ready_s, words):
 def test_what_is_assumed_of_contention(device, is_on_host, spare_cores, rate):
     assumed = Contention.assume(device, is_on_host, spare_cores)
     assert assumed.rates(10) == (rate, rate) and assumed.basis.startswith("assumed: ")
-    assert ("half of its rank's core" in assumed.basis) == (device == "cpu" and is_on_host)
+    assert ("half of a rank's core" in assumed.basis) == (device == "cpu" and is_on_host)
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])

@@ -320,7 +320,7 @@ def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():
     jobs = [TracedJob(steps) for steps in (one, [*one, *other], [*one, *away])]
     assert [job.nodes for job in jobs] == [0, 1, 2]
     doubts = [job.build_fabric().build_curve(4).explain(MIB)[1] for job in jobs]
-    assert "share a node is not known" in doubts[0] and "on several nodes" in doubts[1] and not doubts[2]
+    assert "it is unknown how many" in doubts[0] and "on several nodes" in doubts[1] and not doubts[2]
     assert not jobs[0].build_fabric(ranks_per_node=1).build_curve(4).explain(MIB)[1]
 
 
@@ -345,7 +345,7 @@ def test_messages_of_one_size_leave_the_latency_assumed_and_the_interval_wide():
     alike = TracedJob(read(made_on_cpu(job, FREE, tuple(range(1, 7)))))
     unlike = TracedJob(read(made_on_cpu(JOB, FREE, CUTS)))
     assert not alike.has_latency and unlike.has_latency
-    assert any("assumed, for their sizes are alike" in note for note in alike.notes)
+    assert any("assumed, since their sizes are similar" in note for note in alike.notes)
     narrow, wide = (one.predictor.estimate(one.fit.job.cut(4 * MIB)) for one in (unlike, alike))
     assert wide.high_s - wide.low_s > 0 and narrow.high_s - narrow.low_s > 0
 

@@ -215,7 +215,7 @@ def test_a_sweep_over_several_nodes_is_a_link(sweep):
     job = replace(JOB, device="cpu")
     for per_node, is_link in ((0, False), (1, True), (2, True), (4, False)):
         lines = "\n".join(describe_scenario(job, [replace(sweep, ranks_per_node=per_node)]))
-        assert ("messages on a link take no core" in lines) == is_link
+        assert ("messages over a link use no core" in lines) == is_link
     (here,), (apart,) = (simulate_what_if(job, [], replace(sweep, ranks_per_node=n), [4]) for n in (4, 1))
     assert apart.step_s < here.step_s
 
@@ -281,7 +281,7 @@ def test_ranks_of_one_host_compute_as_long_as_they_were_measured_to():
     one, four, eight = predict_made(join(ranks_per_node=8), [2, 4, 8], slowed=1.3)
     assert (one.neighbours_s, four.neighbours_s) == (0.0, pytest.approx(0.3 * MADE.plain_s))
     assert eight.neighbours_s == pytest.approx(0.9 * MADE.plain_s)  # along the line: 1, 1.3, 1.9
-    assert four.bound == "the ranks of a host, which slow each other" and four.efficiency < 1 / 1.3
+    assert four.bound == "contention between ranks of a host" and four.efficiency < 1 / 1.3
     (apart,) = predict_made(join(), [8], slowed=1.3)  # each on a node of its own
     assert apart.neighbours_s == 0
 
@@ -314,7 +314,7 @@ def test_an_older_profile_of_a_gpu_is_predicted_with_what_others_measured():
     # Three of four messages of 0.1 s are hidden, and slow 0.3 s of computing.
     assert here.exposed_s - there.exposed_s == pytest.approx(0.3 * 0.189 / 1.189, rel=0.1)
     assert here.high_s - here.low_s > there.high_s - there.low_s
-    assert "copies and launches cost nothing" in lines and RankCosts().wrapper == ""
+    assert "copies and launches are free" in lines and RankCosts().wrapper == ""
 
 
 def test_a_sweep_of_one_host_has_its_ranks_next_to_each_other(sweep):

@@ -1,6 +1,7 @@
-"""Cost curves and, on them, predictions; called, it is `paceline.predict(profile, ...)`. Nothing here times anything.
+"""Cost curves, and predictions built on them; the package is callable as `paceline.predict(profile, ...)`. It times
+nothing.
 
-The package has the name of a verb, so it can be called like one: `verbs.predict` does the work.
+The package has the name of a verb, so calling it calls `verbs.predict`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What the steps of a program that was attached to say: who waits for whom, and what bounds a step. Pure."""
+"""Analysis of an attached program's steps: late ranks and bottlenecks. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from paceline.records.samples import Samples, group_by
 from paceline.records.traced import TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
-# What of a step must be exposed, with the best buckets, to stand out: below, it is as much how far ranks are apart.
+# Share of a step that must be exposed with the best buckets to count as a bottleneck; below this it cannot be told from
+# rank skew.
 _STANDS_OUT = 0.1
 
 
 def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
-    """The rank that the others wait for, by how long the same message takes on each: it moves at the same time on all,
-    and the rest is waiting, so that no clock is compared. None where fewer than two ranks show the same messages."""
+    """The rank that the others wait for, from how long the same message takes on each rank. The transfer itself takes
+    the same time everywhere and the rest is waiting, so no clocks are compared. None if fewer than two ranks recorded
+    the same messages."""
     late_s, last = [], Counter[int]()
     for steps in group_by((r for r in records if r.messages), lambda record: record.number).values():
         if len(steps) < 2 or len({len(step.messages) for step in steps}) > 1:
@@ -35,7 +37,7 @@ def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
 
 
 def find_late_by_waits(waits: Sequence[Sequence[float]]) -> Lateness | None:
-    """The rank that the others wait for, by how long each rank waits in each step (`waits[step][rank]`)."""
+    """The rank that the others wait for, from how long each rank waits in each step (`waits[step][rank]`)."""
     if not waits or len(waits[0]) < 2:
         return None
     rank, times = Counter(row.index(min(row)) for row in waits).most_common(1)[0]
@@ -44,9 +46,10 @@ def find_late_by_waits(waits: Sequence[Sequence[float]]) -> Lateness | None:
 
 
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
-    """Recorded steps as long, in the median of each rank, as those that were not recorded. What recording cost is taken
-    from the rank's own work, which it slows evenly, and from the time in which a GPU waits for the host; messages leave
-    earlier by that, and take as long. Where recorded steps happened to be the shorter ones, all of them is longer."""
+    """Remove the cost of recording: make each rank's median recorded step as long as its unrecorded steps. The cost is
+    subtracted from the rank's own work, which recording slows evenly, and from the time a GPU waits for the host;
+    messages leave earlier by that amount and take the same time. If the recorded steps were shorter, everything is
+    stretched instead."""
     found = []
     for steps in group_by(records, lambda record: record.rank).values():
         recorded_s = statistics.median(step.step_s for step in steps)
@@ -70,41 +73,41 @@ def list_bottlenecks(
     step_s: float, data: Samples, lateness: Lateness | None, buckets: tuple[str, float] | None,
     messages: tuple[float, float, float] | None, idle_s: float = 0.0,
 ) -> list[Advice]:  # fmt: skip
-    """What bounds a step of `step_s`, the largest first: data, late rank, buckets, batch (a step sends for more than
-    half as long as it computes, and buckets do not hide that), network, host, or computing. `data`: how long each rank
-    waits in data loaders. `buckets`: what to write, and the seconds that it saves. `messages`: how long the messages of
-    a step take, what of that is exposed with the best buckets, and how long a rank computes. `idle_s`: how long a GPU
-    has nothing to do, neither for want of data nor because of messages."""
+    """The bottlenecks of a step of `step_s`, largest first: data, late rank, buckets, batch (communication takes more
+    than half as long as compute, and buckets do not hide it), network, host, or compute. `data` holds each rank's waits
+    in data loaders. `buckets` is the recommended code and the seconds it saves. `messages` is the communication time of
+    a step, its exposed part with the best buckets, and the compute time of a rank. `idle_s` is how long a GPU is idle
+    for reasons other than data and messages."""
     found = []
     waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
     data_s, slow = max(waits), waits.index(max(waits))
     where = "" if min(waits) > data_s / 2 else f" on rank {slow}"
-    text = f"the step waits {format_duration(data_s)} for data{where}, {data_s / step_s:.0%} of it: "
-    text += "use more workers in the DataLoader, smaller inputs, or batches that are made ahead"
+    text = f"the step waits {format_duration(data_s)} for data{where} ({data_s / step_s:.0%} of the step): "
+    text += "use more DataLoader workers, prefetching, or smaller inputs"
     found.append(("data", data_s, text))
     if lateness is not None and lateness.share > 0.8:
-        # A rank that waits for its data is late because of that.
+        # A rank may be late because it waits for its data.
         own_s = waits[lateness.rank] - min(waits) if lateness.rank < len(waits) else 0.0
-        text = f"the others wait {format_duration(lateness.mean_s)} of each step for rank {lateness.rank}, last in "
-        text += f"{lateness.share:.0%} of them: look at its cores, its GPU's clock, its data and its batches"
+        text = f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}, last in "
+        text += f"{lateness.share:.0%} of steps: check its cores, its GPU's clock, its data and its batch sizes"
         found.append(("late rank", max(0.0, lateness.mean_s - own_s), text))
-    text = f"the GPU is idle for {format_duration(idle_s)} of each step, {idle_s / step_s:.0%} of it, until the host "
+    text = f"the GPU is idle for {format_duration(idle_s)} per step ({idle_s / step_s:.0%} of it) until the host "
     text += "launches more work: use a larger batch, torch.compile, CUDA graphs, or fewer calls that wait for the GPU"
     found.append(("host", idle_s, f"{text}, such as .item()"))
     saved_s = 0.0
     if buckets is not None:
         write, saved_s = buckets
-        found.append(("buckets", saved_s, f"its buckets: {write} would save {format_duration(saved_s)} of each step"))
+        found.append(("buckets", saved_s, f"the bucket size: {write} would save {format_duration(saved_s)} per step"))
     if messages is not None:
         message_s, exposed_s, compute_s = messages
-        text = f"a step computes for {format_duration(compute_s)} and sends for {format_duration(message_s)}, so that "
-        text += f"with the best buckets {format_duration(exposed_s)} is exposed: "
+        text = f"a step computes for {format_duration(compute_s)} and communicates for {format_duration(message_s)}, "
+        text += f"so {format_duration(exposed_s)} stays exposed even with the best buckets: "
         is_small = message_s > compute_s / 2
-        text += "raise the batch, or accumulate gradients" if is_small else "a faster network, or messages in bf16"
-        # Better buckets cost nothing. They come first where they save a good part of what stays exposed.
+        text += "use a larger batch, or accumulate gradients" if is_small else "use a faster network, or send bf16"
+        # Better buckets cost nothing, so they come first if they save a good part of the exposed time.
         gain_s = min(exposed_s, saved_s) if saved_s >= max(WORTH * step_s, exposed_s / 3) else exposed_s
         if is_small or exposed_s >= _STANDS_OUT * step_s:
             found.append(("batch" if is_small else "network", gain_s, text))
     worth = [Advice(kind, text, gain_s, "at most", step_s) for kind, gain_s, text in found if gain_s >= WORTH * step_s]
-    rest = Advice("computing", "nothing else stands out: it is bound by what it computes", 0.0, "computed", step_s)
+    rest = Advice("computing", "there is no other bottleneck: compute bounds the step", 0.0, "computed", step_s)
     return [*sorted(worth, key=lambda one: -one.gain_s), rest]

@@ -1,6 +1,6 @@
-"""What an all-reduce costs as a function of its bytes: one interface with its implementations, one fit, one bootstrap.
+"""The cost of an all-reduce as a function of its bytes: one interface with its implementations, one fit, one bootstrap.
 
-A `CostCurve` holds for a fixed number of ranks. Which curve serves a network on n ranks is chosen in `networks`.
+A `CostCurve` holds for a fixed number of ranks; `networks` chooses the curve for a network on n ranks.
 """
 
 import bisect
@@ -19,35 +19,37 @@ from paceline.records.samples import Samples, Summary, group_by, quantile
 from paceline.units import MIB, format_bytes
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
-# Beyond this many times what was measured, in bytes or in ranks, an estimate is a guess.
+# Beyond this multiple of the measured bytes or ranks, an estimate is a guess.
 _REACH = 2
-# A host with more ranks than this is not one that anybody has.
+# No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
 
 
 class CostCurve(ABC):
-    """Seconds of an all-reduce of a number of bytes, and how far that can be trusted."""
+    """Seconds of an all-reduce by its size in bytes, and whether the estimate can be trusted."""
 
     @abstractmethod
     def estimate_s(self, num_bytes: float) -> float:
-        """Seconds of a message of this size; 0 for an empty one."""
+        """Seconds for a message of this size; 0 for an empty one."""
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
-        """The algorithm that a message of this size takes, and why not to trust its time: empty where it can be."""
+        """The algorithm for a message of this size, and a reason to doubt its time (empty if there is none)."""
         return "measured", ""
 
 
 class Resample:
-    """Which repetitions a fit uses: all of them, or with a source those that a bootstrap draws with replacement. Series
-    of one length were measured in turns, so they share one draw: a slow spell is in all of them. Of an unstable series
-    (`UNSTABLE`) a draw is one repetition: what disturbs a busy machine is no error that a median of more removes."""
+    """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
+    replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
+    an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
+    busy machine."""
 
     def __init__(self, source: random.Random | None = None, is_unstable: bool = False) -> None:
-        self.source, self._is_unstable = source, is_unstable
+        self.source = source
+        self._is_unstable = is_unstable
         self._drawn: dict[int, Sequence[int]] = {}
 
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """The repetitions to use, of these."""
+        """The selected repetitions."""
         count = len(seconds)
         if count not in self._drawn:
             drawn = 1 if self._is_unstable else count
@@ -56,33 +58,34 @@ class Resample:
 
     def median(self, samples: Samples | Summary) -> float:
         if not isinstance(samples, Samples):
-            raise MeasurementError("a prediction needs raw samples, and this is a summary")
+            raise MeasurementError("a prediction needs raw samples, but this is a summary")
         return statistics.median(self.take(samples.reduced_s))
 
     def gauss(self) -> float:
-        """How many standard deviations an assumption is off: 0 where nothing is drawn."""
+        """A random error of an assumption, in standard deviations; 0 if nothing is drawn."""
         return self.source.gauss(0, 1) if self.source else 0.0
 
 
 def median_noise(timing: Samples) -> float:
-    """The standard deviation of the median of repeated times, 1.25 of those of their mean, as a share of it."""
+    """The relative standard deviation of the median of repeated times: 1.25 times that of their mean."""
     return 1.25 * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
 
 
 def find_nearest(counts: Iterable[int], world_size: int) -> int:
-    """By ratio, and of two as near the larger one: more is known of many ranks from many."""
+    """The nearest count by ratio; on a tie the larger one, since large worlds tell more about large ones."""
     return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
 
 
 def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
-    """The 90 % interval: from p5 to p95 of the draws, and never without the value itself."""
+    """The 90 % interval: from p5 to p95 of the draws, extended to include the value itself."""
     return (min(value, quantile(draws, 0.05)), max(value, quantile(draws, 0.95))) if draws else (value, value)
 
 
 @dataclass(frozen=True)
 class MeasuredCurve(CostCurve):
-    """Straight lines on log axes between measured points: curves are neither convex nor monotone, and stay so. Below
-    the smallest size the time is constant; above the largest it grows with the bandwidth of the last two points."""
+    """Linear interpolation on log axes between measured points, which preserves curves that are neither convex nor
+    monotone. Below the smallest size the time is constant; above the largest it grows with the bandwidth of the last
+    two points."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -90,7 +93,7 @@ class MeasuredCurve(CostCurve):
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-            raise MeasurementError(f"a curve needs two or more sizes, in order and once each, not {self.sizes}")
+            raise MeasurementError(f"a curve needs two or more distinct sizes in ascending order, not {self.sizes}")
         if len(self.seconds) != len(self.sizes) or not all(0 < s < math.inf for s in self.seconds):
             raise MeasurementError("a curve needs a positive time for each size")
         logs = tuple((math.log(x), math.log(t)) for x, t in zip(self.sizes, self.seconds, strict=True))
@@ -103,7 +106,7 @@ class MeasuredCurve(CostCurve):
             return self.seconds[0]
         if num_bytes >= self.sizes[-1]:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
-            # The average of the largest where times fall towards it.
+            # If times fall towards the largest size, use its average rate.
             slope = slope if slope > 0 else self.seconds[-1] / self.sizes[-1]
             return self.seconds[-1] + (num_bytes - self.sizes[-1]) * slope
         right = bisect.bisect_right(self.sizes, num_bytes)
@@ -111,16 +114,16 @@ class MeasuredCurve(CostCurve):
         return math.exp(t0 + (t1 - t0) * (math.log(num_bytes) - x0) / (x1 - x0))
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
-        return "measured", _doubt_size(num_bytes, self.sizes[-1])
+        return "measured", _warn_about_size(num_bytes, self.sizes[-1])
 
 
-def _doubt_size(num_bytes: float, most_bytes: int) -> str:
-    text = f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {format_bytes(most_bytes)}"
+def _warn_about_size(num_bytes: float, most_bytes: int) -> str:
+    text = f"{format_bytes(num_bytes)} is more than twice the largest measured size, {format_bytes(most_bytes)}"
     return text if num_bytes > _REACH * most_bytes else ""
 
 
 def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
-    """The curve through (bytes, seconds); where a size has several times, the shortest."""
+    """The curve through (bytes, seconds); uses the shortest time for each size."""
     by_size: dict[int, float] = {}
     for size, seconds in points:
         by_size[size] = min(float(seconds), by_size.get(size, math.inf))
@@ -128,36 +131,37 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
     return MeasuredCurve(sizes, tuple(by_size[size] for size in sizes))
 
 
-# What an all-reduce of x bytes on p ranks needs: latencies one after the other, and bytes through the narrowest place.
+# The work of an all-reduce of x bytes on p ranks: sequential latencies, and bytes through the narrowest link.
 FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
     "line": lambda x, p: (1, x),
-    # p-1 steps that reduce and p-1 that gather, each with 1/p of the bytes.
+    # p-1 reduce steps and p-1 gather steps, each with 1/p of the bytes.
     "ring": lambda x, p: (2 * (p - 1), 2 * (p - 1) / p * x),
-    # Two binary trees with half of the bytes each, up and down again. A rank is a leaf of one, a branch of the other:
-    # it sends 1/2 + 1/2 up and 2 x 1/2 down. Of two ranks each is once the root with one child: 1/2 up and 1/2 down.
+    # Two binary trees with half of the bytes each, up and down again. A rank is a leaf in one tree and a branch in the
+    # other: it sends 1/2 + 1/2 up and 2 x 1/2 down. With two ranks, each is the root of one tree and has one child: 1/2
+    # up and 1/2 down.
     "tree": lambda x, p: (2 * math.ceil(math.log2(p)), x if p == 2 else 2 * x),
-    # A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once. One
-    # more part stands for the start.
+    # A ring whose chunks are sent in segments of at most 1 MiB, at least two per chunk and two in flight. One extra
+    # chunk accounts for the start.
     "gloo": lambda x, p: (p * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x),
-    # Every rank reads 1/p of all p vectors and writes it to all: for each rank two passes over a memory they share, of
-    # which a part is in caches of its own, whatever p is. A barrier has a flag for each rank, and two to begin with.
+    # Every rank reads 1/p of all p vectors and writes the result to all: two passes per rank over shared memory, part
+    # of which hits the rank's own caches for any p. A barrier has one flag per rank, and two to begin with.
     "shared": lambda x, p: (p + 2, (1.5 * p + 1) * x),
 }
 
 
 def check_algorithm(name: str) -> None:
-    """Refuse a name that is none of `ALGORITHMS`, with the nearest one."""
+    """Raise ConfigError with the nearest known name if the algorithm is unknown."""
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}known are {', '.join(ALGORITHMS)}")
 
 
 @dataclass(frozen=True)
 class FamilyCurve(CostCurve):
-    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks, after an
-    `overhead_s`, and with a `ramp` between the two: 1 is a pipeline in the best number of chunks. Where the two numbers
-    were fitted, `residuals` are (fitted - measured) / measured in the order of the points, from `min_bytes` to
-    `max_bytes` on up to `max_ranks`: 0 where they are assumed. `replace(fit, world_size=n)` is the same fit on other
-    ranks."""
+    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks, plus
+    `overhead_s`. `ramp` adds an interaction of the two terms: 1 is a pipeline with the best number of chunks. If the
+    two parameters were fitted, `residuals` are (fitted - measured) / measured in the order of the points, which range
+    from `min_bytes` to `max_bytes` on up to `max_ranks` ranks; these are 0 if the parameters are assumed. `replace(fit,
+    world_size=n)` applies the same fit to other rank counts."""
 
     algorithm: str
     world_size: int
@@ -173,14 +177,14 @@ class FamilyCurve(CostCurve):
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise ConfigError(f"an all-reduce on {self.world_size} ranks: at least 1 is needed")
+            raise ConfigError(f"an all-reduce needs at least 1 rank, not {self.world_size}")
         if self.algorithm == "shared" and self.world_size > _MOST_ON_ONE_HOST:
             found = f"{self.world_size:,} ranks do not fit in the memory of one host; the limit is {_MOST_ON_ONE_HOST}"
             raise ConfigError(f"{found}: use fewer --ranks, or name a --network")
 
     @property
     def error(self) -> float:
-        """The root of the mean square of the residuals."""
+        """Root mean square of the residuals."""
         return math.sqrt(math.fsum(r * r for r in self.residuals) / len(self.residuals))
 
     @property
@@ -197,22 +201,22 @@ class FamilyCurve(CostCurve):
     def explain(self, num_bytes: float) -> tuple[str, str]:
         doubts = []
         if 0 < _REACH * self.max_ranks < self.world_size:
-            doubts.append(f"{self.world_size:,} ranks are beyond twice the most that were measured, {self.max_ranks}")
+            doubts.append(f"{self.world_size:,} ranks are over twice the largest measured number, {self.max_ranks}")
         if self.max_bytes:
-            doubts.append(_doubt_size(num_bytes, self.max_bytes))
+            doubts.append(_warn_about_size(num_bytes, self.max_bytes))
         return f"{self.algorithm} {self.place}".strip(), "; ".join(filter(None, doubts))
 
 
 def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> FamilyCurve:
-    """Fit `t = latencies * alpha + bytes / rate` to (bytes, ranks, seconds) of all numbers of ranks above 1 at once.
-    Minimises the squared *relative* errors, with alpha >= 0. Relative, because sizes span decades: with absolute errors
-    the largest message would be the whole fit."""
+    """Fit `t = latencies * alpha + bytes / rate` to the (bytes, ranks, seconds) points of all rank counts above 1 at
+    once. Minimises the squared *relative* errors, with alpha >= 0: sizes span decades, and with absolute errors the
+    largest message would dominate the fit."""
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
     if len(set(work)) < 2:
-        raise MeasurementError(f"a fit needs two or more sizes on two or more ranks, got {len(points)} points")
+        raise MeasurementError(f"a fit needs two or more sizes on two or more ranks, but got {len(points)} points")
     if any(not 0 < seconds < math.inf for _, _, seconds in points):
-        raise MeasurementError("a time of 0 s cannot be fitted by relative error")
+        raise MeasurementError("relative errors cannot be fitted to a time that is 0 or infinite")
     # Columns relative to the measured time, and scaled to about 1 to keep the sums well conditioned.
     scale = max(moved_bytes for _, moved_bytes in work)
     u = [latencies / seconds for (latencies, _), (_, _, seconds) in zip(work, points, strict=True)]
@@ -222,23 +226,23 @@ def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> Fami
     determinant = uu * vv - uv * uv
     alpha_s = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
     slope = (v1 - alpha_s * uv) / vv
-    if alpha_s < 0:  # noise on nearly proportional data; the best line through the origin instead
+    if alpha_s < 0:  # noise on nearly proportional data: use the best line through the origin
         alpha_s, slope = 0.0, v1 / vv
-    if slope <= 1e-9 * (alpha_s + slope):  # rounding of equal times leaves a slope of either sign
-        raise MeasurementError("the times do not grow with the size, and have no bandwidth: measure larger messages")
+    if slope <= 1e-9 * (alpha_s + slope):  # for equal times, rounding leaves a tiny slope of either sign
+        raise MeasurementError("the times do not grow with the size, so there is no bandwidth: measure larger messages")
     sizes, ranks = [point[0] for point in points], max(point[1] for point in points)
     residuals = tuple(alpha_s * a + slope * b - 1 for a, b in zip(u, v, strict=True))
     return FamilyCurve(algorithm, ranks, alpha_s, scale / slope, min(sizes), max(sizes), ranks, residuals)
 
 
 def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
-    """The line through (bytes, seconds): the summary for people."""
+    """A line through (bytes, seconds), as a summary for people."""
     return fit_family([(size, 2, seconds) for size, seconds in sorted(points)], "line")
 
 
 def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, FamilyCurve]]:
-    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels. A curve
-    of one size or rank, or one whose times do not grow, has no line and is left out."""
+    """One line per curve (collective, backend, device, ranks, dtype, op), with one of its records for the labels.
+    Curves with one size or one rank, or whose times do not grow, are omitted."""
     fits = []
     for curve in group_by((record for record in records if record.world_size > 1), lambda record: record.key).values():
         with contextlib.suppress(MeasurementError):
@@ -248,7 +252,7 @@ def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[Collectiv
 
 @dataclass(frozen=True)
 class DerivedCurve(CostCurve):
-    """A curve by two functions: mostly of other curves."""
+    """A curve given by two functions, mostly of other curves."""
 
     seconds: Callable[[float], float]
     explained: Callable[[float], tuple[str, str]] = lambda num_bytes: ("measured", "")
@@ -261,7 +265,7 @@ class DerivedCurve(CostCurve):
 
 
 def multiply_curve(curve: CostCurve, factor: Callable[[float], float], doubt: str = "") -> CostCurve:
-    """A curve times a factor of the size of the message. A doubt comes before the curve's own."""
+    """The curve times a factor that depends on the message size. `doubt` precedes the curve's own."""
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, own = curve.explain(num_bytes)
@@ -271,7 +275,7 @@ def multiply_curve(curve: CostCurve, factor: Callable[[float], float], doubt: st
 
 
 def interpolate_sizes(values: Sequence[tuple[int, float]], num_bytes: float) -> float:
-    """A number by size: straight lines over the logarithm of the size, and constant beyond the ends."""
+    """Interpolate linearly over the logarithm of the size; constant beyond the ends."""
     for (size, value), (next_size, next_value) in itertools.pairwise(values):
         if num_bytes <= next_size:
             share = max(0.0, math.log(max(num_bytes, 1) / size) / math.log(next_size / size))
@@ -280,9 +284,9 @@ def interpolate_sizes(values: Sequence[tuple[int, float]], num_bytes: float) -> 
 
 
 def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
-    """Reduce-scatter inside each node, all-reduce between the nodes, all-gather inside: one after the other. Inside,
-    that is as much as a ring. Between, the ranks of a node send 1/m each and share the node's link, so that all bytes
-    pass it; `between` is a curve over nodes."""
+    """The sum of reduce-scatter inside each node, all-reduce between the nodes, and all-gather inside each node. The
+    two inner phases together cost as much as a ring. Between nodes, each of the m ranks of a node sends 1/m over the
+    node's shared link, so all bytes pass through it; `between` is a curve over nodes."""
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, doubt = between.explain(num_bytes)
@@ -292,7 +296,7 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
 
 
 def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
-    """For each message the algorithm that is quickest for its size."""
+    """For each message, the fastest algorithm for its size."""
     return curves[0] if len(curves) == 1 else DerivedCurve(
         lambda num_bytes: min(curve.estimate_s(num_bytes) for curve in curves),
         lambda num_bytes: min(curves, key=lambda curve: curve.estimate_s(num_bytes)).explain(num_bytes),
@@ -300,19 +304,20 @@ def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
 
 
 def scale_curve(measured: MeasuredCurve, there: FamilyCurve, here: FamilyCurve) -> CostCurve:
-    """A measured curve, with its bends, on other ranks: each time grows as the family does from `there` to `here`."""
+    """A measured curve, keeping its shape, scaled to another number of ranks by the family's ratio of `here` to
+    `there`."""
 
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or here.world_size == 1:
             return 0.0
-        # Below the smallest measured size the curve is flat, and so must be what it is multiplied by.
+        # Below the smallest measured size the curve is constant, so the factor must be constant, too.
         size = max(num_bytes, measured.sizes[0])
         return measured.estimate_s(size) * here.estimate_s(size) / there.estimate_s(size)
 
     def explain(num_bytes: float) -> tuple[str, str]:
         is_own = here.world_size == there.world_size
         name = "measured" if is_own else f"scaled from {there.world_size} ranks as {here.algorithm}"
-        # The sizes are those of this curve: the fit may have seen larger ones on other ranks.
+        # The size limit is that of this curve: the fit may include larger sizes on other ranks.
         return name, "; ".join(filter(None, (here.explain(0)[1], measured.explain(num_bytes)[1])))
 
     return DerivedCurve(estimate_s, explain)

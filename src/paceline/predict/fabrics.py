@@ -1,6 +1,6 @@
-"""All-reduce times that others measured and published: the figures behind the networks that are not data sheets.
+"""Published all-reduce times: the data behind the networks that are not based on data sheets.
 
-Every table is cited. Times are nccl-tests' averages out of place, in microseconds, for sizes that double.
+Every table has its source. Times are out-of-place averages of nccl-tests in microseconds, for doubling sizes.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class PublicSweep:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """(bytes, seconds), in order."""
+        """(bytes, seconds), in ascending order."""
         return [(self.first_bytes << place, time_us * 1e-6) for place, time_us in enumerate(self.times_us)]
 
 
@@ -68,7 +68,7 @@ V100_NODES = (
     _sweep(_ABCI, _V, 128, 32, KIB, "74.91 87.32 100.3 104.0 133.7 161.6 259.0 433.8 492.0 729.6 507.1 800.4 1096.3 "
            "1663.3 3677.4 5031.7"),
 )  # fmt: skip
-# The H20 has the NVLink of the H100.
+# The H20 has the same NVLink as the H100.
 H100 = (
     _sweep("the NCCL guide for DigitalOcean's bare metal on GitHub", "2 of 8 H100 SXM5", 2, 1, KIB,
            "15.75 14.16 13.10 12.32 12.17 12.68 14.05 15.62 17.68 17.23 26.30 30.67 35.13 47.86 73.28 127.7 223.4 "

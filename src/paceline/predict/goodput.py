@@ -1,26 +1,26 @@
-"""Goodput: which share of a job's time counts, if faults come at random, checkpoints cost time and so does recovery.
+"""Goodput: the share of a job's time that counts, given random faults and the cost of checkpoints and recovery.
 
-Faults come at the same rate at every moment, one in `mtbf_s` seconds on average, also while the job recovers. A period
-is `interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background, and counts when
-it is on disk. After a fault the job is as it was at the newest checkpoint (`restart`), or continues from a living
-replica and repeats the step that was cut short (`spare`, `shrink`), unless the fault left no replica.
+Faults occur at a constant rate, one per `mtbf_s` seconds on average, also while the job recovers. A period is
+`interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background and counts once it is
+on disk. After a fault the job returns to the newest checkpoint (`restart`), or continues from a living replica and
+repeats the interrupted step (`spare`, `shrink`), unless the fault left no replica.
 
-The mean times are exact for such faults. The argument, in words, with r = 1 / mtbf_s:
+The mean times are exact for such faults. The derivation, in words, with r = 1 / mtbf_s:
 
-- A stretch of x seconds has no fault with the chance e^-rx, and lasts (1 - e^-rx) / r on average until its end or its
-  fault. Let it begin again after each fault and a recovery of mean time F. Its mean time E is then
-  (1 - e^-rx) / r + (1 - e^-rx) (F + E), which is E = (e^rx - 1) (1 / r + F).
-- A restart of R seconds is such a stretch, and follows the time D until the fault is known, again after each fault:
+- A stretch of x seconds has no fault with probability e^-rx, and lasts (1 - e^-rx) / r on average until its end or its
+  fault. If it starts again after each fault and a recovery of mean time F, its mean time E is
+  (1 - e^-rx) / r + (1 - e^-rx) (F + E), so E = (e^rx - 1) (1 / r + F).
+- A restart of R seconds is such a stretch; after each fault it follows the time D until the fault is detected:
   F = e^rR D + (e^rR - 1) / r.
-- So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. Young's interval,
-  sqrt(2 save mtbf), is what is left of its best one where faults are rare.
-- With a write of B seconds look at the moments at which a checkpoint reaches the disk. To the next one it is a period
-  without a fault; after a fault it is B longer, since the job is back where the checkpoint was taken. Both added up,
-  the factor is e^rB.
-- Where replicas live on, a step is the stretch that begins again, and a fault without a replica ends the period. Each
-  step has a chance to be done without one, and the same sums are taken over steps.
+- So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. For rare faults, its
+  optimum is Young's interval, sqrt(2 save mtbf).
+- With a write of B seconds, consider the moments at which a checkpoint reaches the disk. Without a fault, the next one
+  is a period away; after a fault it is B further, since the job returns to where the checkpoint was taken. Both added
+  up, the factor is e^rB.
+- If replicas survive, a step is the stretch that starts again, and a fault without a replica ends the period. Each
+  step has a probability of finishing without one, and the same sums are taken over steps.
 
-`simulate_faults` draws the same process, for the spread over a limited time, and as a check of the sums.
+`simulate_faults` draws the same process, for the spread over a limited time and as a check of the sums.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from paceline.records.kinds import CostRecord
 POLICIES = ("restart", "spare", "shrink")
 ALL_LOST = 0.05
 _DRAWS, _SEED = 100, 1
-_MOST_FAULTS = 100  # that are simulated in one draw
-_ONCE = 0.2  # the standard deviation, as a share, of what was measured once
-_FOUND = 0.99  # of the faults find a spare that is ready
-_FAST = 0.001  # an interval is as good as the best where it costs this share of the time at most
-_MOST_EXPONENT = 600.0  # beyond it no period is ever finished
+_MOST_FAULTS = 100  # maximum number of faults simulated in one draw
+_ONCE = 0.2  # relative standard deviation assumed for a single measurement
+_FOUND = 0.99  # share of faults that find a ready spare
+_FAST = 0.001  # an interval is as good as the best if it costs at most this share of the time
+_MOST_EXPONENT = 600.0  # beyond this, no period ever finishes
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What saves and faults cost a job, in seconds. Of the faults, the share `lost` leaves no replica.
+    """Costs of saves and faults, in seconds. The share `lost` of faults leaves no replica.
 
-    Such a fault is known after `detect_s`; the lost rank can be started after `wait_s`, in `restart_s`. After any other
-    fault the living ranks need `takeover_s`, which another fault begins again, and `slower_s` in all are lost
-    while a rank is missing. `num_idle`: ranks that only wait for a fault.
+    Such a fault is detected after `detect_s`; the lost rank can be started after `wait_s`, and that takes `restart_s`.
+    After any other fault the living ranks need `takeover_s`, which starts again if another fault occurs, and lose
+    `slower_s` in total while a rank is missing. `num_idle` ranks only wait for a fault.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Policy:
     num_idle: int = 0
 
     def stall_s(self, interval_s: float) -> float:
-        """A save waits until the one before it is on disk. The first one after a restart waits for none."""
+        """A save waits until the previous one is on disk; the first one after a restart does not wait."""
         return self.save_s + max(0.0, self.write_s - interval_s)
 
     def cross(self, length_s: float) -> tuple[float, float]:
-        """The mean seconds of a stretch that a fault begins again, until it is done or no replica is left; and the
-        logarithm of the chance that it is done."""
+        """The mean seconds of a stretch that starts again after each fault, until it is done or no replica is left, and
+        the logarithm of the probability that it finishes."""
         hit, again = -math.expm1(-length_s / self.mtbf_s), -math.expm1(-self.takeover_s / self.mtbf_s)
         lives = 1.0 - self.lost
         over = 1.0 - lives * again
@@ -85,7 +85,7 @@ class Policy:
 
     @cached_property
     def recovery_s(self) -> float:
-        """The mean time from a fault that leaves no replica until steps are made again."""
+        """The mean time from a fault that leaves no replica until training continues."""
         growth = self.restart_s / self.mtbf_s
         return math.exp(growth) * (self.detect_s + self.wait_s) + self.mtbf_s * math.expm1(growth)
 
@@ -94,19 +94,19 @@ class Policy:
         return self.cross(self.step_s)
 
     def _cross_steps(self, work_s: float) -> tuple[float, float]:
-        """The same of steps that take `work_s` in all."""
+        """The same for steps that take `work_s` in total."""
         (seconds, chance), count = self._step, work_s / self.step_s
         ends = -math.expm1(chance)
         return seconds * (-math.expm1(count * chance) / ends if ends > 1e-15 else count), count * chance
 
     def estimate_share(self, interval_s: float) -> float:
-        """The share of the time that counts, with a save after each `interval_s` seconds of steps."""
+        """The share of the time that counts, with a save after every `interval_s` seconds of steps."""
         if max(self.restart_s, self.takeover_s, self.step_s) > _MOST_EXPONENT * self.mtbf_s:
             return 0.0
         behind_s = min(self.write_s, interval_s)
         work, rest, behind = map(self._cross_steps, (interval_s, interval_s - behind_s, behind_s))
         save, wait = self.cross(self.save_s), self.cross(self.stall_s(interval_s) - self.save_s)
-        # From one checkpoint that counts to the next; and from there where the first was taken.
+        # From one durable checkpoint to the next, first without a fault and then after returning to the first.
         period_s, done = _chain(rest, save, behind, wait)
         again_s, again = _chain(work, save, behind, wait)
         if -again > _MOST_EXPONENT:
@@ -115,15 +115,15 @@ class Policy:
         return interval_s / (period_s - math.expm1(done) * (self.recovery_s + again_s))
 
     def find_best_interval(self) -> float:
-        """By golden section on a logarithmic axis: the share has one maximum. A save does not wait for the one before,
-        and there is at least a step between two."""
+        """The best interval, by golden-section search on a log axis, where the share has a single maximum. It is at
+        least the time to write a checkpoint and at least one step."""
         low = math.log(max(self.write_s, self.step_s))
         high = max(low + 0.1, math.log(max(self.mtbf_s, self.step_s) / self.lost))
         ratio = (math.sqrt(5) - 1) / 2
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         at_left, at_right = (self.estimate_share(math.exp(x)) for x in (left, right))
         while high - low > 1e-4:
-            # Where nothing counts on either side, shorter is better.
+            # If no time counts on either side, prefer the shorter interval.
             if at_left >= at_right:
                 high, right, at_right = right, left, at_left
                 left = high - ratio * (high - low)
@@ -135,7 +135,7 @@ class Policy:
         return math.exp((low + high) / 2)
 
     def find_good_intervals(self, best_s: float) -> tuple[float, float]:
-        """From where to where an interval costs next to nothing compared with the best one."""
+        """The range of intervals that are nearly as good as the best one."""
         least, ends = self.estimate_share(best_s) - _FAST, []
         for factor in (1 / 1.05, 1.05):
             end_s = best_s
@@ -145,18 +145,18 @@ class Policy:
         return ends[0], ends[1]
 
     def estimate_lost_s(self, interval_s: float) -> float:
-        """The mean work that a fault loses: what was done since the newest checkpoint that counts, where no replica is
-        left, and half a step where one is."""
-        rate = -self._step[1] / self.step_s  # of faults without a replica
+        """The mean work that a fault loses: the work since the newest durable checkpoint if no replica is left, and
+        half a step otherwise."""
+        rate = -self._step[1] / self.step_s  # rate of faults that leave no replica
         first_s, period_s = interval_s + self.save_s, interval_s + self.stall_s(interval_s)
 
         def collect(until_s: float) -> float:
-            """The integral of the work of one interval done until a fault, times the chance of its moment, up to this
-            one."""
+            """The integral, up to `until_s`, of the work of one interval done before a fault times the fault's
+            density."""
             total = _integrate(rate, min(until_s, interval_s))
             return total + interval_s * max(0.0, math.exp(-rate * interval_s) - math.exp(-rate * until_s))
 
-        # Until the first checkpoint counts; then from each one that counts to the next.
+        # Until the first checkpoint is durable, then from each durable checkpoint to the next.
         first = collect(first_s + self.write_s) + math.exp(-rate * first_s) * collect(self.write_s)
         later = collect(period_s + self.write_s) - collect(self.write_s)
         later += math.exp(-rate * period_s) * collect(self.write_s)
@@ -165,7 +165,7 @@ class Policy:
 
 
 def _chain(*stretches: tuple[float, float]) -> tuple[float, float]:
-    """The mean seconds, and the logarithm of the chance to be done, of stretches one after the other."""
+    """The mean seconds and the log probability of finishing consecutive stretches."""
     seconds = chance = 0.0
     for more_s, done in stretches:
         seconds, chance = seconds + math.exp(chance) * more_s, chance + done
@@ -173,15 +173,15 @@ def _chain(*stretches: tuple[float, float]) -> tuple[float, float]:
 
 
 def _integrate(rate: float, until_s: float) -> float:
-    """The integral of x rate e^(-rate x) from 0."""
+    """The integral of x rate e^(-rate x) from 0 to `until_s`."""
     z = rate * until_s
-    near = z * z * (0.5 - z / 3 + z * z / 8)  # where the other form loses its digits
+    near = z * z * (0.5 - z / 3 + z * z / 8)  # series for small z, where the closed form loses precision
     return (near if z < 1e-4 else 1.0 - math.exp(-z) * (1.0 + z)) / rate if rate else 0.0
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """`useful_s`: steps that count; `lost_s`: those that did not, because a checkpoint was loaded."""
+    """`useful_s` are steps that count; `lost_s` are steps discarded when a checkpoint was loaded."""
 
     seconds: float
     useful_s: float
@@ -194,17 +194,17 @@ class SimulatedRun:
 
 
 def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: random.Random) -> SimulatedRun:
-    """One run of this length, with faults at random moments."""
+    """Simulate one run of this length with faults at random moments."""
     rate, period_s = 1 / policy.mtbf_s, interval_s + policy.stall_s(interval_s)
     waits_s = period_s - interval_s - policy.save_s
-    clock_s = kept_s = lost_s = running_s = 0.0  # running: without a pause, since the checkpoint that was loaded
+    clock_s = kept_s = lost_s = running_s = 0.0  # running_s: uninterrupted time since the loaded checkpoint
     num_faults = 0
 
     def is_over() -> bool:
         return clock_s >= seconds
 
     def place() -> float:
-        """Where it would be, had the first save waited, too."""
+        """The position in the run if the first save had waited like the others."""
         return running_s + (waits_s if running_s > interval_s else 0.0)
 
     def count_work() -> float:
@@ -220,7 +220,7 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
         clock_s, running_s, num_faults = clock_s + until_s, running_s + until_s, num_faults + 1
         has_replica = source.random() >= policy.lost
         if has_replica:
-            periods, rest_s = divmod(place(), period_s)  # the step, or the save, that was cut short is repeated
+            periods, rest_s = divmod(place(), period_s)  # the interrupted step or save is repeated
             rest_s = rest_s // policy.step_s * policy.step_s if rest_s < interval_s else interval_s
             running_s = periods * period_s + rest_s - (waits_s if periods else 0.0)
         while has_replica and not is_over():
@@ -246,9 +246,9 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
 
 @dataclass(frozen=True)
 class Faults:
-    """How often faults come to a job of `ranks`. `all_lost`: the share of them that leaves no replica. `repair_s`:
-    until the place of a lost rank can be used again. `usable`: the ranks that can share the global batch equally while
-    one is missing; None: all others."""
+    """Fault statistics of a job of `ranks`. `all_lost` is the share of faults that leaves no replica. `repair_s` is the
+    time until a lost rank's place can be used again. `usable` is how many ranks can share the global batch equally
+    while one is missing; None means all others."""
 
     mtbf_s: float
     ranks: int
@@ -262,15 +262,15 @@ class Faults:
 
     def __post_init__(self) -> None:
         refuse(
-            (self.ranks < 1, f"--ranks {self.ranks}: at least 1 is needed"),
-            (not 0 < self.mtbf_s < math.inf, f"a mean time between faults of {self.mtbf_s:g} s: it must be above 0"),
-            (not 0 < self.all_lost <= 1, f"--all-lost {self.all_lost:.3%}: above 0 % and up to 100 % is needed"),
+            (self.ranks < 1, f"--ranks {self.ranks}: use 1 or more"),
+            (not 0 < self.mtbf_s < math.inf, f"the mean time between faults must be above 0, not {self.mtbf_s:g} s"),
+            (not 0 < self.all_lost <= 1, f"--all-lost {self.all_lost:.3%}: must be above 0 % and at most 100 %"),
         )
 
 
 def count_spares(faults: Faults, restart_s: float) -> int:
-    """The least number of spares of which 99 % of the faults find one: each is missing until it is repaired, and has
-    started."""
+    """The smallest number of spares such that 99 % of faults find one. A spare in use is missing until it is repaired
+    and has started."""
     mean = (faults.repair_s + restart_s) / faults.mtbf_s
     if mean > 500:
         return math.ceil(mean + statistics.NormalDist().inv_cdf(_FOUND) * math.sqrt(mean))
@@ -283,7 +283,8 @@ def count_spares(faults: Faults, restart_s: float) -> int:
 
 
 def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
-    """The policies whose costs are known, by the names of `COSTS`. One rank has no replica to continue from."""
+    """The policies with known costs, which are named as in `records.kinds.COSTS`. A single rank has no replica to
+    continue from."""
     restart = Policy(
         "restart", faults.mtbf_s, costs["save"], costs.get("write", 0.0), costs["step"], costs.get("detect", 0.0),
         costs["restart"], wait_s=faults.repair_s,
@@ -293,7 +294,7 @@ def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
         spares = count_spares(faults, costs["restart"])
         found.append(replace(restart, name="spare", lost=faults.all_lost, takeover_s=costs["spare"], num_idle=spares))
     if "shrink" in costs and faults.ranks > 1:
-        # Fewer ranks share each batch until it is back, which is a second pause.
+        # Fewer ranks share each batch until the lost rank returns, which causes a second pause.
         slower_s = missing_s * (1 - faults.ranks_after / faults.ranks) + costs["shrink"]
         found.append(
             replace(restart, name="shrink", lost=faults.all_lost, takeover_s=costs["shrink"], slower_s=slower_s)
@@ -303,9 +304,9 @@ def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What to expect of one policy at its best interval, or at the asked one. `low` and `high`: 90 % of runs of the
-    asked length, by what is known of the costs. `of_ranks`: the share of the time of all ranks, the idle ones too;
-    `draws` are of that."""
+    """The prediction for one policy at its best interval or the requested one. `low` and `high` bound 90 % of runs of
+    the requested length, including the uncertainty of the costs. `of_ranks` is the useful share of the time of all
+    ranks, including idle ones, and `draws` are draws of it."""
 
     policy: Policy
     interval_s: float
@@ -327,12 +328,12 @@ class Goodput:
 
     @property
     def failing(self) -> float:
-        """The share of the time that faults cost: until they are known, recovery, and work that is done again."""
+        """The share of the time that faults cost: detection, recovery and repeated work."""
         return max(0.0, 1.0 - self.share - self.saving)
 
     @property
     def fault_s(self) -> float:
-        """The mean seconds that a fault costs."""
+        """The mean cost of a fault in seconds."""
         return self.failing * self.policy.mtbf_s
 
     @property
@@ -341,7 +342,7 @@ class Goodput:
 
 
 def average_costs(records: Sequence[CostRecord], source: random.Random | None = None) -> dict[str, float]:
-    """Each cost on average, and of steps, of which the first are slow, the median. With a `source` of random numbers,
+    """The mean of each cost; the median for steps, since the first ones are slow. With a random `source`, a draw of
     what another measurement might have given."""
     found = {}
     for record in records:
@@ -349,7 +350,7 @@ def average_costs(records: Sequence[CostRecord], source: random.Random | None = 
         if source is not None and record.source == "measured":
             if len(seconds) == 1:
                 seconds = [seconds[0] * math.exp(source.gauss(0.0, _ONCE))]
-            elif record.name != "step":  # of which there are many
+            elif record.name != "step":  # there are many steps, so their median is known well
                 seconds = source.choices(seconds, k=len(seconds))
         found[record.name] = statistics.median(seconds) if record.name == "step" else statistics.fmean(seconds)
     return found
@@ -358,7 +359,7 @@ def average_costs(records: Sequence[CostRecord], source: random.Random | None = 
 def estimate_goodput(
     records: Sequence[CostRecord], faults: Faults, horizon_s: float, interval_s: float | None = None
 ) -> list[Goodput]:
-    """Each policy at its best interval, or at a given one, the best first: by the time of all ranks, idle ones too."""
+    """Each policy at its best interval or the given one, sorted by the useful share of all ranks' time, best first."""
     centers = build_policies(average_costs(records), faults)
     intervals = [interval_s or policy.find_best_interval() for policy in centers]
     shares, runs = ([list[float]() for _ in centers] for _ in range(2))

@@ -1,5 +1,5 @@
-"""One rank's step without communication: the job that the simulator takes, from profiles and from tables of layers.
-That of a tuning run is fitted together with its costs in `predictor`."""
+"""One rank's step without communication: the simulator's job, built from profiles and from tables of layers. For a
+tuning run, `predictor` fits the job together with its costs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 
 @dataclass(frozen=True)
 class Lookup:
-    """The part of a gradient that lookups in an embedding make: rows on each rank, ready at the end of backward.
-    `rest_s` is when what other uses of the weight add is ready; None where nothing else uses it."""
+    """The part of a gradient that comes from embedding lookups: rows on each rank, ready at the end of backward.
+    `rest_s` is when the contribution of the weight's other uses is ready, or None if there are none."""
 
     name: str
     num_rows: int
@@ -35,11 +35,11 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Job:
-    """Gradients in ready order, the moments at which they are ready, and the step around them. Times of one rank alone.
-    `ready_s` counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
-    optimizer. `device` is where it computes, empty where nothing says; `notes` is what had to be assumed. `lookups` are
-    parts that `split` can send as rows. Those that it does follow the last bucket: `tail` has them, each with the bytes
-    of the all-reduce that moves as much."""
+    """Gradients in ready order with their ready times, and the step around them, all for one rank alone. `ready_s`
+    counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
+    optimizer. `device` is the compute device, empty if unknown; `notes` are the assumptions made. `lookups` are parts
+    that `split` can send as rows. It moves those to `tail`, after the last bucket, each with the size of an all-reduce
+    that moves as many bytes."""
 
     gradients: tuple[Gradient, ...]
     ready_s: tuple[float, ...]
@@ -50,13 +50,13 @@ class Job:
     notes: tuple[str, ...] = ()
     lookups: tuple[Lookup, ...] = ()
     tail: tuple[tuple[Lookup, int], ...] = ()
-    whole: Job | None = field(default=None, compare=False)  # before it was split
+    whole: Job | None = field(default=None, compare=False)  # the job before it was split
 
     def __post_init__(self) -> None:
         if len(self.ready_s) != len(self.gradients):
             raise ConfigError(f"{len(self.ready_s)} ready times for {len(self.gradients)} gradients")
         if any(not 0 <= ready <= self.backward_s + 1e-9 for ready in self.ready_s):
-            raise ConfigError(f"a gradient is ready outside backward, which takes {self.backward_s} s")
+            raise ConfigError(f"a ready time lies outside backward, which takes {self.backward_s} s")
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -69,12 +69,12 @@ class Job:
 
     @cached_property
     def latest_s(self) -> tuple[float, ...]:
-        """When gradient k and all before it are ready."""
+        """When gradients 0 to k are all ready."""
         return tuple(itertools.accumulate(self.ready_s, max))
 
     @cached_property
     def tied(self) -> tuple[int, ...]:
-        """The places of the gradients that have a part in the tail, and another one in a bucket."""
+        """The positions of the gradients that have one part in the tail and another in a bucket."""
         names = {one.name for one, _ in self.tail if one.rest_s is not None}
         return tuple(place for place, gradient in enumerate(self.gradients) if gradient.name in names)
 
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def computing_s(self) -> float:
-        """What ranks do on their own before they need each other."""
+        """What a rank computes before it needs the other ranks."""
         return self.before_s + self.backward_s
 
     @property
@@ -93,23 +93,23 @@ class Job:
         return self.computing_s + self.after_s
 
     def cut(self, cap_bytes: int) -> tuple[int, ...]:
-        """Where torch's rule ends buckets of this cap, as places of the ready order."""
+        """Where torch's rule ends buckets of this cap, as positions in the ready order."""
         return cut_by_cap(self.totals, cap_bytes)
 
     def accumulate(self, count: int) -> Job:
-        """A step of several micro-batches: all but the last backward only compute."""
+        """A step of several micro-batches; only the last backward communicates."""
         if count < 1:
-            raise ConfigError(f"{count} micro-batches in a step: at least 1")
+            raise ConfigError(f"a step needs at least 1 micro-batch, not {count}")
         return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
 
     def stretch(self, factor: float) -> Job:
-        """Every part of the step this many times as long."""
+        """The job with every part of the step multiplied by `factor`."""
         times = {name: getattr(self, name) * factor for name in ("backward_s", "before_s", "after_s")}
         lookups = tuple(replace(one, rest_s=one.rest_s and one.rest_s * factor) for one in self.lookups)
         return replace(self, ready_s=tuple(moment * factor for moment in self.ready_s), lookups=lookups, **times)
 
     def split(self, world_size: int) -> Job:
-        """The same with the lookups of embeddings sent as rows, where our wrapper does so on this number of ranks."""
+        """The job with embedding lookups sent as rows, if Paceline's wrapper would do so on this number of ranks."""
         sizes = {gradient.name: gradient.num_bytes for gradient in self.gradients}
         tail, ready = list[tuple[Lookup, int]](), dict(zip(sizes, self.ready_s, strict=True))
         for one in self.lookups if world_size > 1 else ():
@@ -129,12 +129,13 @@ class Job:
         return replace(self, gradients=gradients, ready_s=moments, tail=tuple(tail), whole=self)
 
     def list_rows(self, gradients: Sequence[Gradient]) -> list[Rows]:
-        """Its tail, as a plan for these gradients has it."""
+        """The tail, as a plan for these gradients describes it."""
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
         return [Rows(place[one.name], one.num_rows, one.rest_s is None) for one, _ in self.tail]
 
     def order(self, gradients: Sequence[Gradient]) -> list[int]:
-        """The ready order of these, which may be more: those are last. All but the ones that are in its tail alone."""
+        """The ready order as indices into `gradients`. Gradients unknown to the job come last; those only in the tail
+        are omitted."""
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
         order = [place[gradient.name] for gradient in self.gradients]
         known = {*order, *(part.gradient for part in self.list_rows(gradients))}
@@ -142,11 +143,11 @@ class Job:
 
 
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
-    """Gradients in ready order, and the plain step around them, by medians. Ready times are the profiled ones divided
-    by what profiling cost. `gradients` is `fp32` or `bf16`; None leaves them as they were. A parameter that never had a
-    gradient is sent with the last."""
+    """The job of a profile, from medians: gradients in ready order, and the plain step around them. Ready times are
+    divided by the profiling overhead. `gradients` is `fp32` or `bf16`; None keeps their dtypes. Parameters that never
+    had a gradient are sent with the last bucket."""
     if gradients is not None and gradients not in GRADIENT_DTYPES:
-        raise ConfigError(f"gradients in {gradients!r}: known are {', '.join(GRADIENT_DTYPES)}")
+        raise ConfigError(f"unknown gradient dtype {gradients!r}: use {', '.join(GRADIENT_DTYPES)}")
     total_s, cost = record.backward.median_s, record.backward_cost.value
     found, ready, lookups = [], [], []
     for parameter in record.parameters:
@@ -167,27 +168,27 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
     notes = [
         f"{record.model} on one {record.device} rank, batch size {record.batch_size}, {record.source}: "
         f"{len(found)} gradients, {size} in {' and '.join(dtypes)}; step {format_ms(before_s + total_s + after_s)} ms, "
-        f"of which backward {format_ms(total_s)} ms; ready times divided by the profiler's cost, {cost:.3f}"
+        f"of which backward {format_ms(total_s)} ms; ready times divided by the profiling overhead, {cost:.3f}"
     ]
     if gradients is not None and {p.dtype for p in record.parameters} != set(dtypes):
-        notes.append(f"gradients sent in {dtypes[0]}: the conversion is taken to cost nothing")
+        notes.append(f"gradients are sent in {dtypes[0]}; the conversion is assumed to be free")
     if len(dtypes) > 1:
-        notes.append(f"gradients of {' and '.join(dtypes)} share buckets here; in a wrapper they do not")
+        notes.append(f"gradients of {' and '.join(dtypes)} share buckets here, unlike in a wrapper")
     if record.unused:
-        notes.append(f"{len(record.unused)} parameters never had a gradient: taken as ready at the end of backward")
+        notes.append(f"{len(record.unused)} parameters never had a gradient: assumed ready at the end of backward")
     return Job(tuple(found), tuple(ready), total_s, before_s, after_s, record.device, tuple(notes), tuple(lookups))
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
-    """(what comes before backward, what comes after it) in the plain step; what is in no phase counts as before."""
+    """The times before and after backward in the plain step; time outside any phase counts as before."""
     forward_s, after_s = resample.median(record.forward), resample.median(record.optimizer)
     rest_s = max(0.0, resample.median(record.timing) - forward_s - resample.median(record.backward) - after_s)
     return forward_s + rest_s, after_s
 
 
 def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -> list[Job]:
-    """The same job as other repetitions of its profile might have given it. Whole repetitions are drawn, for their
-    phases are slow together, and single ones of an unstable profile; ready times stretch with backward."""
+    """The job as other repetitions of its profile might have given it. Draws use whole repetitions because their phases
+    are slow together, or single ones if the profile is unstable; ready times scale with backward."""
     source, draws = random.Random(seed), []
     for resample in (Resample(source, record.timing.noise > UNSTABLE) for _ in range(count)):
         total_s = resample.median(record.backward)
@@ -197,8 +198,9 @@ def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -
     return draws
 
 
-# The tensors of a GPT-2 block in the order in which their gradients are ready, as (multiples of width^2, of width),
-# and the share of the block's backward that has passed by then. Matrix products take the time: two for each weight.
+# The tensors of a GPT-2 block in the order in which their gradients are ready, with their parameters as multiples of
+# width^2 and of width. Each is ready in proportion to the matrix products done by then: two per weight, which take
+# nearly all of the time.
 _GPT2_BLOCK = (
     ("mlp.c_proj", 4, 1), ("mlp.c_fc", 4, 4), ("ln_2", 0, 2), ("attn.c_proj", 1, 1), ("attn.c_attn", 3, 3),
     ("ln_1", 0, 2),
@@ -206,9 +208,10 @@ _GPT2_BLOCK = (
 
 
 def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord]) -> Job:
-    """Layers run backward in the reverse of their order in `sizes`; one without a time is taken to need none. Two
-    layers of equal size at both ends of a language model are one tied tensor, whose gradient is complete only when the
-    first layer's is. A block of GPT-2's size is taken apart into its tensors, for buckets are made of those."""
+    """The job of two tables. Layers run backward in the reverse of their order in `sizes`; one without a time is
+    assumed to take none. If the first and the last layer of a language model have equal sizes, they are one tied
+    tensor, whose gradient is complete only when the first layer's is. Blocks of GPT-2's size are divided into their
+    tensors, since buckets consist of tensors."""
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
     phases = {record.layer: record.timing.center_s for record in times}
@@ -221,12 +224,12 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     if is_tied:
         notes.append(f"{last.layer} and {first.layer} are one tied tensor: counted once, ready at the end of backward")
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
-        notes.append(f"no times for {', '.join(untimed)}: taken as 0, at their place in backward")
+        notes.append(f"no times for {', '.join(untimed)}: assumed to take 0 s")
     unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})
-    if unknown and set(untimed) - {OUTSIDE}:  # else they are taken to have no parameters
-        raise RecordError(f"times for layers that have no size: {', '.join(unknown)}")
+    if unknown and set(untimed) - {OUTSIDE}:  # otherwise they are assumed to have no parameters
+        raise RecordError(f"no sizes for the timed layers {', '.join(unknown)}")
     if unknown:
-        notes.append(f"no size for {', '.join(unknown)}: taken as without parameters")
+        notes.append(f"no size for {', '.join(unknown)}: assumed to have no parameters")
     gradients, ready = [], []
     widths = {width for record in sizes if (width := _find_width(record))}
     now_s, taken_apart, factor = 0.0, 0, 1.0
@@ -241,18 +244,18 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
             ready += [now_s + share * took_s for _, _, share in pieces]
         now_s += took_s
     if now_s == 0:
-        raise RecordError("no times of layers: each layer needs a row `NAME grad`, the seconds of its backward")
+        raise RecordError("no layer times: each layer needs a row `NAME grad` with the seconds of its backward")
     if taken_apart:
-        notes.append(f"{taken_apart} blocks taken apart into GPT-2's tensors; ready by their share of matrix products")
-    # The row `backward` is what is in no layer; in some tables only the call, which takes microseconds on a GPU.
+        notes.append(f"{taken_apart} blocks are divided into GPT-2's tensors, ready by their share of matrix products")
+    # The row `backward` is the time outside any layer; in some tables it is only the call, microseconds on a GPU.
     whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
     if whole_s > 1.001 * now_s:
         took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"
-        notes.append(f"{took}: the rest is shared in proportion")
+        notes.append(f"{took}; the rest is distributed in proportion")
         factor = whole_s / now_s
         ready, now_s = [ready_s * factor for ready_s in ready], whole_s
     size = format_bytes(sum(gradient.num_bytes for gradient in gradients))
-    notes.append(f"{len(gradients)} gradients, {size} in float32; backward of one rank {format_ms(now_s)} ms")
+    notes.append(f"{len(gradients)} gradients, {size} in float32; backward takes {format_ms(now_s)} ms on one rank")
     around_s = phases.get("forward", 0.0), phases.get("step", 0.0)
     lookups = [replace(one, rest_s=(one.rest_s or 0.0) * factor) for one in lookups]
     return Job(tuple(gradients), tuple(ready), now_s, *around_s, notes=tuple(notes), lookups=tuple(lookups))
@@ -264,14 +267,14 @@ def _normalize(layer: str) -> str:
 
 
 def _find_width(record: LayerSizeRecord) -> int:
-    """The width of a block of GPT-2, which has 12 w^2 + 13 w parameters; 0 for another layer."""
+    """The width w of a GPT-2 block, which has 12 w^2 + 13 w parameters; 0 for other layers."""
     near = round(math.sqrt(record.num_params / 12))
     widths = [w for w in (near - 1, near, near + 1) if w > 0 and 12 * w**2 + 13 * w == record.num_params]
     return widths[0] if widths and "block" in record.layer.lower() else 0
 
 
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
-    """(name, parameters, share of the layer's backward) for each tensor; weights and biases go together."""
+    """(name, parameters, share of the layer's backward) for each tensor; a weight and its bias are ready together."""
     width = _find_width(record)
     if not width:
         return [(record.layer, record.num_params, 1.0)]

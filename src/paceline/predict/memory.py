@@ -1,9 +1,9 @@
-"""Memory over one step: how many bytes are allocated at each moment, what they are for, and when they are most.
+"""Memory over one step: allocated bytes over time by category, and the peak.
 
-Recording (`measure.traces`) marks moments of a step, and lists there the tensors that exist and what each is for. torch
-reports what is allocated and freed in between, as `[memory]` events of the trace. A block of memory is what it is seen
-as at any mark. Of the others, what forward allocates and leaves is activations, what is gone by the end of the step is
-temporary, and the rest is other.
+Recording (`measure.traces`) sets marks in a step and lists the live tensors and their categories at each. In between,
+torch reports allocations and frees as `[memory]` events of the trace. A block belongs to the category it has at any
+mark. Unmarked blocks are activations if forward allocates and leaves them, temporary if they are freed by the end of
+the step, and other in all remaining cases.
 """
 
 import math
@@ -15,17 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 CATEGORIES = ("parameters", "optimizer", "buckets", "gradients", "data", "activations", "temporary", "other")
-MARK = "memory mark"  # the name of a mark in the trace, with its number
-_SEEN_FIRST = ("parameters", "buckets", "gradients", "optimizer")  # a gradient may be a view of a bucket
-_MAX_INTERVALS = 300  # of a timeline that is kept
-_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as torch numbers them
+MARK = "memory mark"  # name of a mark in the trace, followed by its number
+# categories by precedence: a gradient may be a view of a bucket
+_SEEN_FIRST = ("parameters", "buckets", "gradients", "optimizer")
+_MAX_INTERVALS = 300  # maximum number of intervals in a stored timeline
+_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # torch's numbers
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class MemoryMark:
-    """A moment: the phase that begins there, empty where none does, and tensors as (address, bytes, category)."""
+    """A moment of the step: the phase that begins there (may be empty), and tensors as (address, bytes, category)."""
 
     phase: str
     blocks: tuple[tuple[int, int, str], ...]
@@ -33,8 +34,8 @@ class MemoryMark:
 
 @dataclass(frozen=True)
 class MemoryMarks:
-    """The marks of one step, from its begin to its end. `allocated_bytes` is what the allocator of a GPU counts at the
-    begin; None on the CPU, where nobody counts."""
+    """The marks of one step, from its start to its end. `allocated_bytes` is the GPU allocator's count at the start;
+    None on the CPU, which has no such count."""
 
     device: str
     index: int
@@ -54,7 +55,7 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """The bytes of one category at each moment of a timeline."""
+    """The bytes of one category at each time of a timeline."""
 
     category: str
     num_bytes: tuple[int, ...]
@@ -66,8 +67,9 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Allocated memory at moments of one step, since its begin. Of a step with many allocations it has the highest and
-    the last moment of each short interval. `operator` allocated last before the peak; empty where no operator did."""
+    """Allocated memory over one step, with times since its start. For a step with many allocations it keeps the highest
+    and the last point of each short interval. `operator` made the last allocation before the peak; empty if no operator
+    did."""
 
     times_s: tuple[float, ...]
     phases: tuple[MemoryPhase, ...]
@@ -80,7 +82,7 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """The place of the peak among the moments."""
+        """The index of the peak."""
         totals = self.totals
         return totals.index(max(totals))
 
@@ -98,13 +100,13 @@ class MemoryUse:
 class _Block:
     num_bytes: int
     begin_us: float
-    phase: int  # its number among the phases; 0 is before the step
+    phase: int  # index of its phase, from 1; 0 is before the step
     end_us: float = math.inf
     seen: set[str] = field(default_factory=set)
 
 
 def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> MemoryUse:
-    """The memory of the marked step. Earlier events of the trace say what was allocated before it."""
+    """The memory timeline of the marked step. Earlier events of the trace show what was allocated before it."""
     marked = [e for e in events if e["name"].startswith(MARK) and e.get("cat") == "user_annotation"]
     marked.sort(key=_find_number)
     changes = _find_changes(events, marks)
@@ -128,7 +130,7 @@ def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> Memory
         held[-1] = np.maximum(0, totals - held[:-1].sum(axis=0))
     peak = int(np.argmax(held.sum(axis=0)))
     kept = _thin(held)
-    # Listing tensors takes time, which belongs to no phase.
+    # Listing tensors takes time that belongs to no phase.
     starts_us, spent_us = [e["ts"] for e in marked], np.cumsum([0.0, *(e["dur"] for e in marked)])
 
     def at_s(moments_us: Any) -> Any:
@@ -137,7 +139,7 @@ def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> Memory
 
     edges_us = np.array([moment_us for _, moment_us in phases])
     edges_s, names = at_s(edges_us).tolist(), [name for name, _ in phases[:-1]]
-    firsts = np.searchsorted(points, edges_us, side="right") - 1  # what is held when a phase begins is held in it
+    firsts = np.searchsorted(points, edges_us, side="right") - 1  # memory held when a phase begins counts towards it
     lasts = np.maximum(firsts[:-1] + 1, np.searchsorted(points, edges_us[1:]))
     both = np.vstack([held, held.sum(axis=0)])
     largest = [tuple(both[:, a:b].max(axis=1).tolist()) for a, b in zip(firsts[:-1], lasts, strict=True)]
@@ -154,7 +156,7 @@ def _find_number(mark: dict[str, Any]) -> int:
 
 
 def _find_changes(events: Iterable[dict[str, Any]], marks: MemoryMarks) -> list[dict[str, Any]]:
-    """Allocations and frees on the device of the marks, in order."""
+    """Allocations and frees on the marks' device, in order."""
     kind = _DEVICE_TYPES[marks.device]
     found = [e for e in events if e["name"] == "[memory]" and e["args"].get("Device Type") == kind]
     found = [e for e in found if not kind or e["args"].get("Device Id") == marks.index]
@@ -164,7 +166,7 @@ def _find_changes(events: Iterable[dict[str, Any]], marks: MemoryMarks) -> list[
 def _follow(
     changes: Sequence[dict[str, Any]], marked: Sequence[dict[str, Any]], marks: MemoryMarks
 ) -> tuple[list[_Block], list[tuple[str, float]]]:
-    """Every block of memory with its life and what it was seen as; and the phases with their begins."""
+    """Every block of memory with its lifetime and categories, and the phases with their start times."""
     blocks: list[_Block] = []
     held: dict[int, _Block] = {}  # by address
     freed_us: dict[int, float] = {}
@@ -180,7 +182,7 @@ def _follow(
         at_us = event["ts"]
         if mark is None:
             address, size = event["args"]["Addr"], event["args"]["Bytes"]
-            if address in held:  # also where it is allocated again: another thread freed it
+            if address in held:  # also if it is allocated again: an untraced thread freed it
                 held.pop(address).end_us = at_us
             if size > 0:
                 add(address, _Block(size, at_us, len(phases)))
@@ -188,7 +190,7 @@ def _follow(
             continue
         phases += [(mark.phase, at_us)] if mark.phase else []
         for address, size, category in mark.blocks:
-            # Allocated before the trace, or by a thread that is not traced: it is at least not older than this.
+            # It was allocated before the trace or by an untraced thread, but after the previous block here was freed.
             old = held.get(address) or add(address, _Block(size, freed_us.get(address, -math.inf), 0))
             old.seen.add(category)
     return blocks, phases
@@ -208,8 +210,8 @@ def _find_category(block: _Block, phases: Sequence[tuple[str, float]]) -> str:
 
 
 def _thin(held: Ints) -> Ints:
-    """The moments to keep: the ends, the most of each category and of all, the highest and the last of each interval.
-    Without the last, a picture would show memory that is free until the next interval."""
+    """The points to keep: both ends, the maximum of each category and of the total, and the highest and the last point
+    of each interval. Without the last, a plot would show freed memory as held until the next interval."""
     totals, count = held.sum(axis=0), held.shape[1]
     intervals = np.array_split(np.arange(count), min(count, _MAX_INTERVALS))
     highest = [int(part[np.argmax(totals[part])]) for part in intervals]
@@ -217,7 +219,7 @@ def _thin(held: Ints) -> Ints:
 
 
 def _find_operator(events: Iterable[dict[str, Any]], change: dict[str, Any] | None) -> str:
-    """The innermost operator in which memory was allocated."""
+    """The innermost operator that made this allocation."""
     if change is None:
         return ""
     at_us, place = change["ts"], (change.get("pid"), change.get("tid"))

@@ -1,7 +1,7 @@
-"""Networks by name, and fabrics: what joins the ranks, for any number of them, and the cost curve that follows.
+"""Networks by name, and fabrics: the interconnect for any number of ranks, and its cost curve.
 
-A named network is a table that somebody published, or a data sheet with what published tables show it to leave out.
-A measured fabric is a sweep of all-reduce. `benchmarks/validate_networks.py` fits and judges the numbers here.
+A named network is a published table, or a data sheet corrected for what published tables show it to omit. A measured
+fabric is an all-reduce sweep. `benchmarks/validate_networks.py` fits and validates the numbers here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Correction:
-    """What a data sheet leaves out of an all-reduce. Each costs `overhead_s` to launch, a message between two ranks
-    takes `latency` times the data sheet's, large messages reach `efficiency` of the line rate, and a pipeline of chunks
-    fills and drains: `ramp` times the 2 sqrt(latency x transfer) of the best number of chunks."""
+    """What a data sheet omits from an all-reduce. Each call costs `overhead_s` to launch, a message between two ranks
+    takes `latency` times the nominal latency, large messages reach `efficiency` of the line rate, and a pipeline of
+    chunks takes time to fill and drain: `ramp` times the 2 sqrt(latency x transfer) of the best number of chunks."""
 
     overhead_s: float = 0.0
     latency: float = 1.0
@@ -42,28 +42,28 @@ class Correction:
     ramp: float = 0.0
 
 
-# Standard deviations of the logarithm of a time, by the size of the message, between which they are straight lines over
-# its logarithm: of a corrected data sheet, and of a published table on another site's machine of the same kind.
+# Standard deviations of log(time) by message size, interpolated linearly over log(size): for a corrected data sheet,
+# and for a published table applied to another site's machine of the same kind.
 Errors = Sequence[tuple[int, float]]
 SHEET_ERRORS: Errors = ((MIB // 4, 0.65), (4 * MIB, 0.45), (128 * MIB, 0.45))
 SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.35))
 CORRECTION = Correction(overhead_s=7e-6, latency=1.9, efficiency=0.76, ramp=1.0)
-# No table of a link up to 25 Gb/s was found: by one link of 1 Gb/s of our own, TCP fills it, and takes long to start.
+# We found no table for a link of up to 25 Gb/s. Our own 1 Gb/s link shows that TCP saturates it but starts slowly.
 _SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, efficiency=0.95)
-# On other ranks a measured sweep is known worse, with the square root of the doublings between. Where the sweep is on
-# one node and the ranks are on several, messages of a size take a multiple, and even that is known badly.
+# The error of a measured sweep on other rank counts grows with the square root of the doublings between them. From one
+# node to several, times grow by a factor that depends on the size and is itself uncertain.
 ERROR_PER_DOUBLING = 0.27
 FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 3.0)), 0.5
-# By family, the threads of a rank that move its messages, and the power of (threads / cores) by which messages slow
-# where threads wait for a core. A barrier in shared memory waits for all of them.
+# By family: the threads per rank that move its messages, and the power of (threads / cores) by which messages slow down
+# when threads wait for a core. A barrier in shared memory waits for all of them.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network by its data sheet: seconds of one message's way between two ranks, and bytes per second out of each
-    rank; with a `correction`, of what that leaves out. Or, with `sweeps`, one that others measured: its ranks share
-    nodes of `ranks_per_node`, and the numbers of the data sheet are for comparison."""
+    """A network from its data sheet: the latency of one message between two ranks, the bandwidth out of each rank, and
+    a `correction` for what the data sheet omits. With `sweeps`, a published network instead: its nodes have
+    `ranks_per_node` ranks, and the data sheet's numbers serve only for comparison."""
 
     name: str
     latency_s: float
@@ -75,12 +75,14 @@ class Network:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
-            has = f"{self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s"
-            raise ConfigError(f"network {self.name} has {has}: a latency of 0 or more, and a bandwidth above 0")
+            raise ConfigError(
+                f"network {self.name} needs a latency of 0 or more and a bandwidth above 0, not "
+                f"{self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s"
+            )
 
     @property
     def as_written(self) -> Network:
-        """Exactly the data sheet, as an emulation of it needs."""
+        """The data sheet without corrections, as used for emulation."""
         return replace(self, correction=Correction())
 
     def describe(self, place: str) -> str:
@@ -92,14 +94,14 @@ class Network:
         return f"{self.name}: {rate} GB/s and {latency} {place} ({self.note})"
 
 
-# Latencies are of one message between neighbours, in round numbers: they decide only where gradients are small.
+# Latencies are round numbers for one message between neighbours: they matter only for small gradients.
 _SHEETS = (
-    Network("nvlink", 2e-6, 300e9, "NVLink of an A100: 300 GB/s each way, the 600 of data sheets both ways"),
-    Network("nvlink4", 2e-6, 450e9, "NVLink of an H100: 450 GB/s each way, the 900 of data sheets both ways"),
+    Network("nvlink", 2e-6, 300e9, "A100 NVLink: 300 GB/s each way (data sheets add both directions: 600)"),
+    Network("nvlink4", 2e-6, 450e9, "H100 NVLink: 450 GB/s each way (data sheets add both directions: 900)"),
     Network("pcie3", 5e-6, 15.8e9, "PCIe 3.0 x16"),
     Network("pcie4", 5e-6, 31.5e9, "PCIe 4.0 x16"),
     Network("ndr", 2e-6, 50e9, "InfiniBand NDR: 400 Gb/s"),
-    Network("hdr", 2e-6, 25e9, "InfiniBand HDR: 200 Gb/s, which is 25 GB/s and not 200 GB/s"),
+    Network("hdr", 2e-6, 25e9, "InfiniBand HDR: 200 Gb/s, that is, 25 GB/s"),
     Network("100gbe", 10e-6, 12.5e9, "100 Gb/s Ethernet at line rate"),
     Network("10gbe", 30e-6, 1.25e9, "10 Gb/s Ethernet at line rate; TCP reaches about 1.2 GB/s"),
     Network("1gbe", 50e-6, 0.125e9, "1 Gb/s Ethernet at line rate"),
@@ -109,19 +111,19 @@ _MEASURED = (
     Network("h100-nvlink", 2e-6, 450e9, "H100 in one node", sweeps=fabrics.H100, ranks_per_node=8),
     Network("pcie4-4090", 5e-6, 31.5e9, "RTX 4090 in one node", sweeps=fabrics.PCIE4, ranks_per_node=8),
     Network("pcie3-host", 5e-6, 15.8e9, "GPUs in one node without peer access", sweeps=fabrics.PCIE3, ranks_per_node=8),
-    Network("a100-hdr", 2e-6, 100e9, "nodes of 8 A100 and 4 HDR links",
+    Network("a100-hdr", 2e-6, 100e9, "8 A100 and 4 HDR links per node",
             sweeps=fabrics.A100 + fabrics.A100_NODES, ranks_per_node=8),
-    Network("v100-edr", 2e-6, 25e9, "nodes of 4 V100 and 2 EDR links",
+    Network("v100-edr", 2e-6, 25e9, "4 V100 and 2 EDR links per node",
             sweeps=fabrics.V100 + fabrics.V100_NODES, ranks_per_node=4),
-    Network("h100-rdma", 2e-6, 200e9, "nodes of 8 H100 and RDMA",
+    Network("h100-rdma", 2e-6, 200e9, "8 H100 per node, RDMA",
             sweeps=fabrics.H100 + fabrics.H100_NODES, ranks_per_node=8),
-    Network("h100-tcpxo", 2e-6, 200e9, "nodes of 8 H100 and 8 links of 200 Gb/s", sweeps=fabrics.H100_TCPXO,
+    Network("h100-tcpxo", 2e-6, 200e9, "8 H100 and 8 links of 200 Gb/s per node", sweeps=fabrics.H100_TCPXO,
             ranks_per_node=8),
-    Network("gh200-slingshot", 2e-6, 100e9, "nodes of 4 GH200 and 4 Slingshot links",
+    Network("gh200-slingshot", 2e-6, 100e9, "4 GH200 and 4 Slingshot links per node",
             sweeps=fabrics.GH200, ranks_per_node=4),
-    Network("mi250x-slingshot", 2e-6, 100e9, "nodes of 8 MI250X dies and 4 Slingshot links",
+    Network("mi250x-slingshot", 2e-6, 100e9, "8 MI250X dies and 4 Slingshot links per node",
             sweeps=fabrics.MI250X, ranks_per_node=8),
-    Network("h200-roce", 2e-6, 50e9, "one H200 a node and a link of 400 Gb/s", sweeps=fabrics.H200_ROCE),
+    Network("h200-roce", 2e-6, 50e9, "one H200 and one 400 Gb/s link per node", sweeps=fabrics.H200_ROCE),
 )  # fmt: skip
 
 
@@ -133,7 +135,7 @@ NETWORKS = (*map(_correct, _SHEETS), *_MEASURED)
 
 
 def find_network(text: str) -> Network:
-    """A network by its name, or one such as `10Gb/s,50us` (bits) or `1.25GB/s,50us` (bytes)."""
+    """A network by name, or by rate and latency, such as `10Gb/s,50us` (bits) or `1.25GB/s,50us` (bytes)."""
     known = {network.name: network for network in NETWORKS}
     name = text.strip().lower()
     if name in known:
@@ -142,47 +144,47 @@ def find_network(text: str) -> Network:
         rate, prefix, unit, latency, second = match.groups()
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
         return _correct(Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given"))
-    listed = f"known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
+    listed = f"use one of {', '.join(known)}, or a rate and latency such as 10Gb/s,50us"
     raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
 
 
 def find_networks(text: str) -> list[Network]:
-    """Networks by commas, each once; one by its rate and latency has a comma of its own."""
+    """Distinct networks from a comma-separated list; a network given by rate and latency contains a comma itself."""
     parts = [part.strip() for part in re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)]
     found = [find_network(part) for part in dict.fromkeys(filter(None, parts))]
     if not found:
-        raise ConfigError(f"--network {text!r} names none: known are {', '.join(known.name for known in NETWORKS)}")
+        raise ConfigError(f"--network {text!r} is empty: use one of {', '.join(known.name for known in NETWORKS)}")
     return list(dict.fromkeys(found))
 
 
 def find_links(text: str) -> list[Network]:
-    """Networks by commas, of which each joins hosts: one that was published with several ranks on a node does not."""
+    """Networks between hosts, from a comma-separated list. Refuses published networks with several ranks per node."""
     found = find_networks(text)
     for network in found:
         if network.ranks_per_node > 1:
-            whole = f"--network {network.name} was measured with {network.ranks_per_node} ranks on a node"
-            raise ConfigError(f"{whole}, and hosts are to be joined: name a link such as hdr or 10gbe")
+            whole = f"--network {network.name} was measured with {network.ranks_per_node} ranks per node"
+            raise ConfigError(f"{whole}, but a link between hosts is needed: use one such as hdr or 10gbe")
     return found
 
 
 def describe_uncertainty(networks: Iterable[Network]) -> str:
-    """What the intervals allow for (one standard deviation), in words: that of names only where there are such."""
+    """The uncertainties in the intervals (one standard deviation), in words; only those of the networks in use."""
     used = {bool(network.sweeps) for network in networks}
-    kinds = ((False, "a data sheet", SHEET_ERRORS), (True, "a published network", SITE_ERRORS))
+    kinds = ((False, "data-sheet networks", SHEET_ERRORS), (True, "published networks", SITE_ERRORS))
     named = [
-        f"{max(errors)[1]:.0%} to {max(sd for _, sd in errors):.0%} on {what}, more for small messages"
+        f"{max(errors)[1]:.0%} to {max(sd for _, sd in errors):.0%} for {what}, more for small messages"
         for is_public, what, errors in kinds
         if is_public in used
     ]
-    others = f"{ERROR_PER_DOUBLING:.0%} for twice as many, and {FIRST_NODE_ERROR:.0%} from one node to several"
-    return "; ".join([*named, f"on other ranks {others}"])
+    others = f"{ERROR_PER_DOUBLING:.0%} per doubling, plus {FIRST_NODE_ERROR:.0%} from one node to several"
+    return "; ".join([*named, f"for other rank counts {others}"])
 
 
 @dataclass(frozen=True)
 class AssumedFabric:
-    """A network by name. With several ranks per node it is what leaves a node, and `inside` joins the node's ranks: a
-    network, too, or a sweep. One that was published has nodes of its own. `shift` moves all times by that many standard
-    deviations of what is known of the network."""
+    """A network by name. With several ranks per node it connects the nodes, and `inside`, a network or a sweep,
+    connects the ranks of a node. A published network has its own nodes. `shift` moves all times by that many standard
+    deviations of the network's uncertainty."""
 
     network: Network
     inside: Network | MeasuredFabric
@@ -194,14 +196,14 @@ class AssumedFabric:
         curves.check_algorithm(self.algorithm)
         own, given = self.network.ranks_per_node, self.ranks_per_node
         refuse(
-            (given < 1, f"{given} ranks per node: at least 1"),
-            (self.algorithm == "shared", "shared memory is no network: give the --allreduce run of a host"),
+            (given < 1, f"--ranks-per-node {given}: use 1 or more"),
+            (self.algorithm == "shared", "shared memory is not a network: use an --allreduce run of a host"),
             (self.algorithm == "two-level" and given == 1,
-             "algorithm two-level with 1 rank per node has one level: give --ranks-per-node"),
+             "algorithm two-level with 1 rank per node has only one level: set --ranks-per-node"),
             (given > 1 and own > 1 and given != own,
-             f"--ranks-per-node {given}: {self.network.name} was measured with {own}; leave it out, or give that"),
+             f"--ranks-per-node {given}: {self.network.name} was measured with {own}; omit the option or use {own}"),
             (own > 1 and isinstance(self.inside, MeasuredFabric),
-             f"{self.network.name} has nodes of its own: leave out --ranks-per-node to compare the sweep with it"),
+             f"{self.network.name} has its own nodes: omit --ranks-per-node to compare the sweep with it"),
         )  # fmt: skip
 
     @property
@@ -218,7 +220,7 @@ class AssumedFabric:
             return (self.network.describe("out of each rank"),)
         inside = self.inside
         return (
-            self.network.describe(f"out of each node of {self.ranks_per_node} ranks, which share it"),
+            self.network.describe(f"out of each node, shared by its {self.ranks_per_node} ranks"),
             *(inside.assumptions if isinstance(inside, MeasuredFabric) else
               (inside.describe("out of each rank inside a node"),)),
         )  # fmt: skip
@@ -235,7 +237,7 @@ class AssumedFabric:
         if asked == "two-level" or (per_node > 1 and is_measured):
             return two_level
         slower = self.network
-        if per_node > 1:  # a flat algorithm goes through nodes as well as between them, and waits for the slower
+        if per_node > 1:  # a flat algorithm crosses both kinds of links and is limited by the slower
             assert isinstance(inside, Network)
             latency_s = max(slower.latency_s, inside.latency_s)
             rate = min(slower.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
@@ -244,14 +246,14 @@ class AssumedFabric:
         return curves.choose_best([found, two_level]) if asked == "auto" and per_node > 1 else found
 
     def build_levels(self, world_size: int) -> tuple[CostCurve, CostCurve]:
-        """What messages cost inside a node, and between nodes."""
+        """The cost curves inside a node and between nodes."""
         if self.network.ranks_per_node > 1:
             raise _no_levels(self.name)
         nodes = self._on(self.network, ("ring", "tree"), math.ceil(world_size / self.ranks_per_node))
         return self._on(self.inside, ("ring",), self.ranks_per_node), nodes
 
     def _on(self, network: Network | MeasuredFabric, names: Iterable[str], count: int, place: str = "") -> CostCurve:
-        """What a network costs on this many ranks: as measured, or the best of some algorithms."""
+        """The cost curve of a network on this many ranks: measured, or the best of some algorithms."""
         if isinstance(network, MeasuredFabric):
             return network.build_curve(count)
         if network.sweeps:
@@ -267,19 +269,19 @@ class AssumedFabric:
         return curves.multiply_curve(best, vary) if self.shift else best
 
     def draw(self, source: random.Random, shift: float | None = None) -> AssumedFabric:
-        """The fabric as it might be, or with this shift."""
+        """A random draw of the fabric, or the fabric with the given shift."""
         inside = self.inside.draw(source, shift) if isinstance(self.inside, MeasuredFabric) else self.inside
         return replace(self, shift=source.gauss(0, 1) if shift is None else shift, inside=inside)
 
 
 def _no_levels(name: str) -> ConfigError:
-    text = f"{name} was measured inside nodes and between them at once, and +hosts sends something else in each"
-    return ConfigError(f"{text}: name a link such as hdr or 10gbe with --ranks-per-node", code="strategy")
+    text = f"{name} was measured inside and between nodes together, but +hosts treats them differently"
+    return ConfigError(f"{text}: use a link such as hdr or 10gbe with --ranks-per-node", code="strategy")
 
 
 @functools.cache
 def build_public_fabric(network: Network) -> MeasuredFabric:
-    """The tables of a published network as one sweep: each source is a repetition."""
+    """The tables of a published network as one sweep; each source counts as a repetition."""
     sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
     for sweep in sorted(network.sweeps, key=lambda sweep: sweep.ranks):
         by_size = sweeps.setdefault(sweep.ranks, {})
@@ -293,11 +295,11 @@ def build_public_fabric(network: Network) -> MeasuredFabric:
 
 @dataclass(frozen=True)
 class MeasuredFabric:
-    """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
-    `sweeps` has, by ranks and by size, both in order, the seconds of all repetitions. `what` is the name with device
-    and dtype. `ranks_per_node` ranks share a node: 0 where nobody says. Ranks on one node tell little of ranks on
-    several. `cores` are those that move the messages of a host: 0 where none do. `errors` are those of the sweeps
-    themselves, and `shift` moves the times by that many standard deviations of what is known of them."""
+    """Sweeps of one backend: used as measured on their own rank counts, and scaled from the nearest count by the fits
+    on others. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
+    device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node say little about
+    several. `cores` are the host's cores that move messages (0 if none). `errors` are the standard deviations of the
+    sweeps themselves, and `shift` moves the times by that many standard deviations."""
 
     name: str
     what: str
@@ -320,29 +322,29 @@ class MeasuredFabric:
     def assumptions(self) -> tuple[str, ...]:
         ranks = ", ".join(map(str, self.ranks))
         shares = any(fit.algorithm == "shared" for fit in self.fits)
-        others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
-        nodes = f", {self.ranks_per_node} to a node" if self.ranks_per_node else ""
+        others = "share the same host's memory" if shares else "have links as fast as the measured ones"
+        nodes = f", {self.ranks_per_node} per node" if self.ranks_per_node else ""
         return (
-            f"{self.what}: all-reduce as measured on {ranks} ranks{nodes}",
+            f"{self.what}: all-reduce measured on {ranks} ranks{nodes}",
             *(
-                f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
-                f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
+                f"{self.name} on other rank counts: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
+                f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep within {fit.error:.0%}"
                 for fit in self.fits
             ),
-            f"{self.name}: further ranks {others}",
+            f"{self.name}: additional ranks {others}",
         )
 
     def _is_beyond(self, world_size: int) -> bool:
-        """Whether this number of ranks is on several nodes."""
+        """Whether this many ranks span several nodes."""
         return 0 < self.ranks_per_node < world_size
 
     def _may_be_beyond(self, world_size: int) -> bool:
-        """Whether these ranks may be on more nodes than those that were measured, and nothing says so."""
-        is_shared = self.fits[0].algorithm == "shared"  # whose ranks are on one host, however many
+        """Whether these ranks may span more nodes than the measured ones, with nothing to tell."""
+        is_shared = self.fits[0].algorithm == "shared"  # always on one host
         return not self.ranks_per_node and not is_shared and world_size > max(self.ranks)
 
     def _estimate_crowd(self, world_size: int) -> float:
-        """How many times as long messages take since threads wait for a core."""
+        """How many times longer messages take because threads wait for a core."""
         here = min(world_size, self.ranks_per_node or world_size)
         threads, power = _CROWDING.get(self.fits[0].algorithm, (0, 1.0))
         return max(1.0, here * threads / self.cores) ** power if self.cores else 1.0
@@ -363,11 +365,11 @@ class MeasuredFabric:
         if not alike and world_size > 1:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
             here, there = ("several nodes", "one") if is_beyond else ("one node", "several")
-            doubt = f"{world_size:,} ranks are on {here}, and all that was measured on {there}"
-            doubt += " (name a --network with --ranks-per-node)" if is_beyond else ""
+            doubt = f"{world_size:,} ranks are on {here}, but all measurements are from {there}"
+            doubt += " (use a --network with --ranks-per-node)" if is_beyond else ""
         elif self._may_be_beyond(world_size):
             error = math.hypot(error, FIRST_NODE_ERROR)
-            doubt = f"how many of {world_size:,} ranks share a node is not known: give --ranks-per-node"
+            doubt = f"it is unknown how many of the {world_size:,} ranks share a node: set --ranks-per-node"
         if not self.shift and not doubt:
             return scaled
 
@@ -381,7 +383,7 @@ class MeasuredFabric:
         raise _no_levels(self.name)
 
     def draw(self, source: random.Random, shift: float | None = None) -> MeasuredFabric:
-        """The fabric as it might be, or with this shift."""
+        """A random draw of the fabric, or the fabric with the given shift."""
         sweeps = {
             count: {
                 size: curves.Resample(source, find_noise(times) > UNSTABLE).take(times)
@@ -396,7 +398,7 @@ Fabric = AssumedFabric | MeasuredFabric
 
 
 def list_networks(fabrics: Iterable[Fabric]) -> list[Network]:
-    """The networks by name that fabrics are made of; the one inside nodes only where there are such."""
+    """The named networks of these fabrics; the one inside nodes only if there are several ranks per node."""
     found: list[Network | MeasuredFabric] = []
     for fabric in fabrics:
         if isinstance(fabric, AssumedFabric):
@@ -409,21 +411,21 @@ def build_measured_fabric(
     records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared",
     ranks_per_node: int = 0, cores: int = 0,
 ) -> MeasuredFabric:  # fmt: skip
-    """The sweep of one backend, and the family that its algorithm is known to follow, or the one that is named.
-    `memory` is the one to take where a backend was measured on ordinary and on shared memory: our wrapper's buckets lie
-    in shared memory. `ranks_per_node` is how many ranks a node has, where the records do not say, and `cores` how many
-    cores, where they were measured on one host."""
+    """The sweep of one backend, with the family that its algorithm is known to follow or the one given. `memory`
+    selects the records if a backend was measured on both ordinary and shared memory; the buckets of Paceline's wrapper
+    are in shared memory. `ranks_per_node` applies if the records do not give it, and `cores` if they were measured on
+    one host."""
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
-        raise ConfigError("algorithm two-level cannot be fitted to one sweep: name a --network with --ranks-per-node")
+        raise ConfigError("algorithm two-level cannot be fitted to one sweep: use a --network with --ranks-per-node")
     records = [record for record in records if record.collective == "all_reduce" and record.world_size > 1]
     if not records:
-        raise RecordError("no all-reduce on two or more ranks is in the run: measure one with `bench allreduce`")
+        raise RecordError("the run has no all-reduce on two or more ranks: measure one with `bench allreduce`")
     if backend is not None:
         there, wanted = sorted({record.backend for record in records}), canonical_backend(backend)
         records = [record for record in records if canonical_backend(record.backend) == wanted]
         if not records:
-            raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
+            raise ConfigError(f"the run has no all-reduce on the backend {backend}, only on {', '.join(there)}")
     if len({record.backend for record in records}) == 1:
         records = [record for record in records if record.memory == memory] or records
     kinds = sorted({f"{_name(record)} on {record.device} in {record.dtype}" for record in records})
@@ -445,22 +447,22 @@ def build_measured_fabric(
         by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + list_seconds(record)
     sweeps = {count: by_size for count, by_size in sweeps.items() if len(by_size) > 1}
     if not sweeps:
-        raise RecordError("the run has one size for each number of ranks: a curve needs two or more")
+        raise RecordError("the run has one size per rank count: a curve needs two or more")
     fits_host = max(cores, *(record.world_size for record in records)) if cores else 0
     per_node = find_ranks_per_node(records, ranks_per_node if ranks_per_node > 1 else fits_host or ranks_per_node)
     return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits, per_node, cores)
 
 
 def find_ranks_per_node(records: Sequence[CollectiveRecord], given: int = 0) -> int:
-    """How many ranks share a node: what the records say, or else what is given; 0 where neither does."""
+    """How many ranks share a node: from the records, otherwise the given value; 0 if neither is known."""
     found = max((math.ceil(record.world_size / record.nodes) for record in records if record.nodes > 1), default=0)
     least = max((record.world_size for record in records if record.nodes == 1), default=0)
     for record in records:
         if found and record.nodes not in (0, math.ceil(record.world_size / found)):
-            has = f"{record.world_size} ranks on {record.nodes} and others with {found} on a node"
+            has = f"{record.world_size} ranks on {record.nodes} nodes and others with {found} per node"
             raise RecordError(f"the sweep has {has}: keep the rows of one kind of node")
     if given > 1 and (found not in (0, given) or given < least):
-        raise ConfigError(f"--ranks-per-node {given}: the sweep was measured with {found or least} on a node")
+        raise ConfigError(f"--ranks-per-node {given}: the sweep was measured with {found or least} per node")
     return found or max(given, least)
 
 
@@ -468,7 +470,7 @@ def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
     """A fabric for each backend, device and dtype that has a curve."""
     reduced, found = (record for record in records if record.collective == "all_reduce"), []
     for kind in group_by(reduced, lambda record: (record.backend, record.device, record.dtype)).values():
-        with contextlib.suppress(RecordError):  # one size, or times that do not grow: no curve
+        with contextlib.suppress(RecordError):  # no curve: only one size, or times that do not grow
             found.append(build_measured_fabric(kind, None))
     return found
 
@@ -478,7 +480,7 @@ def _name(record: CollectiveRecord) -> str:
 
 
 def list_seconds(record: CollectiveRecord) -> tuple[float, ...]:
-    """Times without the wait for a late rank, where the clock shows it; one time where a table has no more."""
+    """Times without the wait for a late rank if clocks show it; a single time if the table has no more."""
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s
     return (record.time_s,)

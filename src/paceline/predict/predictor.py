@@ -1,6 +1,6 @@
-"""From the records of a tuning run, or of a profile, to predictions with intervals and the best plan. Pure.
+"""Predictions with intervals, and the best plan, from the records of a tuning run or a profile. Pure.
 
-`Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
+`Evidence` excludes the job's steps under its own plans, so a prediction never sees the data it is tested on.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from paceline.units import format_bytes, format_duration, format_ms
 
 _DRAWS, _SEED = 40, 11
 _Z90 = 1.645
-# A free plan that is not this much better than one cap is not worth its length.
+# A free plan that is not better than a single cap by this share is not worth its complexity.
 _WORTH = 0.002
-# The least share of their speed that computing or a message is taken to have next to the other.
+# Lower bound for the relative speed of compute or a message next to the other.
 _LEAST_RATE = 0.02
 
 
 class Evidence:
-    """What a prediction may learn from the records of a tuning run or a profile, by what it is: not the job's own
-    steps. A profile has no sweep."""
+    """The records of a tuning run or a profile that a prediction may learn from, by purpose. The job's own steps are
+    excluded. A profile has no sweep."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         every = [record for record in records if isinstance(record, StepRecord)]
         plain, local, disturbed = ([r for r in every if r.role == role] for role in ("plain", "local", "disturbed"))
         profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         if not profiles or not plain or not local:
-            raise MeasurementError("a prediction needs a layer profile, plain steps and steps of the wrapper alone")
+            raise MeasurementError("a prediction needs a layer profile, plain steps and local steps of the wrapper")
         self.profile, self.plain, self.disturbed = profiles[0], plain[0], disturbed
         local.sort(key=lambda record: record.num_buckets)
         self.one_bucket, self.bucket_each = local[0], local[-1]
@@ -53,8 +53,8 @@ class Evidence:
 
     @cached_property
     def too_short(self) -> list[StepRecord]:
-        """Disturbed steps that messages cost more time than they overlapped: it is not contention that was measured.
-        By the medians: a draw has the sizes that they have."""
+        """Disturbed steps that lost more time than messages overlapped, so they did not measure contention. Decided by
+        the medians, so that every draw has the same sizes."""
         resample = Resample()
         backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
@@ -63,9 +63,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a wrapper and its messages cost a rank, whatever the network; None where it was not measured. `neighbours`
-    has, by the ranks of a host, how many times as long as in the profile a rank computes, the profile's own first.
-    Messages of the sizes `too_short` say nothing of contention."""
+    """What a wrapper and its messages cost a rank on any network; None if not measured. `neighbours` maps the number of
+    ranks on a host to their compute time relative to the profile, whose own number comes first. Messages of the sizes
+    in `too_short` could not measure contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
@@ -76,15 +76,15 @@ class RankCosts:
 
 
 def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCurve | None = None) -> RankCosts:
-    """By medians. The copies of the wrapper are those of one bucket, without its one launch; they can be within the
-    noise, and are then none. `curve`: of the messages that disturbed steps."""
+    """Fit by medians. The wrapper's copy time is that of one bucket without its launch, or 0 if it is within the noise.
+    `curve` is the cost curve of the messages in the disturbed steps."""
     resample = resample or Resample()
     median, one, each, profile = resample.median, evidence.one_bucket, evidence.bucket_each, evidence.profile
     launch_s = max(0.0, median(each.timing) - median(one.timing)) / max(1, each.num_buckets - one.num_buckets)
     backward_s = median(evidence.plain.phase("backward"))
     gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
     contention = _fit_contention(evidence, curve, resample, backward_s)
-    times = {record.world_size: median(record.timing) for record in evidence.together}  # each number of ranks once
+    times = {record.world_size: median(record.timing) for record in evidence.together}  # one entry per number of ranks
     first_s = next(iter(times.values()), 0.0)
     neighbours = tuple((count, max(1.0, time_s / first_s)) for count, time_s in times.items())
     neighbours = neighbours or ((evidence.plain.world_size, 1.0),)
@@ -101,28 +101,31 @@ def find_evidence(records: Sequence[Record]) -> Evidence | None:
 
 
 def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
-    """What was measured, one line each; nothing where nothing was."""
+    """The measured costs, one per line; empty if nothing was measured."""
     if not rank.wrapper:
         return []
     copies = f"copies take {format_ms(rank.gather_s_per_byte * num_bytes)} ms of a step"
-    lines = [f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket {format_duration(rank.launch_s)}"]
+    lines = [
+        f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket takes {format_duration(rank.launch_s)}"
+    ]
     if rank.contention is not None:
         found, percent = rank.contention, "{:.0%}".format
         columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
         sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
-        lines.append(f"measured: while messages of {sizes} move, computing has {compute} of its speed, they {message}")
+        speeds = f"compute runs at {compute} of its speed, messages at {message}"
+        lines.append(f"measured: while messages of {sizes} are in flight, {speeds}")
     if rank.too_short:
         sizes = " and ".join(map(format_bytes, rank.too_short))
-        lines.append(f"contention could not be measured with messages of {sizes}: too short for this backward")
+        lines.append(f"contention could not be measured with messages of {sizes}: this backward is too short")
     for count, factor in rank.neighbours[1:]:
-        lines.append(f"measured: {count} ranks on the host, without messages, compute {factor:.2f} times as long")
+        lines.append(f"measured: with {count} ranks on the host, compute takes {factor:.2f} times as long")
     return lines
 
 
 def fit_job(
     evidence: Evidence, curve: CostCurve | None = None, resample: Resample | None = None
 ) -> tuple[Job, MachineCosts]:
-    """The job and its costs, by medians. `curve` is used where messages are not measured but emulated."""
+    """Fit the job and its costs by medians. `curve` replaces the measured messages if they are emulated."""
     resample = resample or Resample()
     median = resample.median
     plain, one, profile = evidence.plain, evidence.one_bucket, evidence.profile
@@ -135,15 +138,15 @@ def fit_job(
     before_s = max(0.0, median(one.timing) - backward_s - gather_s - after_s - rank.launch_s)
     used = [parameter for parameter in profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(profile.profiled_backward.reduced_s)
-    # Buffers are sent at the end of our wrapper's step and at the beginning of torch's.
+    # Paceline's wrapper sends buffers at the end of a step, torch's at the beginning.
     buffers_s = sum(median(record.timing) for record in evidence.extras)
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
     pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
     assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source).spread_over(curve)
     if rank.too_short:
-        assumed = replace(assumed, basis=f"{assumed.basis} (messages were too short for this backward to measure it)")
-    emulated = Contention(basis="an emulated network takes no core")
+        assumed = replace(assumed, basis=f"{assumed.basis} (this backward is too short to measure it)")
+    emulated = Contention(basis="an emulated network uses no core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0
     gradients = (
@@ -170,12 +173,12 @@ def _limit(rate: float) -> float:
 
 
 def _find_s(record: StepRecord, name: str, resample: Resample) -> float:
-    # From the last rank's start on; a message that waits for a peer takes no core.
+    # Counts from the last rank's start: a message that waits for a peer uses no core.
     return resample.median(replace(record.phase(name), reducer="min"))
 
 
 def _find_overlap(record: StepRecord, resample: Resample, backward_s: float) -> tuple[float, float, float]:
-    """Seconds of a message, of the part of it before the end of backward, and by which it made backward longer."""
+    """Seconds that a message takes, that it overlaps backward, and by which it makes backward longer."""
     under_way_s = _find_s(record, "under_way", resample)
     delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
     return under_way_s, min(_find_s(record, "overlapped", resample), under_way_s), delay_s
@@ -184,8 +187,8 @@ def _find_overlap(record: StepRecord, resample: Resample, backward_s: float) -> 
 def _fit_contention(
     evidence: Evidence, curve: CostCurve | None, resample: Resample, backward_s: float
 ) -> Contention | None:
-    """From backwards during which messages were sent: what these cost it, and how slow they were; None without any.
-    Without a curve of them they were timed alone in the same rounds."""
+    """Contention from backward passes that overlap messages: how much each slows the other. None without such steps. If
+    no curve is given, the same rounds also timed the messages alone."""
     rates: dict[int, tuple[float, float, float]] = {}
     for record in evidence.disturbed:
         under_way_s, overlapped_s, delay_s = _find_overlap(record, resample, backward_s)
@@ -194,7 +197,7 @@ def _fit_contention(
         alone_s = _find_s(record, "alone", resample) if curve is None else curve.estimate_s(record.message_bytes)
         moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
         compute_rate = _limit(1 - delay_s / overlapped_s)
-        # What arithmetic loses moves the message: a core is never idle while both want it.
+        # The time that compute loses goes to the message: a core is never idle while both want it.
         message_rate = _limit(max(moved_s / overlapped_s, 1 - compute_rate))
         rates[record.message_bytes] = compute_rate, message_rate, alone_s
     if not rates:
@@ -207,7 +210,7 @@ def _fit_contention(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A predicted step; a measured one of it lies between `low_s` and `high_s` in 90 % of cases."""
+    """A predicted step; the measured step lies between `low_s` and `high_s` in 90 % of cases."""
 
     cuts: tuple[int, ...]
     low_s: float
@@ -224,7 +227,7 @@ class Estimate:
         return len(self.cuts)
 
     def stretch(self, factor: float) -> Estimate:
-        """The same on a machine that takes this many times as long for all of it."""
+        """The estimate for a machine on which everything takes this many times as long."""
         names = ("before_s", "backward_s", "over_s", "after_s", "local_s")
         step = replace(self.step, **{name: factor * getattr(self.step, name) for name in names})
         return Estimate(self.cuts, factor * self.low_s, factor * self.high_s, factor * self.exposed_s, step)
@@ -232,8 +235,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The buckets that are predicted best, and what the wrapper's default ones take. `cap_bytes` is 0 where no single
-    cap makes them; `is_clear`: they are better in nearly all draws, and by more than the noise."""
+    """The buckets with the best prediction, and the prediction for the wrapper's default. `cap_bytes` is 0 if no single
+    cap produces them. `is_clear` means that they are better in nearly all draws, and by more than the noise."""
 
     estimate: Estimate
     default: Estimate
@@ -246,9 +249,8 @@ class Choice:
 
 
 class Predictor:
-    """The fitted job and costs, and `draws`: what else they might be given how well they were measured. `plain_s` is
-    the step without communication. A measured point has the noise of its median, too: that of as many steps as
-    calibrated it."""
+    """The fitted job and costs, with `draws` of both that reflect the measurement uncertainty. `plain_s` is the step
+    without communication. `noise` is that of a measured median, assuming as many steps as were used for calibration."""
 
     def __init__(
         self, job: Job, costs: MachineCosts, draws: Sequence[tuple[Job, MachineCosts]], plain_s: float, noise: float
@@ -263,7 +265,7 @@ class Predictor:
         return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
 
     def change(self, change: Callable[[Job, MachineCosts, Resample], MachineCosts]) -> Predictor:
-        """The same job with another strategy, which sends gradients whole; in the draws, too."""
+        """The same job with another strategy, which sends whole gradients; applied to the draws, too."""
         wholes = [(job.whole or job, costs) for job, costs in self.draws]
         drawn = [(job, change(job, costs, Resample(random.Random(n)))) for n, (job, costs) in enumerate(wholes)]
         job = self.job.whole or self.job
@@ -278,7 +280,8 @@ class Predictor:
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
 
     def estimate_gain(self, cuts: Sequence[int], other: Sequence[int]) -> tuple[float, float, float]:
-        """The share of the step with other cuts that these save, and its 90 % interval: at most what any can save."""
+        """The share of the step that these cuts save compared with others, with its 90 % interval. The upper end is
+        limited to what any plan can save."""
         (mine, theirs), *drawn = (
             [simulate(job, each, costs) for each in (cuts, other)]
             for job, costs in [(self.job, self.costs), *self.draws]
@@ -288,7 +291,7 @@ class Predictor:
         return gain, gain - _Z90 * sd, max(gain, min(gain + _Z90 * sd, self.limit_gain(other).share))
 
     def limit_gain(self, cuts: Sequence[int]) -> Limit:
-        """What any other buckets can save of the step with these cuts at most, whatever they are."""
+        """The most that any other buckets can save of the step with these cuts."""
         if (found := self._limits.get(tuple(cuts))) is None:
             shares, adds = [], []
             for job, costs in [(self.job, self.costs), *self.draws]:
@@ -301,12 +304,12 @@ class Predictor:
         return found
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
-        """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""
+        """The relative standard deviation of the step due to each input alone, largest first."""
         inputs = {
             "all-reduce": ("curve", "pair_rate", "finish_s"),
             "contention": ("contention",),
-            "the wrapper's own cost": ("launch_s", "gather_s_per_byte"),
-            "the model's own step": (),
+            "wrapper overhead": ("launch_s", "gather_s_per_byte"),
+            "the local step": (),
         }
         step_s = simulate(self.job, cuts, self.costs).step_s
         shares = {}
@@ -319,14 +322,14 @@ class Predictor:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
-        """The cuts of a wrapper's buckets of these sizes; the nearest where it orders gradients otherwise."""
+        """The cuts of a wrapper's buckets of these sizes; the nearest ones if it orders gradients differently."""
         return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
-        """The best plan. `only_caps`: of those that one cap can make."""
+        """The best plan; with `only_caps`, the best that a single cap can produce."""
         default, points = self.estimate(default_cuts), estimate_caps(self.job, self.costs).points
         least_s = min(point.step.step_s for point in points)
-        # Of those that are as good, the one with the fewest buckets: what each costs is known least.
+        # Among equally good plans, choose the one with the fewest buckets: per-bucket cost is our least certain input.
         close = [point for point in points if point.step.step_s <= least_s * (1 + _WORTH)]
         found = min(close, key=lambda point: len(point.cuts))
         best, cap_bytes = self.estimate(found.cuts), found.high_bytes
@@ -343,7 +346,7 @@ class Predictor:
         return replace(choice, is_clear=is_clear and best.cuts != default.cuts)
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:
-        """The plan for a wrapper, whose gradients are in the order of the model's definition."""
-        # What never had a gradient is sent last, with the rest of the last bucket.
+        """The plan for a wrapper, whose gradients are in model definition order."""
+        # Parameters that never had a gradient are sent last, in the last bucket.
         order = self.job.order(gradients)
         return plan_by_cuts(gradients, order, [*cuts[:-1], len(order)], rule, self.job.list_rows(gradients))

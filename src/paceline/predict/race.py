@@ -1,11 +1,11 @@
-"""The race: which of a few plans is fastest, decided from steps that were taken in turns. Pure.
+"""Plan comparison: decides which of a few plans is fastest from interleaved steps. Pure.
 
 A round has one turn of every plan. Two plans are compared by the ratios of their times in the same round. The interval
-of the median ratio is by order statistics, whatever the distribution. It is wider where the ratios of nearby rounds are
-alike: noise of one replica that lasts. The race is looked at after 16, 32, 64, ... rounds; each look spends a part of
-the 5 %, so that all claims against the default hold together in 95 % of races, however often it is looked at, and what
-was shown once stands. Claims between other plans have 5 % of their own. What makes one replica slower than another for
-the whole race, such as where its memory lies, counts as a difference of their plans.
+of the median ratio uses order statistics, so it holds for any distribution. It is wider if the ratios of nearby rounds
+are correlated, for example by noise that lasts for several rounds. Results are tested after 16, 32, 64, ... rounds, and
+a decision, once made, is final. Each test spends a part of the 5 % error, so all claims against the default hold
+together in 95 % of comparisons. Claims between other plans have another 5 %. A persistent difference between replicas,
+such as where their memory lies, counts as a difference between their plans.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from paceline.predict.search import PLATEAU
 
 _ALPHA, _FIRST_LOOK = 0.05, 16
-_EXACT = 1000  # rounds up to which the binomial distribution is summed; then it is normal
+_EXACT = 1000  # number of rounds above which the binomial distribution is approximated by a normal one
 VERDICTS = ("use", "default", "flat", "undecided")
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What no plan can exceed, as shares of the default's step by the upper ends of 90 % intervals: `share` is what one
-    can save at most, and `adds` what communication adds, all of which none can save."""
+    """Upper bounds for every plan, as shares of the default's step and from the upper ends of 90 % intervals: `share`
+    is the largest possible saving, and `adds` is the exposed communication, which no plan can save entirely."""
 
     share: float = math.inf
     adds: float = math.inf
@@ -35,12 +35,12 @@ class Limit:
         return self.share <= PLATEAU
 
     def __str__(self) -> str:
-        return f"no buckets can save more than {self.share:.1%}: communication adds at most {self.adds:.1%} to the step"
+        return f"no plan can save more than {self.share:.1%}: communication adds at most {self.adds:.1%} to the step"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The median ratio of two times, and from where to where it may be."""
+    """The median ratio of two times, with its confidence interval."""
 
     value: float
     low: float
@@ -53,40 +53,41 @@ class Interval:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is shown to be within 1 % of 1."""
+        """Whether the ratio is shown to be within 1 % of 1."""
         return self.low >= 1 - PLATEAU and self.high <= 1 + PLATEAU
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is shown to differ from 1."""
+        """Whether the ratio is shown to differ from 1."""
         return self.high < 1 or self.low > 1
 
 
 def list_looks(num_rounds: int) -> list[int]:
-    """After how many rounds a race of this length is looked at; the end of it is the last."""
+    """The rounds after which a comparison of this length is tested; the last round is always one of them."""
     looks = itertools.takewhile(lambda n: n < num_rounds, (_FIRST_LOOK << k for k in itertools.count()))
     return [*looks, num_rounds] if num_rounds else []
 
 
 def is_look(num_rounds: int) -> bool:
-    """Whether a race that may go on is looked at after this many rounds."""
+    """Whether a comparison that may continue is tested after this many rounds."""
     return num_rounds in list_looks(num_rounds + 1)[:-1]
 
 
 def spend(look: int, num_pairs: int) -> float:
-    """The chance of an error on one side of one interval at the look of this number, from 1: over all looks, both sides
-    and this many pairs, 5 %."""
+    """The error probability for one side of one interval at this look, counted from 1. Over all looks, both sides and
+    all pairs it adds up to 5 %."""
     return _ALPHA / (2 * max(1, num_pairs) * look * (look + 1))
 
 
 def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float) -> Interval:
-    """My times over theirs in the same rounds, with the chance of an error on each side; as many rounds as both have.
+    """The ratio of my times to theirs in the rounds that both have; `error` is the error probability on each side.
 
-    The number of ratios below the true median is binomial(n, 1/2).
+    The number of ratios below the true median follows a binomial(n, 1/2) distribution.
     """
     in_order = [math.log(here / there) for here, there in zip(mine, theirs, strict=False)]
     ratios = sorted(in_order)
-    n, place = len(ratios), 0  # how many of them lie below the interval
+    n = len(ratios)
+    # `place` counts the ratios below the interval.
     if n > _EXACT:
         place = math.floor(n / 2 + statistics.NormalDist().inv_cdf(error) * math.sqrt(n) / 2)
     else:
@@ -94,28 +95,28 @@ def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float)
         place = sum(1 for _ in itertools.takewhile(lambda count: count <= error * 2**n, below))
     place = math.floor(n / 2 - (n / 2 - place) * math.sqrt(_estimate_inflation(in_order)))
     value = math.exp(statistics.median(ratios))
-    if place < 1:  # too few for any interval
+    if place < 1:  # too few for an interval
         return Interval(value, 0.0, math.inf)
     return Interval(value, math.exp(ratios[place - 1]), math.exp(ratios[n - place]))
 
 
 def _estimate_inflation(values: Sequence[float]) -> float:
-    """How many times the variance of independent values that of the count below the median is, by how often nearby ones
-    are on one side of it; 1 where they are independent, or too few to tell."""
+    """Variance inflation of the count below the median, from how often nearby values lie on the same side of it. 1 if
+    the values are independent or too few to tell."""
     n, median = len(values), statistics.median(values)
     sides = [(value > median) - (value < median) for value in values]
     reach = min(n - 1, math.ceil(2 * n ** (1 / 3)))
     weights = [1 - lag / (reach + 1) for lag in range(1, reach + 1)]
     alike = sum(w * sum(map(operator.mul, sides, sides[lag:])) for lag, w in enumerate(weights, 1))
-    # The median is theirs, which makes them look less alike than they are: by one in n, at each distance.
+    # The median comes from the same values, which biases their autocorrelation by -1/n at every lag.
     found = (1 + 2 * alike / sum(map(abs, sides))) / max(0.5, 1 - 2 * sum(weights) / n) if any(sides) else 1.0
     return max(1.0, found) if n >= _FIRST_LOOK else 1.0
 
 
 def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Iterable[Interval] | None = None) -> str:
-    """The verdict on plans by their times over the default's: `use` one that is faster; the `default` is best; all are
-    `flat`, within 1 % of it, or none can save that, none seems to, and none is shown to lose it; or `undecided`.
-    `left`: those that may still be the best."""
+    """The verdict from the ratios of the plans to the default: `use` a faster plan, keep the `default` because it is
+    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default, or if none can save 1 %, none
+    seems to, and none is shown to lose it. `left` are the plans that may still be the best."""
     found = list(ratios)
     if all(interval.is_flat for interval in found):
         return "flat"
@@ -129,10 +130,10 @@ def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Itera
 
 @dataclass(frozen=True)
 class Race:
-    """Where a race stands after its last look. `left` are the plans that were not shown to be slower than another one;
-    the default runs on as the reference when it is. The leader is the fastest, by the median, of those that are shown
-    to be faster than the default, or else of those that are left. `ratios` has the time of a plan over that of
-    another, for each pair. `limit` is what is known besides of any plan."""
+    """A comparison after its last look. `left` are the plans that were not shown to be slower than another; the default
+    keeps running as the reference even if it was. The leader has the smallest median among the plans shown to be faster
+    than the default, or otherwise among those left. `ratios` maps each pair of plans to the ratio of their times.
+    `limit` is a bound that holds for any plan."""
 
     default: str
     leader: str
@@ -143,12 +144,12 @@ class Race:
 
     @property
     def to_default(self) -> dict[str, Interval]:
-        """By plan, its time over the default's."""
+        """The time of each plan relative to the default."""
         return {mine: interval for (mine, theirs), interval in self.ratios.items() if theirs == self.default}
 
     @property
     def verdict(self) -> str:
-        """One of `VERDICTS`; `use` the leader."""
+        """One of `VERDICTS`; `use` refers to the leader."""
         to_default = self.to_default
         left = [to_default[label] for label in self.left] if self.default in self.left else []
         return judge(to_default.values(), to_default[self.leader].high < 1, self.limit, left)
@@ -160,30 +161,31 @@ class Race:
 
     @property
     def is_decided(self) -> bool:
-        """Whether more rounds would change nothing: one plan is left, or those that are differ by less than 1 %."""
+        """Whether more rounds cannot change the result: one plan is left, or those left differ by less than 1 %."""
         rest = (self.ratios[label, self.winner] for label in self.left)
         return self.verdict != "undecided" and all(interval.is_flat for interval in rest)
 
     @property
     def winner(self) -> str:
-        """What to use: the leader where it won, else the default."""
+        """The plan to use: the leader if it won, otherwise the default."""
         return self.leader if self.verdict == "use" else self.default
 
     @property
     def gain(self) -> Interval:
-        """The winner's time over the default's."""
+        """The winner's time relative to the default."""
         return self.ratios[self.winner, self.default]
 
     @property
     def regret(self) -> tuple[float, float, float]:
-        """How much longer than the best plan the winner takes, at least and at most."""
+        """How much longer than the best plan the winner takes: the estimate and its bounds."""
         found = [self.ratios[self.winner, label] for label in {*self.left, self.winner}]
         value, low, high = (max(getattr(one, name) for one in found) - 1 for name in ("value", "low", "high"))
         return max(0.0, value), max(0.0, low), max(0.0, high)
 
     @property
     def rounds_to_decide(self) -> int:
-        """About how many more rounds would decide: widths shrink with the square root of the rounds."""
+        """Estimated number of further rounds until a decision; interval widths shrink with the square root of the
+        rounds."""
         most = 0.0
         for interval in (self.ratios[label, self.leader] for label in {*self.left, self.default} - {self.leader}):
             middle = abs(math.log(interval.value))
@@ -194,10 +196,10 @@ class Race:
 
 
 def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit = Limit()) -> Race:
-    """The race of these plans: for each the time of its turn in every round until it was dropped. What is shown at a
-    look stands at all later ones; a plan that is shown to be slower than another one leaves the race."""
+    """Compare plans by the time of each turn, given per plan for every round until it was dropped. A decision stands at
+    all later looks, and a plan that is shown to be slower than another is dropped."""
     num_rounds, left = len(times[default]), list(times)
-    # Claims against the default, and those between the other plans, have an error of 5 % each.
+    # Claims against the default and claims between the other plans have an error of 5 % each.
     with_default = len(times) - 1
     without = with_default * (with_default - 1) // 2
     ratios = {(mine, theirs): Interval(1.0, 0.0, math.inf) for mine in times for theirs in times}
@@ -214,6 +216,7 @@ def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit 
 
 
 def _narrow(before: Interval, now: Interval) -> Interval:
-    """What both say: each holds by its own share of the error. Where they exclude each other, the later."""
+    """The intersection of two intervals, each valid at its own share of the error; the later one if they are
+    disjoint."""
     low, high = max(before.low, now.low), min(before.high, now.high)
     return Interval(min(high, max(low, now.value)), low, high) if low <= high else now

@@ -1,4 +1,4 @@
-"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure."""
+"""The predicted scaling curve: calibrated on steps of a few ranks and extrapolated to larger rank counts. Pure."""
 
 import bisect
 import itertools
@@ -29,19 +29,20 @@ from paceline.records.steps import ScalePoint, find_straggler
 from paceline.units import format_ms
 
 _DRAWS, _SEED = 40, 17
-# The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by;
-# and of one rank alone, which says nothing of its neighbours: they only ever slow it.
+# Standard deviation of an extrapolated slowdown per doubling of the ranks, plus half of its growth. The last number
+# applies if only one rank was measured: neighbours are then unknown, and can only slow it down.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
-# What a wrapper adds is mostly copies. Memory is shared more than arithmetic: they are slowed this power as much.
+# A wrapper's overhead is mostly copies. Memory bandwidth is shared more than compute, so copies slow down by this
+# power.
 _COPIES_POWER = 2.0
 
 
 @lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
 def estimate_wait(spread: float, count: int) -> float:
-    """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times. `spread` is
-    the standard deviation of a rank's time relative to that median."""
+    """How much longer than an average rank the slowest of `count` takes, as a share of the median, for lognormal times.
+    `spread` is the standard deviation of a rank's time relative to the median."""
     if not 0 <= spread < 1 or count < 1:
-        raise ConfigError(f"a spread of {spread:.0%} between {count} ranks: from 0 to below 100 %, of at least 1 rank")
+        raise ConfigError(f"a spread needs to be from 0 to below 100 % on at least 1 rank, not {spread:.0%} on {count}")
     if spread == 0 or count == 1:
         return 0.0
     # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.
@@ -49,7 +50,8 @@ def estimate_wait(spread: float, count: int) -> float:
     inverse = statistics.NormalDist().inv_cdf
 
     def expect_largest(of: int) -> float:
-        # F^-1(U^(1/n)) is distributed as the largest of n. U goes through the middles of equal strata: no noise.
+        # F^-1(U^(1/n)) has the distribution of the largest of n. U takes the midpoints of equal strata: no sampling
+        # noise.
         moments = ((place + 0.5) / 1000 for place in range(1000))
         return math.fsum(math.exp(sigma * inverse(math.exp(math.log(u) / of))) for u in moments) / 1000
 
@@ -57,15 +59,15 @@ def estimate_wait(spread: float, count: int) -> float:
 
 
 def estimate_spread(seconds: Sequence[float]) -> float:
-    """The relative standard deviation of repeated times, from p10 and p90: one outlier does not make it."""
+    """The relative standard deviation of repeated times, from p10 and p90 so that one outlier cannot dominate it."""
     p10_to_p90 = 2 * statistics.NormalDist().inv_cdf(0.9)  # of a normal distribution, in standard deviations
     return (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / p10_to_p90 / statistics.median(seconds)
 
 
 class ScalingEvidence:
-    """What is known of one wrapper on one backend in one cell (mode, size), from the records of a study. Numbers of
-    ranks on which a slow rank disturbed the cell are left out. With `up_to`, steps of wrappers and sweeps on more ranks
-    are held out. This host has cores (or devices) for `at_hand` ranks."""
+    """The evidence on one wrapper and backend in one cell (mode, size) of a study. Rank counts at which a slow rank
+    disturbed the cell are excluded. With `up_to`, wrapper steps and sweeps on more ranks are held out. This host has
+    cores (or devices) for `at_hand` ranks."""
 
     def __init__(
         self, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], at_hand: int, up_to: int = 0
@@ -75,14 +77,14 @@ class ScalingEvidence:
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
         sweeps = [record for record in records if isinstance(record, CollectiveRecord)]
-        # One rank's step by its samples, for strong scaling; and the wrapper's buckets by ranks, which follow from its
-        # planner and not from times, so that they are never held out.
+        # One rank's step by number of samples, for strong scaling. The wrapper's buckets by ranks depend on its
+        # planner, not on times, so they are never held out.
         self.one_rank_s = {record.global_batch_size: record.timing.median_s for record in alone}
         self.layouts = {record.world_size: record.bucket_bytes for record in own if record.bucket_bytes}
         disturbed = {record.world_size for record in steps if record.cell == cell and find_straggler(record)}
         self.left_out = sorted(disturbed & {record.world_size for record in own})
         own = [record for record in own if record.world_size not in disturbed]
-        # Steps without a wrapper and without messages: those of more ranks say what they cost each other, and no more.
+        # Steps without a wrapper or messages: on several ranks they show only how much the ranks slow each other down.
         silent = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
         self.together = {record.world_size: record for record in silent}
         # The wrapper on one rank, which sends nothing: its copies and launches.
@@ -91,42 +93,42 @@ class ScalingEvidence:
         self.local = next(local, None)
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
-            # One rank sends nothing, so the smallest sweep stays with it.
+            # One rank sends nothing, so the smallest sweep is kept for it.
             most = max(up_to, min((record.world_size for record in sweeps), default=0))
             sweeps = [record for record in sweeps if record.world_size <= most]
-        # Steps with communication off are the same in every wrapper, so those of all of them count.
+        # With communication off, steps are the same in every wrapper, so all wrappers contribute.
         self.shared = sorted((_join_no_comm(record, steps) for record in own), key=lambda record: record.world_size)
         found = [*(record for record in alone if record.cell == cell), *self.shared]
         self.ranks = tuple(record.world_size for record in found)
         if self.ranks[:1] != (1,) or len(set(self.ranks)) < len(self.ranks):
-            needed = "a scaling curve needs one cell with each number of ranks once, and one rank"
-            raise RecordError(f"{needed}: {cell} has {list(self.ranks)}")
+            needed = "a scaling curve needs one cell with one rank and each number of ranks once"
+            raise RecordError(f"{needed}, but {cell} has {list(self.ranks)}")
         self.alone, self.backend, self.ranks_at_hand = found[0], backend, at_hand
         self.variant = replace(self.alone, wrapper=wrapper, backend=backend).variant
         for record in (record for record in self.shared if record.no_comm is None):
             lacks = f"{self.variant} on {record.world_size} ranks has no steps with communication off"
-            raise RecordError(f"{lacks}: they are needed to calibrate a scaling curve")
+            raise RecordError(f"{lacks}, which a scaling curve needs for calibration")
         self.most_on_host = max(at_hand, *self.ranks)
         self.profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         self.jobs = [build_job_from_profile(profile) for profile in self.profiles]
-        # The sweeps where this wrapper's messages lie; None where there are none.
+        # The sweeps on the kind of memory that holds this wrapper's messages; None without sweeps.
         wanted, memory = ("all_reduce", canonical_backend(backend)), "shared" if wrapper == "paceline" else "ordinary"
         sweeps = [r for r in sweeps if (r.collective, canonical_backend(r.backend)) == wanted]
         cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
         self.fabric = build_measured_fabric(sweeps, backend, memory=memory, cores=cores) if sweeps else None
-        # How far the steps of ranks lie apart without communication, as a standard deviation over their median.
+        # Spread of the ranks' steps without communication, as a standard deviation relative to their median.
         rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
         self.spread = min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
 
     def count_samples(self, world_size: int) -> float:
-        """Of one rank, in a step."""
+        """Samples per rank and step."""
         mode, size = self.alone.mode, self.alone.cell_size
         if mode == "strong" and world_size > size:
-            raise ConfigError(f"{size} samples over {world_size} ranks: at least one for each is needed")
+            raise ConfigError(f"{size} samples are too few for {world_size} ranks: each needs at least one")
         return size if mode == "weak" else size / world_size
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
-        """The wrapper's buckets on these ranks or the nearest known ones; torch's default where none are known."""
+        """The wrapper's buckets on these ranks or the nearest known number; torch's default if none are known."""
         if self.layouts:
             return self.layouts[curves.find_nearest(self.layouts, world_size)]
         gradients = self.jobs[0].gradients
@@ -134,12 +136,12 @@ class ScalingEvidence:
 
 
 def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
-    """The record with the steps without communication of all wrappers of its cell and ranks."""
+    """The record with the no-communication steps of all wrappers in its cell on the same ranks."""
     alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
     found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
     if record.no_comm is None or len(found) < 2:
         return record
-    joined = []  # of each repetition the median of the slowest ranks, and the others as far behind it as in the median
+    joined = []  # per repetition: the median over wrappers of the slowest rank, with the other ranks in proportion
     for number in range(record.timing.count):
         slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
         row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]
@@ -148,8 +150,8 @@ def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord
 
 
 def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Straight lines on log axes through points in order; outside them the last line goes on, rising by at most the
-    place itself. One point alone rises by that."""
+    """Linear interpolation on log axes through sorted points. Beyond the ends the nearest line continues, but grows at
+    most in proportion to `place`, as it does from a single point."""
     if len(points) == 1:
         return points[0][1] * place / points[0][0]
     right = min(max(1, bisect.bisect_left([x for x, _ in points], place)), len(points) - 1)
@@ -162,9 +164,10 @@ def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> flo
 
 
 def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shift: float = 0.0) -> float:
-    """How much longer a rank computes next to others, from (ranks, factor), one rank first: as measured where it was.
-    Beyond, a straight line through the last two: what ranks share, they share with one more each. It never falls, and
-    never grows faster than the ranks. `shift` is how many standard deviations off the continued part is."""
+    """How much longer a rank computes next to others, from (ranks, factor) pairs that start with one rank. Interpolates
+    measured points; beyond them, a line through the last two continues, since every additional rank shares the same
+    resources. It never falls and never grows faster than the ranks. `shift` is the error of the extrapolated part in
+    standard deviations."""
     last, top = points[-1]
     if len(points) == 1:
         return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(max(1.0, world_size / last))))
@@ -179,9 +182,9 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
 
 @dataclass(frozen=True)
 class PredictedPoint:
-    """A step on `world_size` ranks; a measured one should lie between `low_s` and `high_s` in 90 % of cases. `alone_s`
-    is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one), `doubt` why not to
-    trust it, and `measured` the same step where it was measured."""
+    """A step on `world_size` ranks; a measured step should lie between `low_s` and `high_s` in 90 % of cases. `alone_s`
+    is the step of one rank alone, `network` connects the hosts (empty if all ranks are on this host), `doubt` is a
+    reason not to trust the point, and `measured` is the same step if it was measured."""
 
     variant: str
     mode: str
@@ -198,7 +201,7 @@ class PredictedPoint:
 
     @property
     def speedup(self) -> float:
-        """How many times the samples per second of one rank."""
+        """Throughput relative to one rank."""
         return self.alone_s / self.step_s * (self.world_size if self.mode == "weak" else 1)
 
     @property
@@ -207,7 +210,7 @@ class PredictedPoint:
         return self.speedup / self.world_size
 
     def band(self, value: float) -> tuple[float, float]:
-        """The speed-up or efficiency at the slowest and at the fastest step of the interval."""
+        """The speed-up or efficiency at both ends of the interval."""
         return value * self.step_s / self.high_s, value * self.step_s / self.low_s
 
     @property
@@ -221,28 +224,28 @@ class PredictedPoint:
 
     @property
     def error(self) -> float | None:
-        """The predicted step over the measured one, minus 1; None where that must not be used."""
+        """The predicted step over the measured one, minus 1; None if that is missing or disturbed."""
         return None if self.measured_s is None or self.is_disturbed else self.step_s / self.measured_s - 1
 
     @property
     def is_covered(self) -> bool | None:
-        """Whether the measured step lies in the predicted interval; None where it must not be used."""
+        """Whether the measured step lies in the predicted interval; None if it is missing or disturbed."""
         return None if self.measured_s is None or self.is_disturbed else self.low_s <= self.measured_s <= self.high_s
 
 
 def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
 ) -> list[PredictedPoint]:
-    """A point for each number of ranks; for more than this host has, one for each network between such hosts."""
+    """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
     if not ranks or min(ranks) < 1:
-        raise ConfigError(f"numbers of ranks {list(ranks)}: one or more, of at least 1")
+        raise ConfigError(f"ranks {list(ranks)}: give one or more numbers of at least 1")
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
-        raise ConfigError(f"{max(ranks)} ranks where this host has {here}: name a network that joins hosts")
+        raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): give a --network between hosts")
     source = random.Random(_SEED)
     best = _ScalingCurve(evidence, networks, Resample())
     draws = [_ScalingCurve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
-    # The median that a prediction is compared with has the noise of its own repetitions.
+    # The measured median that a prediction is compared with has sampling noise of its own.
     noise = curves.median_noise(alone.timing)
     noises = [math.exp(source.gauss(0, noise)) for _ in draws]
     points = []
@@ -259,10 +262,10 @@ def simulate_scaling(
 
 
 class _ScalingCurve:
-    """The curve by medians of the repetitions that are used; with a source, what is only assumed is drawn, too.
-    `corrections` has for each calibrated number of ranks how many times as long its messages take as alone, at most
-    once, and the seconds beyond that: copies and waits. `own_s` is what the wrapper adds to one rank, None where it
-    was not measured. `shift` is how far off messages and copies are on other ranks, in standard deviations."""
+    """The curve from medians of the selected repetitions; with a random source, assumptions are drawn, too.
+    `corrections` maps each calibrated rank count to a factor of at most 1 on the message times of the sweep, and to the
+    seconds that remain unexplained: copies and waits. `own_s` is the wrapper's overhead on one rank, None if not
+    measured. `shift` is the error of messages and copies on other rank counts, in standard deviations."""
 
     def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
         self.evidence, source, alone = evidence, resample.source, evidence.alone
@@ -275,14 +278,14 @@ class _ScalingCurve:
         self.one_rank_s = sorted((known | {float(alone.global_batch_size): self.alone_s}).items())
         found = {record.world_size: resample.median(record.phase("no_comm")) for record in evidence.shared}
         silent = {count: resample.median(record.timing) for count, record in evidence.together.items()}
-        for count in sorted(set(silent) - set(found)):  # a wrapper adds to them what it adds to fewer ranks
+        for count in sorted(set(silent) - set(found)):  # assume the same wrapper overhead as on fewer ranks
             both = [near for near in found if near in silent]
             near = curves.find_nearest(both, count) if both else count
             found[count] = silent[count] * (found[near] / silent[near] if both else 1.0)
         factors = {1: 1.0}
         for count, time_s in sorted(found.items()):
             factors[count] = time_s / interpolate_logs(self.one_rank_s, evidence.count_samples(count))
-            if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
+            if alone.mode == "weak":  # more ranks are never faster, so a smaller factor than the previous one is noise
                 factors[count] = max(factors.values())
         self.slowed, self.slowed_shift = list(factors.items()), resample.gauss()
         self.jobs = [
@@ -300,7 +303,7 @@ class _ScalingCurve:
         self.shift = resample.gauss()
 
     def compute_s(self, world_size: int) -> float:
-        """A step of the slowest rank without communication; hosts do not slow each other."""
+        """The slowest rank's step without communication; hosts do not slow each other down."""
         evidence, most = self.evidence, self.evidence.most_on_host
         compute_s = interpolate_logs(self.one_rank_s, evidence.count_samples(world_size))
         if world_size == 1:
@@ -327,18 +330,18 @@ class _ScalingCurve:
         return compute_s + max(0.0, self._build_exposed(world_size, place)(factor * doubt) + extra_s)
 
     def _build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
-        """What a step exposes, in seconds, as a function of how many times as long as alone its messages take."""
+        """The exposed communication in seconds, as a function of the factor on message times."""
         evidence, accumulate = self.evidence, [self.evidence.alone, *self.evidence.shared][-1].accumulate
         samples = evidence.count_samples(world_size) / accumulate
         sizes = [abs(math.log(profile.batch_size / samples)) for profile in evidence.profiles]
         job = self.jobs[sizes.index(min(sizes))].accumulate(accumulate)
-        # The profiled step is made as long as `compute_s`. The optimizer does not shrink with the batch.
+        # Stretch the profiled step to `compute_s`. The optimizer does not shrink with the batch.
         compute_s = self.compute_s(world_size)
         slowed = estimate_slowdown(self.slowed, min(world_size, evidence.most_on_host), self.slowed_shift)
         after_s = min(job.after_s * slowed, compute_s / 2)
         stretch = (compute_s - after_s) / job.computing_s
         job = replace(job, ready_s=tuple(s * stretch for s in job.ready_s), backward_s=job.backward_s * stretch)
-        # A bucket is complete with the gradient at which as large a share of all bytes is ready.
+        # A bucket is complete with the gradient at which the same share of all bytes is ready.
         buckets = evidence.list_buckets(world_size)
         ends = list(itertools.accumulate(buckets))
         places = [bisect.bisect_left(job.totals, end / ends[-1] * job.num_bytes) - 1 for end in ends]
@@ -354,9 +357,10 @@ class _ScalingCurve:
         return expose
 
     def _fit_correction(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on messages with which the simulated step exposes what the measured one did, and what is left."""
+        """The factor on messages for which simulated and measured exposed communication agree, and the remaining
+        seconds."""
         expose = self._build_exposed(world_size)
-        low, high = 1 / 3.0, 1.0  # times what they take alone
+        low, high = 1 / 3.0, 1.0  # relative to the sweep
         as_alone_s, least_s = expose(high), expose(low)
         if exposed_s >= as_alone_s or least_s >= exposed_s:
             return (high, exposed_s - as_alone_s) if exposed_s >= as_alone_s else (low, exposed_s - least_s)
@@ -375,7 +379,7 @@ class _ScalingCurve:
         if most == 1:
             return self.networks[place].build_curve(nodes)
         if self.fabric is None:
-            raise RecordError(f"no all-reduce on {self.evidence.backend} was measured: use `bench allreduce`")
+            raise RecordError(f"no all-reduce on {self.evidence.backend} was measured: run `bench allreduce`")
         if here not in self._inside:
             self._inside[here] = self.fabric.build_curve(here)
         inside = self._inside[here]
@@ -386,20 +390,20 @@ class _ScalingCurve:
             return ""
         most, doubts = max(self.corrections, default=1), []
         if not self.corrections:
-            taken = "" if len(self.slowed) > 1 else ": they are taken not to slow each other"
-            doubts.append(f"no step with messages calibrates it{taken}")
+            taken = "" if len(self.slowed) > 1 else ": ranks are assumed not to slow each other down"
+            doubts.append(f"no step with communication was measured for calibration{taken}")
         elif world_size > 2 * most:
-            doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
+            doubts.append(f"{world_size:,} ranks are over twice the largest number used for calibration, {most}")
         doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
         return "; ".join(filter(None, doubts))
 
 
 def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] = ()) -> list[str]:
-    """What every point of the curve takes for granted, one line each."""
+    """The assumptions behind every point of the curve, one per line."""
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
-    lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; more ranks than that are simulated"]
-    lines[0] += "".join(f"; disturbed steps on {count} ranks are left out" for count in evidence.left_out)
+    lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; larger numbers are simulated"]
+    lines[0] += "".join(f"; disturbed steps on {count} ranks are excluded" for count in evidence.left_out)
     if curve.corrections:
         factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
         found = ", ".join(
@@ -407,29 +411,29 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             for count, (factor, extra_s) in curve.corrections.items()
         )
         lines += [
-            "without communication a rank takes a multiple of the step of one alone, and on more ranks along the line "
-            f"through the last two: {factors}",
-            f"messages take a multiple of those of the sweep, and time that it does not explain: {found}",
+            "without communication, a rank takes a multiple of the step of one rank alone (extrapolated linearly from "
+            f"the last two): {factors}",
+            f"messages take a multiple of their time in the sweep, plus unexplained time: {found}",
         ]
     else:
-        lines.append("no steps on several ranks: they do not slow each other, and messages take what the sweep's do")
+        lines.append("no steps on several ranks: compute is assumed not to slow down, and messages are as in the sweep")
     lines.append(f"contention: {curve.find_contention(2).basis}")
     if evidence.alone.device == "cpu":
         lines.append(f"{evidence.ranks_at_hand} ranks fit this host")
     if evidence.alone.mode == "strong":
         sizes = ", ".join(f"{samples:g}" for samples, _ in curve.one_rank_s)
-        lines.append(f"one rank's step by its share of the samples: log-linear between {sizes} samples")
+        lines.append(f"the step of one rank is interpolated log-linearly between {sizes} samples")
     if curve.fabric:
         lines += curve.fabric.assumptions
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines += [
-            f"beyond it, hosts of {evidence.most_on_host} ranks: reduced inside, then between, one by one",
-            f"hosts do not slow each other, but all wait for the slowest rank: they lie {evidence.spread:.1%} apart "
-            "(one sd), as measured without communication",
+            f"more ranks use hosts of {evidence.most_on_host}: messages are reduced inside, then between hosts",
+            "hosts do not slow each other down, but all wait for the slowest rank; ranks differ by "
+            f"{evidence.spread:.1%} (one standard deviation) without communication",
         ]
     lines.append(
-        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {SLOWDOWN_ERROR:.0%} on "
-        f"computing for each doubling away from what was measured, and on messages {describe_uncertainty(networks)}"
+        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; standard deviations of "
+        f"{SLOWDOWN_ERROR:.0%} for compute per doubling of the ranks, and for messages {describe_uncertainty(networks)}"
     )
     return lines

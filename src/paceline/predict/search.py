@@ -1,4 +1,4 @@
-"""The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans."""
+"""The search for the best plan: all partitions that a cap can produce, the plateau around the best, and free plans."""
 
 import functools
 import itertools
@@ -12,22 +12,22 @@ from paceline.predict.curves import CostCurve, MeasuredCurve, fit_line
 from paceline.predict.job import Job
 from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
-# Within this share of the best, sizes are one plateau: no measurement distinguishes them.
+# Sizes within this share of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
 
 
 def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int]]:
-    """Every distinct way in which one cap can cut gradients of these sizes, in ready order and of one dtype, with the
-    smallest and the largest cap that does. The cuts stay the same up to the smallest bucket that has closed: only a cap
-    above that size can change them. So the next cap to try is one byte more, and none is missed."""
+    """Every distinct partition that one cap produces from gradients of these sizes (in ready order, of one dtype), with
+    the smallest and the largest cap that produces it. The cuts stay the same up to the size of the smallest closed
+    bucket, so the next cap to try is one byte larger and no partition is missed."""
     totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     low, cuts = 1, tuple[int, ...]()
     while len(cuts) != 1:
         cuts = cut_by_cap(totals, low)
         closed = [end - start for start, end in itertools.pairwise([0, *(totals[cut] for cut in cuts)])]
-        # The last bucket may be one that never reached the cap.
+        # The last bucket may never have reached the cap.
         high = min((size for size in closed if size >= low), default=low)
         found[cuts] = found.get(cuts, (low, low))[0], high
         low = high + 1
@@ -35,8 +35,8 @@ def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int
 
 
 def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Caps to try on the job itself: about `count`, evenly spread on a log axis, no two with the same buckets. The
-    largest makes one bucket; the smallest is a hundredth of it."""
+    """Caps to run the job with: about `count`, evenly spaced on a log axis, each with different buckets. The largest
+    makes one bucket; the smallest is a hundredth of it."""
     totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], int] = {}
     for number in range(count):
@@ -45,14 +45,14 @@ def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(found.values())
 
 
-@functools.lru_cache(8)  # many predictions are of one job
+@functools.lru_cache(8)  # many predictions share one job
 def _list_caps(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
     return list(enumerate_caps(sizes).items())
 
 
 @dataclass(frozen=True)
 class CapPoint:
-    """The step with the buckets that all caps from `low_bytes` to `high_bytes` make; `cuts` are their ends."""
+    """The step with the buckets that every cap from `low_bytes` to `high_bytes` produces; `cuts` are their ends."""
 
     low_bytes: int
     high_bytes: int
@@ -66,8 +66,8 @@ class CapPoint:
 
 @dataclass(frozen=True)
 class CapCurve:
-    """Every distinct partition in order of its caps, with one input (`what`) multiplied by a factor if any is.
-    `most_bytes` is the largest message whose time is known."""
+    """Every distinct partition in order of its caps; if `what` is set, that input is multiplied by `factor`.
+    `most_bytes` is the largest message with a known time."""
 
     points: tuple[CapPoint, ...]
     what: str = ""
@@ -83,38 +83,39 @@ class CapCurve:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it takes a bucket larger than any message whose time is known."""
+        """Whether the chosen plan has a bucket larger than any message with a known time."""
         return max(bucket.num_bytes for bucket in self.chosen.step.buckets) > self.most_bytes
 
     @cached_property
     def plateaus(self) -> list[tuple[int, int]]:
-        """Every range of caps whose times are all within 1 % of the best, in order."""
+        """All ranges of caps whose times are within 1 % of the best, in order."""
         return self.list_ranges(self.is_fast)
 
     def list_ranges(self, is_in: Callable[[CapPoint], bool]) -> list[tuple[int, int]]:
-        """Every range of caps of which this is true."""
+        """All ranges of caps for which `is_in` holds."""
         runs = [list(run) for is_true, run in itertools.groupby(self.points, is_in) if is_true]
         return [(run[0].low_bytes, run[-1].high_bytes) for run in runs]
 
     @property
     def plateau(self) -> tuple[int, int]:
-        """The widest of them on a log axis: the answer to "which bucket size", and not the spike of the minimum."""
+        """The widest plateau on a log axis. It answers "which bucket size" better than the exact minimum, which may be
+        a spike."""
         return max(self.plateaus, key=lambda sizes: sizes[1] / sizes[0])
 
     @property
     def chosen(self) -> CapPoint:
-        """The best in that range."""
+        """The best point in the widest plateau."""
         low, high = self.plateau
         inside = (point for point in self.points if low <= point.high_bytes <= high)
         return min(inside, key=lambda point: point.backward_s)
 
 
 def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
-    """Simulate every partition that one cap can make; of more than `most`, unless it is 0, as many evenly spread. Caps
-    below the smallest gradient make the same as that one."""
+    """Simulate every partition that one cap can produce. If there are more than `most` (0 means no limit), simulate
+    that many, evenly spaced. Caps below the smallest gradient produce the same partition as that gradient's size."""
     caps, least = _list_caps(job.sizes), min(job.sizes)
     if costs.sending is not None and costs.sending.strategy.outer:
-        caps = caps[-1:]  # it has no buckets
+        caps = caps[-1:]  # outer strategies have no buckets
     if 1 < most < len(caps):
         caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
     points = (CapPoint(max(least, low), high, cuts, simulate(job, cuts, costs)) for cuts, (low, high) in caps)
@@ -122,7 +123,8 @@ def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
 
 
 def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> MeasuredCurve:
-    """With the latency and the bandwidth multiplied. Those are of the line through the curve; its residuals stay."""
+    """The curve with latency and bandwidth scaled. They are split by the line fitted to the curve; its residuals
+    stay."""
     points = list(zip(curve.sizes, curve.seconds, strict=True))
     line, seconds = fit_line(points), []
     for size, measured_s in points:
@@ -132,8 +134,8 @@ def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> 
 
 
 def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[CapCurve]:
-    """How the best bucket size moves with the bytes of the model (`B`), the latency (`alpha`) and the bandwidth
-    (`beta`), one at a time. Those are of the line through the measured curve; its residuals stay as they are."""
+    """How the best bucket size changes with the model's bytes (`B`), the latency (`alpha`) and the bandwidth (`beta`),
+    one at a time. The last two are those of the line fitted to the measured curve; its residuals stay."""
     changes = []
     for what, factor in [("", 1.0), *itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0))]:
         other_job, other_costs = job, costs
@@ -149,11 +151,11 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
 
 
 def estimate_least_s(job: Job, costs: MachineCosts) -> float:
-    """No buckets make the step shorter than this. All of the rank's own work and one launch are in it; behind the last
-    gradient at least one message follows; and from the first gradient on all bytes must move, at the best rate."""
+    """A lower bound on the step for any buckets. It includes all of the rank's own work and one launch; at least one
+    message follows the last gradient; and all bytes must be sent after the first gradient, at the best rate."""
     own_s, curve = costs.launch_s + costs.gather_s_per_byte * job.num_bytes, costs.curve
     last_s = min(curve.estimate_s(job.num_bytes - total) for total in job.totals[:-1])
-    # Between the points of a curve the rate rises or falls.
+    # The best rate may lie at any point of the curve; between points it is monotonic.
     least, most = min(size for size in job.sizes if size), job.num_bytes
     known = curve.sizes if isinstance(curve, MeasuredCurve) else (least << n for n in range(1, 64))
     sizes = (least, most, *(size for size in known if least < size < most))
@@ -163,25 +165,27 @@ def estimate_least_s(job: Job, costs: MachineCosts) -> float:
 
 
 def estimate_closed_form(job: Job, alpha_s: float) -> float:
-    """The best bucket size, in bytes, where communication is the bottleneck: B sqrt(alpha / T).
+    """The best bucket size, in bytes, when communication is the bottleneck: B sqrt(alpha / T).
 
     Buckets of b bytes are ready every T b / B seconds, and the link is busy from the first one on, so backward ends
-    after T b / B + (B / b) alpha + B / beta. This b makes that least. It says nothing where messages are hidden.
+    after T b / B + (B / b) alpha + B / beta. This b minimizes that time. It does not apply if compute hides the
+    messages.
     """
     return job.num_bytes * math.sqrt(alpha_s / job.backward_s)
 
 
 def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
-    """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention."""
-    # C[j], the end of a last bucket that ends with gradient j, is
-    # min over i < j of max(C[i], ready_j) + overhead + a(bytes of i+1..j).
+    """Where to cut the ready order so that the last message ends as early as possible; exact for one server and no
+    contention."""
+    # C[j] is the earliest end of the messages up to gradient j: min over i < j of max(C[i], ready_j) + overhead +
+    # a(bytes of i+1..j).
     count, totals, latest = len(job.sizes), job.totals, job.latest_s
     ends, previous = [0.0] * (count + 1), [0] * (count + 1)
     for j in range(1, count + 1):
         best_s = float("inf")
         for i in range(j):
             end_s = max(ends[i], latest[j - 1]) + overhead_s + curve.estimate_s(totals[j] - totals[i])
-            # Of two that end at the same moment, the one with fewer buckets: their overheads are real.
+            # On a tie, prefer fewer buckets: their overhead is real.
             if end_s < best_s - 1e-15:
                 best_s, previous[j] = end_s, i
         ends[j] = best_s
@@ -195,14 +199,15 @@ def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
 def find_best_cuts(
     job: Job, costs: MachineCosts, seeds: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], SimulatedStep]:
-    """The best free cuts: the exact ones of the simple model, and the given seeds, moved one by one in the full one."""
+    """The best free cuts: starts from the exact cuts of the simple model and the given seeds, and improves each in the
+    full model."""
     starts = dict.fromkeys([tuple(find_cuts(job, costs.curve, costs.launch_s)), *seeds])
     return min((_improve(job, costs, cuts) for cuts in starts), key=lambda pair: pair[1].step_s)
 
 
 def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], SimulatedStep]:
-    """Move, drop and add one cut at a time while that helps. A sweep goes on where it found something: the cuts before
-    that place are tried again only in the next one."""
+    """Move, drop and add one cut at a time while that helps. A sweep continues after an improvement; earlier cuts are
+    tried again only in the next sweep."""
     count, best, tried = len(job.sizes), simulate(job, cuts, costs), {cuts}
 
     def accept(neighbour: tuple[int, ...]) -> bool:

@@ -1,8 +1,8 @@
-"""The simulator: one step of a data-parallel job, by its events, for one plan of buckets. Reads top to bottom.
+"""The simulator: an event-driven model of one data-parallel step with one bucket plan. Reads top to bottom.
 
-It follows the wrapper's order of events, not a formula: gradients become ready while the rank computes, buckets leave
-in order, messages queue for the servers of the backend, and computing and messages slow each other down. A strategy
-(`Sending`) says which messages a bucket becomes, and what its codec computes before, between and after them.
+It follows the wrapper's order of events rather than a formula: gradients become ready while the rank computes, buckets
+are launched in order, messages queue for the backend's servers, and compute and messages slow each other down. A
+strategy (`Sending`) determines a bucket's messages and what its codec computes before, between and after them.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from paceline.predict.job import Job
 from paceline.strategy import Strategy
 
 _EPSILON = 1e-12
-# What the model leaves out, as a standard deviation: a share of what communication adds. One number for all.
+# Standard deviation of the model's own error, as a share of the exposed communication. The same for all predictions.
 MODEL_ERROR = 0.10
-# How much longer a GPU computes while NCCL moves a message: the published mean and maximum, arXiv 2507.03114.
+# How much longer a GPU computes while NCCL moves a message: published mean and maximum, arXiv 2507.03114.
 _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
-# And how far off an assumed share of a core is, one standard deviation.
+# Standard deviation of an assumed share of a core.
 _SHARE_ERROR = 0.15
-_SIZES = tuple(4096 << 2 * power for power in range(11))  # to 4 GiB
-# What a codec computes when a message has arrived shares its rank's core with backward.
+_SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
+# Codec work that follows a message shares the rank's core with backward.
 _CALLBACK_RATE = 0.5
-# Where a bucket is not one all-reduce, the wrapper's control words have a message of their own.
+# If a bucket is not a single all-reduce, the wrapper's control words need a message of their own.
 _WORDS_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Contention:
-    """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed. Fitted where
-    steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which. Small
-    messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines on a
-    log axis, beyond them constant. `alone_s` are the seconds of these messages alone where they are not those of the
-    curve, and `is_by_bytes` says that it is their bytes that slow, not their wait: see `spread_over`."""
+    """How messages and compute slow each other down, by message size: 1 means undisturbed. Fitted to steps measured
+    while messages were sent (`predictor`), otherwise assumed by `assume`; `basis` says which. Small messages are slowed
+    most, because they wait for a busy core. Rates are interpolated linearly over the logarithm of the size, and are
+    constant beyond the ends. `alone_s` are the undisturbed seconds of these messages if they differ from the curve's.
+    `is_by_bytes` means that a message slows compute while its bytes move, not while it waits: see `spread_over`."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
     message_rates: tuple[float, ...] = (1.0,)
-    basis: str = "assumed: messages and computing do not slow each other"
+    basis: str = "assumed: messages and compute do not slow each other down"
     alone_s: tuple[float, ...] = ()
     is_by_bytes: bool = False
 
@@ -55,17 +55,17 @@ class Contention:
         rates, is_ordered = (*self.compute_rates, *self.message_rates), list(self.sizes) == sorted(set(self.sizes))
         has_all = 0 < len(self.sizes) == len(self.compute_rates) == len(self.message_rates)
         if not has_all or not is_ordered or not all(0 < rate <= 1 for rate in rates):
-            raise ConfigError(f"contention at {self.sizes} with rates {rates}: sizes in order, rates above 0, up to 1")
+            raise ConfigError(f"contention needs ascending sizes and rates in (0, 1], not {self.sizes} and {rates}")
 
     @classmethod
     def assume(
         cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None
     ) -> Contention:
-        """What is taken where nothing was measured; with a source, as it might be. `spare_cores` are the idle cores for
-        each rank. `is_on_host`: cores move the messages, between ranks of one host. What a link carries is taken to
-        need none of a CPU host."""
+        """The assumption if nothing was measured; with a random source, a draw of it. `spare_cores` is the number of
+        idle cores per rank. `is_on_host` means that messages are moved by cores, between ranks of one host. Messages
+        over a link are assumed to need no core of a CPU host."""
         if device == "cuda":
-            mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # of a triangle from 0 to the most with this mean
+            mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # mode of the triangular distribution on [0, max] with this mean
             slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
             basis = f"assumed: a GPU computes {_SLOWED_MEAN:.1%} longer while NCCL moves a message, {_SLOWED_MOST:.0%} "
             return cls((1,), (1 / (1 + slowed),), (1.0,), f"{basis}at most (published, arXiv 2507.03114)", (), True)
@@ -75,13 +75,14 @@ class Contention:
         if source is not None and device == "cpu":
             share = min(0.9, abs(share + _SHARE_ERROR * source.gauss(0, 1)))
         if not on_host:
-            return cls((1,), (1 - share,), (1.0,), "assumed: messages on a link take no core of a rank")
-        basis = "assumed: a message between ranks of a full CPU host takes half of its rank's core"
-        return cls((1,), (1 - share,), (1 - share,), f"{basis}, and nothing where each rank has a core to spare")
+            return cls((1,), (1 - share,), (1.0,), "assumed: messages over a link use no core")
+        basis = "assumed: a message between ranks of a full CPU host uses half of a rank's core"
+        return cls((1,), (1 - share,), (1 - share,), f"{basis}, or none if each rank has a spare core")
 
     def spread_over(self, curve: CostCurve) -> Contention:
-        """For messages that a link makes longer than those that were measured: arithmetic loses as many seconds, and
-        delays the message by as many, over a longer time. Where bytes slow, the latency of a message costs nothing."""
+        """Adapt to a link on which messages take longer than the measured ones: compute loses the same number of
+        seconds, and delays the message by as many, over a longer time. If contention is by bytes, a message's latency
+        costs nothing."""
         if self.is_by_bytes:
             wait_s, lost = curve.estimate_s(1), 1 - self.compute_rates[0]
             rates = tuple(1 - lost * (1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12)) for size in _SIZES)
@@ -97,7 +98,7 @@ class Contention:
         return replace(self, compute_rates=tuple(compute_rates), message_rates=tuple(message_rates), alone_s=())
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
-        """How fast a rank computes while such a message is under way, and how fast the message moves meanwhile."""
+        """The speed of compute while such a message is in flight, and the speed of the message meanwhile."""
         right = bisect.bisect_right(self.sizes, num_bytes)
         left, right = max(0, right - 1), min(right, len(self.sizes) - 1)
         if left == right:
@@ -109,12 +110,12 @@ class Contention:
         return compute, message
 
 
-# Larger blocks the C library gives back to the system when they are freed.
+# The C library returns larger blocks to the system when they are freed.
 LARGE_BYTES = 32 << 20
 
 
 class Load(NamedTuple):
-    """A message, as the bytes of the all-reduce that moves as much, of all ranks or of those inside a host."""
+    """A message, as the size of an all-reduce that moves as many bytes, over all ranks or only those of one host."""
 
     num_bytes: int
     is_inside: bool = False
@@ -122,12 +123,11 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Sending:
-    """How ranks send by a strategy. `parts` are what its codec computes for a bucket: pairs of seconds and seconds for
-    each byte of its gradients, before the first message and after each; none: it costs nothing. `is_in_place`: ranks
-    share memory, so that a sharded update needs no gathering. `large_factor`: how many times as much a codec costs for
-    a bucket above `LARGE_BYTES`, whose vectors are new memory in each step. `ranks_per_host` ranks share the link of
-    their host. `round_s_per_byte`: what a round of a schedule, or a sharded update, computes besides, for each
-    byte of parameters."""
+    """How ranks send with a strategy. `parts` is the codec's work for a bucket: pairs of fixed seconds and seconds per
+    byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place` means that
+    ranks share memory, so a sharded update needs no gathering. `large_factor` multiplies the codec's cost for a bucket
+    above `LARGE_BYTES`, whose vectors are allocated anew in each step. `ranks_per_host` ranks share the link of their
+    host. `round_s_per_byte` is the other work of a schedule's round or a sharded update, per byte of parameters."""
 
     strategy: Strategy
     world_size: int
@@ -139,17 +139,18 @@ class Sending:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each bucket is one all-reduce as it is, with the control words in the last."""
+        """Whether each bucket is one plain all-reduce, with the control words in the last."""
         return self.is_in_place and self.strategy.is_plain_in_memory
 
     @property
     def has_levels(self) -> bool:
-        """Whether there are messages inside hosts, and between them others."""
+        """Whether messages inside hosts and between hosts are separate."""
         return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes. A sharded update gathers later. An all-reduce and an all-gather go from
-        host to host once; of an all-to-all, and of what each rank sends between two levels, all passes the link."""
+        """The messages that a bucket becomes. A sharded update gathers later. An all-reduce or all-gather crosses each
+        link between hosts once; for an all-to-all, and for what each rank sends between two levels, all bytes cross the
+        link."""
         found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host, self.is_in_place)
         found = found[:1] if self.strategy.is_sharded else found
         loads = []
@@ -160,8 +161,8 @@ class Sending:
         return tuple(loads)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Seconds of the codec before the first of `count` messages of a bucket, and after each."""
-        if self.has_levels:  # between the messages inside a host, for a part of the bucket
+        """Codec seconds before the first of `count` messages of a bucket, and after each."""
+        if self.has_levels:  # the codec runs between the messages inside a host, on a part of the bucket
             between = replace(self, ranks_per_host=1)
             return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]
         if not self.parts:
@@ -172,11 +173,11 @@ class Sending:
         return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
 
     def scale(self, factor: float) -> Sending:
-        """With a codec that takes this many times as long."""
+        """The same, with a codec that takes `factor` times as long."""
         return replace(self, parts=tuple((factor * fixed_s, factor * s_per_byte) for fixed_s, s_per_byte in self.parts))
 
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
-        """The bytes that a rank sends in a step with these buckets, in the mean over a period."""
+        """Mean bytes that a rank sends per step with these buckets, over a period."""
         groups = [job.gradients[start:end] for start, end in itertools.pairwise([0, *cuts])]
         messages = (
             message
@@ -186,18 +187,18 @@ class Sending:
         return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
 
     def list_fragments(self, job: Job) -> list[tuple[Gradient, ...]]:
-        """What each exchange of a period sends: every F-th parameter, of F fragments."""
+        """The gradients of each exchange in a period: every F-th parameter, for F fragments."""
         count = self.strategy.fragments
         return [group for number in range(count) if (group := job.gradients[number::count])]
 
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """What messages cost. All times are of a rank that is otherwise alone, unless they say so. `servers`: messages that
-    are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per bucket. `gather_s_per_byte`:
-    the copies into a bucket and out of it. `contention`: how messages and arithmetic slow each other. `pair_rate`: how
-    fast each of two messages moves. `finish_s`: what follows the last message. `sending`: None sends each bucket in one
-    all-reduce. `inside`: with two levels, messages inside a host; then `curve` is of those between hosts."""
+    """Costs of messages. Times are for a rank that does nothing else, unless stated otherwise. `servers` is the number
+    of concurrent messages (1 on NCCL and shm, 2 on gloo). `launch_s` is the host time per bucket. `gather_s_per_byte`
+    covers the copies into and out of a bucket. `pair_rate` is the speed of each of two concurrent messages. `finish_s`
+    follows the last message. Without `sending`, each bucket is one all-reduce. `inside` is the curve for messages
+    inside a host if there are two levels; `curve` is then for messages between hosts."""
 
     curve: CostCurve
     servers: int = 1
@@ -211,19 +212,21 @@ class MachineCosts:
 
     def __post_init__(self) -> None:
         if self.servers < 1 or not 0 < self.pair_rate <= 1:
-            raise ConfigError(f"{self.servers} servers, pairs at {self.pair_rate}: at least 1, at a rate in (0, 1]")
+            raise ConfigError(
+                f"{self.servers} servers, pair rate {self.pair_rate}: use 1 or more, and a rate in (0, 1]"
+            )
 
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:
-        """The costs where no steps were measured: copies and launches cost nothing. Messages that are under way at once
-        share the link: together they are no faster than one."""
+        """The costs if no steps were measured: copies and launches are free. Concurrent messages share the link:
+        together they are not faster than one."""
         return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
 class Layout(NamedTuple):
-    """Buckets in the order of their launch: their bytes, when each is complete in the undisturbed backward, and their
-    messages, where a bucket is not one all-reduce. `late` are the gradients of the job that are whole although it is
-    split, as in a plan (`drop_late_rows`)."""
+    """Buckets in launch order: their bytes, when each is complete in an undisturbed backward, and their messages if a
+    bucket is not one all-reduce. `late` are gradients that stay whole although the job is split, as in a plan
+    (`drop_late_rows`)."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
@@ -233,7 +236,7 @@ class Layout(NamedTuple):
 
 @dataclass
 class BucketSpan:
-    """One bucket: when it was ready, handed over, moving and done, in seconds since backward began."""
+    """One bucket: when it was ready, launched, started and done, in seconds since backward began."""
 
     num_bytes: int
     ready_s: float = 0.0
@@ -248,8 +251,8 @@ class BucketSpan:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step under a plan. `backward_s` is when this rank's backward ended, `over_s` when all gradients were there.
-    `local_s` is the rank's own backward, without communication."""
+    """A step under a plan. `backward_s` is the end of this rank's backward, `over_s` the time at which all gradients
+    are reduced. `local_s` is the rank's own backward without communication."""
 
     buckets: tuple[BucketSpan, ...]
     backward_s: float
@@ -265,22 +268,21 @@ class SimulatedStep:
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds to the step."""
+        """Exposed communication."""
         return self.over_s - self.local_s
 
 
 def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCosts) -> SimulatedStep:
-    """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which they end. Of
-    a strategy with a period it is the mean step; its buckets are its fragments, in seconds since their exchange began.
-    """
+    """One step of the job with these buckets, given as a plan, a layout, or end positions in the ready order. For a
+    strategy with a period it is the mean step; its buckets are its fragments, in seconds since their exchange began."""
     sending = costs.sending
     if sending is not None and sending.strategy.outer:
         return _simulate_period(job, costs, sending)
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
     run, done = _Run(costs), [BucketSpan(size) for size in layout.num_bytes]
     messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
-    # Computing, with buckets handed over as they are complete. In-order launch: a bucket does not leave before the ones
-    # in front of it, so it is complete with the latest gradient so far. Handing a bucket over is computing, too.
+    # Compute, and launch buckets as they are complete. Buckets are launched in order, so each waits for the latest
+    # gradient so far. Launching a bucket is compute, too.
     computed_s = 0.0
     for bucket, sizes, complete_s in zip(done, messages, itertools.accumulate(layout.ready_s, max), strict=True):
         run.compute(complete_s - computed_s)
@@ -291,7 +293,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     backward_s = run.now_s
     # Only messages are left.
     run.drain()
-    # Rows of embeddings follow when the control words have arrived, which say how many there are.
+    # Embedding rows follow once the control words, which carry their number, have arrived.
     tail = [BucketSpan(num_bytes, backward_s) for one, num_bytes in job.tail if one.name not in layout.late]
     for rows in tail:
         run.hand_over(rows, (Load(rows.num_bytes),), 0.0)
@@ -306,14 +308,14 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
 
 
 def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:
-    """Steps of the rank alone, and in each period one exchange of every fragment. It blocks, unless it has a delay."""
+    """Local steps, and one exchange of every fragment per period. An exchange blocks unless it has a delay."""
     strategy, spans, exposed_s = sending.strategy, list[BucketSpan](), 0.0
     for group in sending.list_fragments(job):
         run, span = _Run(costs), BucketSpan(sum(gradient.num_bytes for gradient in group))
         run.hand_over(span, sending.list_messages(group), costs.launch_s)
         run.drain()
         spans.append(span)
-        # Ranks agree by control words before an exchange begins, and before its result is used.
+        # Ranks agree through control words before an exchange begins and before its result is used.
         exposed_s += 2 * costs.curve.estimate_s(_WORDS_BYTES) + span.launch_s
         exposed_s += max(0.0, span.done_s - span.launch_s - strategy.delay * job.local_s)
         exposed_s += sending.round_s_per_byte * span.num_bytes
@@ -322,9 +324,9 @@ def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> Simulat
 
 
 def _estimate_gathering(job: Job, layout: Layout, costs: MachineCosts, sending: Sending) -> float:
-    """By how much the next forward is longer since it waits for updated parameters. They arrive in its order, the
-    reverse of the buckets', and a bucket is needed when the share of forward before it, by bytes, has passed."""
-    if sending.is_in_place:  # all ranks are there before the parameters change, and again before they are used
+    """How much longer the next forward takes because it waits for updated parameters. They arrive in forward order, the
+    reverse of the buckets; a bucket is needed once forward has processed the bytes before it."""
+    if sending.is_in_place:  # one barrier before the parameters change and one before they are used
         return 2 * costs.curve.estimate_s(_WORDS_BYTES)
     arrived_s, passed_s = 0.0, 0.0
     for num_bytes in reversed(layout.num_bytes):
@@ -340,7 +342,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -
         place_of = {gradient.name: place for place, gradient in enumerate(job.gradients)}
         names = [gradient.name for gradient in buckets.gradients]
         if missing := [name for name in names if name not in place_of]:
-            raise ConfigError(f"the plan has {len(missing)} gradients that the job lacks, such as {missing[0]!r}")
+            raise ConfigError(f"the plan has {len(missing)} gradients that are not in the job, such as {missing[0]!r}")
         places: Sequence[Sequence[int]] = [
             [place_of[names[piece.gradient]] for piece in bucket.pieces] for bucket in buckets.buckets
         ]
@@ -354,16 +356,15 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -
     if sending is not None:
         messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
     late = find_late(places, len(job.gradients) - 1, job.tied) if job.tied else set()
-    if late:  # as one tensor, which is ready with its lookups
+    if late:  # sent as one tensor, which is ready only with its lookups
         ready = tuple(r if late.isdisjoint(one) else job.backward_s for r, one in zip(ready, places, strict=True))
     return Layout(sizes, ready, messages, frozenset(job.gradients[place].name for place in late))
 
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """Something under way for a bucket: a message, or what its codec computes when one has arrived. The undisturbed
-    seconds that are left of it, its rates (see `Contention.rates`), and what follows: messages, or seconds of a codec.
-    """
+    """A task in progress for a bucket: a message, or codec work after one has arrived. It has the undisturbed seconds
+    left, its rates (see `Contention.rates`), and what follows: messages, or seconds of codec work."""
 
     bucket: BucketSpan
     is_message: bool
@@ -375,8 +376,8 @@ class _Task:
 
 @dataclass
 class _Run:
-    """The state of the simulation between two events: the clock, messages and works of codecs that wait, and what is
-    under way."""
+    """The state of the simulation between two events: the clock, the waiting messages and codec tasks, and those in
+    progress."""
 
     costs: MachineCosts
     now_s: float = 0.0
@@ -384,18 +385,19 @@ class _Run:
     moving: list[_Task] = field(default_factory=list)
 
     def compute(self, work_s: float) -> None:
-        """Compute this many undisturbed seconds; messages move meanwhile, and each slows the other."""
+        """Compute for this many undisturbed seconds; messages move meanwhile, and they slow each other down."""
         while work_s > _EPSILON:
             rate = self._compute_rate * (_CALLBACK_RATE if any(not task.is_message for task in self.moving) else 1.0)
             work_s -= self._move(work_s / rate, True) * rate
 
     @property
     def _compute_rate(self) -> float:
-        """Of all that computes. Two messages take no more of a core than the one that takes more: they share it."""
+        """The speed of all compute. Two messages share a core, so they use only as much of it as the more demanding
+        one."""
         return min([task.compute_rate for task in self.moving if task.is_message], default=1.0)
 
     def hand_over(self, bucket: BucketSpan, messages: Sequence[Load], own_s: float) -> None:
-        """Encode a bucket, which takes `own_s` besides, and send its messages one after the other."""
+        """Encode a bucket, which takes `own_s` in addition to the codec, and queue its messages one after the other."""
         sending, count = self.costs.sending, len(messages)
         works = [0.0] * (count + 1) if sending is None else sending.list_works(bucket.num_bytes, count)
         self.compute(own_s + works[0])
@@ -409,7 +411,7 @@ class _Run:
             self._move(math.inf, is_computing=False)
 
     def _follow(self, bucket: BucketSpan, tasks: deque[Load | float]) -> None:
-        """What comes next for this bucket waits for its turn; with nothing left the bucket is done."""
+        """Queue the bucket's next task; without one, the bucket is done."""
         while tasks and tasks[0] == 0.0:
             tasks.popleft()
         if not tasks:
@@ -425,14 +427,14 @@ class _Run:
         self.waiting[is_message].append(_Task(bucket, is_message, left_s, *rates, tasks))
 
     def _admit(self) -> None:
-        """A message starts as soon as a server is free; what codecs compute comes one at a time."""
+        """Start a message as soon as a server is free; codec tasks run one at a time."""
         for waiting, most in zip(self.waiting, (1, self.costs.servers), strict=True):
             while waiting and sum([task.is_message == waiting[0].is_message for task in self.moving]) < most:
                 self.moving.append(task := waiting.popleft())
                 task.bucket.start_s = min(task.bucket.start_s, self.now_s)
 
     def _move(self, most_s: float, is_computing: bool) -> float:
-        """Go on until the first task ends, or for `most_s`; the seconds that this takes."""
+        """Advance until the first task ends, or by `most_s`; returns the elapsed seconds."""
         moving = self.moving
         num_messages = sum([task.is_message for task in moving])
         together = self.costs.pair_rate if num_messages > 1 else 1.0

@@ -25,7 +25,7 @@ EVERY = ("all",)
 # What a profile measures; another amount of a codec is assumed to cost the same.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
-# What a codec may take in a step, as a multiple of what it takes alone.
+# Range of a codec's time in a step relative to its time alone.
 _FACTORS, _HALVINGS = (0.5, 5.0), 12
 # Where crossings are searched, in bits per second.
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
@@ -36,7 +36,7 @@ def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple
     leaves out those that shard the optimizer."""
     texts = given.strip(" ,;") if isinstance(given, str) else tuple(given)
     if not texts:
-        raise ConfigError("no strategy is named: give all, or some such as bf16,powersgd:4", code="strategy")
+        raise ConfigError("no strategy given: use all, or a list such as bf16,powersgd:4", code="strategy")
     named = parse_strategies(ALL if texts in ("all", EVERY) else texts)
     if texts in ("all", EVERY) and not can_shard:
         named = tuple(strategy for strategy in named if not strategy.is_sharded)
@@ -68,7 +68,7 @@ def choose_fastest(steps_s: Mapping[str, float]) -> str:
 def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
     """The measured strategy with the same codec, at the nearest amount; empty where there is none."""
     parsed = [Strategy.parse(record.strategy) for record in records]
-    alike = [one for one in parsed if one.is_sharded] if strategy.is_sharded else []  # whatever it sends
+    alike = [one for one in parsed if one.is_sharded] if strategy.is_sharded else []  # any codec
     alike = alike or [one for one in parsed if one.codec == strategy.codec and not (one.outer or one.is_sharded)]
     found = min(alike, key=lambda one: abs(math.log((one.amount or 1) / (strategy.amount or 1))), default=None)
     if found is None or (strategy.codec == "dense" and not (strategy.outer or found.is_sharded)):
@@ -128,7 +128,7 @@ def fit_sending(
         large_factor = max(1.0, (there_s / large[0].num_bytes) / (here_s / one.num_bytes)) if here_s else 1.0
     parts = list(zip(fixed, rates, strict=True))
     round_s = _fit_round(strategy, records, resample)
-    if name and Strategy.parse(name).is_sharded:  # the last part is that of parameters
+    if name and Strategy.parse(name).is_sharded:  # the last part is for the parameters
         _, round_s = parts.pop()
     sending = Sending(strategy, world_size, tuple(parts), is_in_place, large_factor, ranks_per_host)
     return replace(sending.scale(factor), round_s_per_byte=round_s)
@@ -138,7 +138,7 @@ def _fit_round(strategy: Strategy, records: Sequence[CodecRecord], resample: Res
     """Seconds per byte of parameters that a round of the schedule computes, without its codec."""
     if not strategy.outer:
         return 0.0
-    name = "localsgd:1" if strategy.outer == "localsgd" else "diloco:1"  # without a momentum, and with one
+    name = "localsgd:1" if strategy.outer == "localsgd" else "diloco:1"  # without and with momentum
     rounds = [record for record in records if record.strategy == name]
     dense = [record for record in records if record.strategy == "dense" and record.num_buckets == 1]
     totals = [
@@ -164,28 +164,28 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
     """The assumptions about them, one line each."""
     lines, codecs = [], {one.text: find_codec(records, one) for one in strategies if one.codec != "dense" or one.outer}
     if unknown := [name for name, found in codecs.items() if not found]:
-        what = "costs nothing, so that its step is a limit and not a forecast: profile the layers again to measure it"
+        what = "is assumed to be free, so its step is a lower bound: profile the layers again to measure the codec"
         lines.append(f"the codec of {', '.join(unknown)} {what}")
     for name, found in codecs.items():
         one = Strategy.parse(name)
         if found and Strategy.parse(found).amount != one.amount:
-            lines.append(f"the codec of {name} costs what that of {found} does")
+            lines.append(f"the codec of {name} is assumed to cost as much as that of {found}")
     if any(one.codec == "powersgd" for one in strategies):
         lacking = [gradient for gradient in job.gradients if not gradient.shape and gradient.num_elements > 1]
         if lacking:
-            what = f"the shapes of {len(lacking)} gradients are not known, and PowerSGD is taken to send these whole"
+            what = f"{len(lacking)} gradients have unknown shapes, and PowerSGD is assumed to send them uncompressed"
             lines.append(f"{what}: profile the layers again")
     if any(one.outer for one in strategies):
         is_known = any(Strategy.parse(record.strategy).outer for record in records)
         costs = "takes as long as it did alone" if is_known else "is free: profile the layers again to measure it"
         blocks = "an exchange without delay blocks"
-        lines.append(f"with a period: the mean step; {blocks}, and what a round computes {costs}")
+        lines.append(f"strategies with a period: the mean step; {blocks}, and the compute of a round {costs}")
     if any(one.between_hosts for one in strategies):
-        lines.append("+hosts: the ranks of a host share its link, and what they copy for their parts is free")
+        lines.append("+hosts: the ranks of a host share its link, and their copies are assumed to be free")
     if any(one.is_sharded for one in strategies):
-        gathers = "parameters are gathered behind the next forward, on one host with shared memory not at all"
+        gathers = "parameters are gathered during the next forward, or not at all in shared memory"
         is_known = any(Strategy.parse(record.strategy).is_sharded for record in records)
-        copies = "" if is_known else "; what it copies is free: profile the layers again to measure it"
+        copies = "" if is_known else "; its copies are assumed to be free: profile the layers again to measure them"
         lines.append(f"zero1: the optimizer takes 1/n of its time; {gathers}{copies}")
     return lines
 
@@ -211,7 +211,7 @@ class StrategyRow:
 
 
 def compare_rows(rows: Mapping[str, WhatIfRow], strategies: Sequence[Strategy]) -> list[StrategyRow]:
-    """The strategies on one network and number of ranks; rows by the text of their strategy."""
+    """Compare strategies on one network and number of ranks; `rows` maps their texts to predictions."""
 
     def compare(mine: WhatIfRow, other: WhatIfRow) -> Interval:
         value = mine.step_s / other.step_s
@@ -226,15 +226,15 @@ def compare_rows(rows: Mapping[str, WhatIfRow], strategies: Sequence[Strategy]) 
 
 
 def _choose_each_step(steps_s: Mapping[str, float]) -> str:
-    """The fastest of those that send gradients in every step."""
+    """The fastest strategy that sends gradients in every step."""
     return choose_fastest({name: step_s for name, step_s in steps_s.items() if not Strategy.parse(name).outer})
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Steps by bandwidth, in bits per second, and by strategy in the order of `prefer`; and where the fastest changes:
-    (bandwidth, the one below it, the one above it). Schedules do not take part: they send so little that they would be
-    fastest nearly everywhere, and promise less."""
+    """Step times by bandwidth (bits per second) and strategy, in the order of `prefer`; and the crossings where the
+    fastest changes: (bandwidth, fastest below, fastest above). Schedules are excluded: they send so little that they
+    would be fastest nearly everywhere, but they guarantee less."""
 
     steps_s: Mapping[float, Mapping[str, float]]
     crossings: tuple[tuple[float, str, str], ...]
@@ -247,8 +247,8 @@ class Sweep:
 def sweep_bandwidths(
     estimate: Callable[[float], Mapping[str, float]], bandwidths: Sequence[float] = BANDWIDTHS
 ) -> Sweep:
-    """`estimate` gives the steps at a bandwidth. Between two at which another one is fastest, the crossing is found to
-    2 %; there may be several in between."""
+    """`estimate` returns the steps at a bandwidth. Between two bandwidths with different fastest strategies, crossings
+    are located to within 2 %; there may be several."""
     steps_s = {rate: estimate(rate) for rate in bandwidths}
     crossings = []
 

@@ -1,8 +1,8 @@
-"""The steps of a DDP job in traces of torch.profiler, made by whichever program.
+"""DDP steps in torch.profiler traces of any program.
 
-`read_steps` finds the steps of one rank in its events. It needs only what torch records in any job: the nodes of
-autograd, the calls that start an all-reduce, the all-reduces, and the optimizer. On a GPU the times are those of the
-kernels, found by the calls that launched them; the host runs ahead of them. `traced_job` makes a job of the steps.
+`read_steps` finds the steps of one rank in its events. It needs only what torch records in any job: autograd nodes, the
+calls that launch all-reduces, the all-reduces, and the optimizer. On a GPU, times are those of the kernels, matched to
+the calls that launched them, since the host runs ahead. `traced_job` builds a job from the steps.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
 
 _NODE, _ACCUMULATE = "autograd::engine::evaluate_function: ", "torch::autograd::AccumulateGrad"
 _LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_?reduce")
-# Between two of these there is at most one backward. The second of each is ours.
+# At most one backward lies between two of these. The second alternative of each is Paceline's.
 _FORWARDS, _MARKS = ("DistributedDataParallel.forward", "forward"), re.compile(r"ProfilerStep#\d+|step \d+")
 _OPTIMIZER = "Optimizer.step#"
-# As torch's profiler names element types, in lower case and without their namespace.
+# torch.profiler's names of element types, in lower case and without namespace.
 _ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2}
 _INTEGERS = ("int", "long", "byte", "char", "bool", "unsigned", "signed")
 _CALLS, _WORKS = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class _Backward(NamedTuple):
-    """The nodes of autograd between two forwards or optimizer steps; `limit` is when the next of those begins."""
+    """The autograd nodes between two forwards or optimizer steps; `limit` is when the next of those begins."""
 
     begin: float
     end: float
@@ -45,7 +45,7 @@ class _Backward(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """An all-reduce, and the call that launched it where the trace has it."""
+    """An all-reduce, and the call that launched it if the trace has one."""
 
     call: Event | None
     message: Event
@@ -56,13 +56,13 @@ class _Pair(NamedTuple):
 
 
 def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
-    """The whole steps of one rank's trace, in order. RecordError says what the trace lacks."""
+    """The complete steps of one rank's trace, in order. RecordError names what the trace lacks."""
     timed = sorted((event for event in trace.events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
     ranges = [event for event in timed if event.get("cat") == "user_annotation"]
     backwards, device, sizes = _find_backwards(timed, ranges), _Device(timed), _Sizes(timed)
     messages, calls = _find_sent(timed)
     refuse(
-        (trace.world_size < 2, "it is of one rank, which sends nothing: trace a job of two or more"),
+        (trace.world_size < 2, "it has only one rank, which sends nothing: trace a job of two or more"),
         (not backwards, "it has no backward: trace steps of training, with ProfilerActivity.CPU"),
         (not messages, "it has no all-reduce: trace steps of DistributedDataParallel on two or more ranks"),
         error=RecordError,
@@ -71,8 +71,8 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     steps: list[TracedStepRecord] = []
     first = reached = previous = 0.0
     for number, (begin, end) in enumerate(windows):
-        # What lies between two ranges of steps, such as a barrier of the loop, belongs to none. A GPU that is behind
-        # works through it.
+        # Time between two step ranges, such as a barrier in the loop, belongs to no step. A GPU that lags behind works
+        # through it.
         later = min(reached + begin - previous, max(reached, begin))
         first = later if number else device.find_start(begin, end)
         reached, previous = device.find_end(begin, end), end
@@ -86,7 +86,7 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
             alone_s = tuple((last - first) * 1e-6 for first, last in alone)
             steps.append(replace(step, alone_s=alone_s, num_other=sent[chosen].num_other))
     refuse(
-        (not steps, "it has no whole step: trace two or more, up to the end of an optimizer step"), error=RecordError
+        (not steps, "it has no complete step: trace two or more, up to the end of an optimizer step"), error=RecordError
     )
     return steps
 
@@ -106,8 +106,8 @@ def _find_backwards(timed: Sequence[Event], ranges: Sequence[Event]) -> list[_Ba
 def _find_windows(
     timed: Sequence[Event], ranges: Sequence[Event], backwards: Sequence[_Backward]
 ) -> list[tuple[float, float]]:
-    """Begin and end of each step: its range, if each has an optimizer step, which may end behind it, else up to the end
-    of each of those."""
+    """Start and end of each step: its annotated range if every range contains an optimizer step (which may end later),
+    otherwise from one optimizer step's end to the next."""
     optimizers = [event for event in ranges if event["name"].startswith(_OPTIMIZER)]
     ends = [_end(event) for event in optimizers]
     marks = [(event["ts"], _end(event)) for event in ranges if _MARKS.fullmatch(event["name"])]
@@ -116,15 +116,16 @@ def _find_windows(
         return used
     host = [event for event in timed if event.get("cat") in ("user_annotation", "cpu_op")]
     begins = [backward.begin for backward in backwards]
-    if not ends:  # a step ends where the forward after a backward begins
+    if not ends:  # a step ends where the next forward begins
         ends = [min(backward.limit, max(map(_end, host))) for backward in backwards]
-    # Several optimizers of one step end together.
+    # Several optimizers in one step end together.
     last = {bisect.bisect(begins, end): end for end in sorted(ends)}
     return list(itertools.pairwise([host[0]["ts"], *(end for count, end in sorted(last.items()) if count)]))
 
 
 class _Device:
-    """What computes. A moment of the host is, on a GPU, that at which the kernels launched until then are done."""
+    """The compute device. On a GPU, a moment on the host maps to the time at which all kernels launched by then are
+    done."""
 
     def __init__(self, timed: Sequence[Event]) -> None:
         called = {_get(e, "correlation"): e for e in timed if e.get("cat") in _CALLS}
@@ -139,8 +140,9 @@ class _Device:
         self._shaped, self._calls = group_by(shaped, lambda event: event.get("tid")), calls
 
     def find_start(self, begin: float, end: float) -> float:
-        """When a GPU could start with the first step of a trace, which the host launched from `begin` to `end`: it may
-        have been behind, with work from before the trace. Then its first kernel waited for longer than for the host."""
+        """When a GPU could start the first step of a trace, which the host launched from `begin` to `end`. It may have
+        been busy with work from before the trace; its first kernel then waited longer than the host needed to launch
+        it."""
         own = (e for e in self._computing.list_within(begin, end) if e["cat"] == "kernel")
         if (kernel := next(own, None)) is None:
             return begin
@@ -148,24 +150,24 @@ class _Device:
         return _begin(kernel) if _begin(kernel) - launch > launch - begin else begin
 
     def find_end(self, begin: float, end: float) -> float:
-        """When what the host launched from `begin` to `end` is done."""
+        """When the work that the host launched from `begin` to `end` is done."""
         return self._all.find_end(begin, end, end) if self.is_gpu else end
 
     def place(self, backward: _Backward) -> tuple[float, float]:
-        """Begin and end of a backward's own work."""
+        """Start and end of a backward's own compute."""
         part = backward.begin, backward.end
         return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
 
     def find_ready(self, begin: float, moment: float) -> float:
-        """When the own work is done that a backward, which began at `begin`, had launched at this moment."""
+        """When the compute that a backward, which began at `begin`, had launched by this moment is done."""
         return self._computing.find_end(begin, moment, 0.0) if self.is_gpu else moment
 
     def measure(self, begin: float, end: float) -> float:
-        """How long the work takes that the host did, or launched, from `begin` to `end`."""
+        """Duration of the work that the host did or launched from `begin` to `end`."""
         return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
 
     def measure_idle(self, begin: float, end: float, *parts: tuple[float, float]) -> float:
-        """How long a GPU had nothing to do in these parts of what the host launched from `begin` to `end`."""
+        """How long a GPU was idle in these parts of the work that the host launched from `begin` to `end`."""
         windows = np.array([part for part in parts if part[0] < part[1]])
         if not self.is_gpu or not windows.size:
             return 0.0
@@ -174,9 +176,9 @@ class _Device:
         return float(np.diff(windows).sum()) - union_time(starts, ends, windows)
 
     def compare(self, begin: float, end: float, messages: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Of what the host launched from `begin` to `end`: how long kernels took next to messages, and how long the
-        same kernels take without. Only those that ran both ways count: equal names and grids, launched by the same
-        operators with inputs of the same shapes."""
+        """The time of kernels that ran next to messages, and the time of the same kernels without messages, for
+        launches from `begin` to `end`. Counts only kernels that ran both ways: equal names and grids, launched by the
+        same operators with inputs of the same shapes."""
         groups: defaultdict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for call, event in self._calls[self._all.find_within(begin, end)]:
             operators, first, last = self._shaped.get(call.get("tid"), []), _begin(event), _end(event)
@@ -194,7 +196,7 @@ class _Device:
 
 
 class _Kernels:
-    """What a GPU did, in the order in which it was launched."""
+    """GPU work in launch order."""
 
     def __init__(self, linked: Sequence[tuple[float, Event]]) -> None:
         self.moments, self._events = [moment for moment, _ in linked], [event for _, event in linked]
@@ -218,8 +220,8 @@ class _Kernels:
 
 
 def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """The all-reduces, and the calls that launched them. Where our wrapper shows its buckets, these are the calls, or
-    the messages where the backend does not show its own."""
+    """The all-reduces, and the calls that launched them. If Paceline's wrapper recorded its buckets, those are the
+    calls, or the messages if the backend records none."""
     found = find_messages(timed)
     buckets, others = [e for e in found if e["cat"] == BUCKET], [e for e in found if e["cat"] != BUCKET]
     messages = [e for e in others if _ALL_REDUCE.search(f"{e['name']} {_get(e, 'Collective name')}")]
@@ -229,22 +231,22 @@ def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
 
 
 class _Sent(NamedTuple):
-    """The buckets of a backward, and how many all-reduces inside it are none."""
+    """The buckets of a backward, and the number of other all-reduces inside it."""
 
     pairs: list[_Pair]
     num_other: int
 
 
 def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> _Sent:
-    """The all-reduces of a backward. A backend begins them in the order of the calls, so that the first ones are its
-    own, but for the threads of gloo, which may swap neighbours; what the program reduces behind it is not. The flags of
-    unused parameters are integers, and no bucket; nor is what another node of autograd than a gradient's hook launches,
-    such as that of SyncBatchNorm."""
+    """Match the all-reduces of a backward with their calls. A backend starts them in call order, except that gloo's
+    threads may swap neighbours, so the first ones belong to backward; later reductions by the program do not. The flags
+    of unused parameters are integers, not buckets; nor are all-reduces launched by other autograd nodes than gradient
+    hooks, such as SyncBatchNorm's."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
     sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
-    # Where no hook launched one, those behind the nodes are of the end of backward.
+    # If no hook launched one, those after the nodes belong to the end of backward.
     rest = [] if any(_is_of_hook(backward, e) for e in own) else [None] * max(0, len(sent) - len(own))
     pairs = list[_Pair]()
     for call in [*own, *rest][: len(sent)]:
@@ -257,8 +259,8 @@ def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event]
 
 
 def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
-    """Whether a hook of a gradient made the call, or no node on its thread did. Another node may have hooks in it: it
-    may run a backward of its own."""
+    """Whether a gradient hook made the call, or no node on its thread did. Another node may contain hooks: it may run a
+    nested backward."""
     if call is None or call["cat"] == BUCKET:
         return True
     around = [
@@ -272,11 +274,11 @@ def _build_step(
     trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], sizes: _Sizes, device: _Device,
     window: tuple[float, float], span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
-    """`window` is when the host took the step, `span` when the device did."""
+    """`window` is the host's time of the step, `span` the device's."""
     begin, end = device.place(backward)
     handed = [pair.handed for pair in pairs]
     hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
-    # A gradient is ready when its hook is over, or when that hands over a bucket.
+    # A gradient is ready when its hook ends, or when the hook launches a bucket.
     moments = [next((t for t in handed if node["ts"] <= t <= _end(node)), _end(node)) for node in hooks]
     ready = sorted(zip(moments, hooks, strict=True), key=lambda pair: pair[0])
     gradients, sent, are_known = sizes.find(pairs, ready, device)
@@ -285,9 +287,9 @@ def _build_step(
     done, moving = [begin] * servers, list[tuple[float, float]]()
     for pair, num_bytes in zip(pairs, sent, strict=True):
         launch = max(begin, device.find_ready(backward.begin, pair.handed))
-        # A range may begin before its data are there, or before a message in front of it is done.
+        # A range may begin before its data is ready, or before an earlier message is done.
         start = max(launch, pair.message["ts"], sorted(done)[-servers])
-        # The thread of a backend may note the end late, after the optimizer has begun with the result.
+        # A backend's thread may record the end late, after the optimizer has started to use the result.
         done.append(max(start, _end(pair.message) if device.is_gpu else min(_end(pair.message), backward.limit)))
         moving.append((start, done[-1]))
         messages.append(TracedMessage(num_bytes, *((moment - begin) * 1e-6 for moment in (launch, start, done[-1]))))
@@ -307,7 +309,7 @@ def _build_step(
 
 
 class _Sizes:
-    """How many bytes gradients and messages have, by what the events inside hooks and calls say."""
+    """The bytes of gradients and messages, from the events inside hooks and calls."""
 
     def __init__(self, timed: Sequence[Event]) -> None:
         self._inner, self._comms = (
@@ -317,8 +319,8 @@ class _Sizes:
     def find(
         self, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
     ) -> tuple[list[int], list[int], bool]:
-        """Bytes of the gradients and of the messages, and whether the trace has those of the gradients. Else the bytes
-        of each message are shared by the time that its gradients' hooks took: most of that copies into the bucket."""
+        """Bytes of the gradients and of the messages, and whether the trace has the gradients' sizes. Otherwise the
+        bytes of each message are divided by the time of its gradients' hooks, which mostly copy into the bucket."""
         handed = [pair.handed for pair in pairs]
         bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
         shapes = [size for _, node in ready if (size := _count_bytes(node, *_find_within(node, self._inner)))]
@@ -326,25 +328,25 @@ class _Sizes:
         if len(shapes) < len(ready):
             refuse(
                 (len(sent) < len(pairs),
-                 "it does not say how many bytes its all-reduces have: trace with profile(..., record_shapes=True)"),
+                 "it lacks the sizes of its all-reduces: trace with profile(..., record_shapes=True)"),
                 error=RecordError,
             )  # fmt: skip
             times = [device.measure(node["ts"], moment) for moment, node in ready]
-            return _share_out(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
+            return _distribute(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
         if len(sent) < len(pairs):
             members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
             sent = [max(1, sum(sizes)) for sizes in members]
-        if pairs:  # gradients of parameters that were not used are sent, too
+        if pairs:  # gradients of unused parameters are sent, too
             shapes[-1] += max(0, sum(sent) - sum(shapes))
-        # A message that was compressed counts as the gradients that it stands for: so do caps.
+        # A compressed message counts as many bytes as its gradients, as bucket caps do.
         return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
 
 
-def _share_out(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:
-    """The bytes of messages over the gradients of each, by these weights."""
+def _distribute(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:
+    """Distribute the bytes of each message over its gradients by these weights."""
     shares = np.zeros(len(weights), dtype=np.int64)
     for number, size in enumerate(sent):
-        # Of buckets that were handed over together the first has all gradients: the others go with its last.
+        # If buckets are launched together, all gradients map to the first; the other buckets go with its last gradient.
         own = [k for k, bucket in enumerate(bucket_of) if bucket == number]
         own = own or [max((k for k, bucket in enumerate(bucket_of) if bucket < number), default=0)]
         ends = np.round(np.cumsum(weights[own]) / weights[own].sum() * size / 4).astype(np.int64) * 4
@@ -360,7 +362,7 @@ def _find_within(event: Event | None, others: list[Event]) -> list[Event]:
 
 
 def _count_bytes(*events: Event | None) -> int:
-    """The bytes that the arguments of the first event that has them speak of; 0 where none has."""
+    """Bytes from the arguments of the first event that has them; 0 if none does."""
     for event in events:
         count = _find_elements(event)
         if num_bytes := _get(event, "bytes") or count * _ITEM_BYTES.get(_name_type(*events), 4):
@@ -373,7 +375,7 @@ def _find_elements(event: Event | None) -> int:
 
 
 def _count_elements(dims: Any) -> int:
-    """Of all tensors among these shapes; one without dimensions, a number, is counted where it stands alone."""
+    """The number of elements in all of these shapes. A zero-dimensional tensor counts only if it is the only one."""
     if not isinstance(dims, list) or not dims:
         return 0
     if dims == [[]]:
@@ -382,7 +384,7 @@ def _count_elements(dims: Any) -> int:
 
 
 def _name_type(*events: Event | None) -> str:
-    """The element type of the first event that has one, as in `_ITEM_BYTES`; empty where none has."""
+    """The element type of the first event that has one, as in `_ITEM_BYTES`; empty if none does."""
     for event in events:
         found = _get(event, "dtype") or next(iter(_get(event, "Input type") or ()), "")
         if found and "List" not in str(found):

@@ -1,8 +1,8 @@
-"""The job of traced steps, and what its messages cost: what the simulator needs to predict other buckets for it.
+"""The job behind traced steps, and the cost of its messages: the simulator's inputs for predicting other buckets.
 
-A trace shows a step in which messages and arithmetic slow each other down. Here that is undone, by rates that were
-measured where the trace has a backward without messages, or kernels that also ran without them, and else assumed; the
-simulator does it again.
+A trace shows a step in which messages and compute slow each other down. This module removes that effect, and the
+simulator adds it again. The rates are measured if the trace has a backward without messages, or kernels that also ran
+without them; otherwise they are assumed.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from paceline.records.traced import SERVERS, TracedStepRecord
 from paceline.units import KIB, format_bytes, format_duration, format_number_of
 
 _DRAWS, _SEED = 30, 17
-# Sizes within this factor are one point of the curve: their times differ by noise.
+# Sizes within this factor form one point of the curve: their times differ only by noise.
 _ALIKE = 1.25
-# What a message between two ranks costs without its bytes, to a factor (one standard deviation): about what the
-# smallest all-reduces of the reference measurements take. A trace has few sizes, and moves this by `_REACH` at most.
+# Assumed latency of a message between two ranks, and its uncertainty as a factor (one standard deviation): about the
+# smallest all-reduces in the reference measurements. A trace has few sizes and changes it by at most `_REACH`.
 _LATENCY_S, _LATENCY_FACTOR, _REACH = {"gloo": 5e-4, "nccl": 3e-5, "shm": 3e-5}, 2.0, 4.0
-# How far messages are from a line of latency and bandwidth, as a standard deviation.
+# Standard deviation of messages around a line of latency and bandwidth.
 _LINE_ERROR = 0.2
-# How well the time of a message is known at twice the largest that was seen; the variance grows with each doubling.
+# Uncertainty of a message at twice the largest traced size; the variance grows with each doubling.
 _ERROR_OF_TWICE = 0.05
-# A trace of fewer steps than this does not tell how much they vary.
+# A trace of fewer steps than this does not show how much they vary.
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
-# Messages are made faster or slower by no more than this to reproduce the traced step.
+# Bounds of the factor on message times that makes the simulation reproduce the traced step.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
-# Of the time that messages are under way during backward, what the compared kernels must cover.
+# Minimum share of the overlapped message time that the compared kernels must cover.
 _LEAST_COMPARED = 0.1
-# A change of the step by less than this share says nothing of its messages.
+# A smaller relative change of the step says nothing about its messages.
 _HIDDEN = 0.01
 
 
 class _Split(NamedTuple):
-    """One step, by who was at work. `under_s`: how long messages were under way before each gradient was ready, and
-    before the own work ended. `message_s`: for each message its time next to computing, alone and with another message,
-    and its time behind that, alone and with another."""
+    """One step, divided by what was active. `under_s` is how long messages were in flight before each gradient was
+    ready, and before compute ended. `message_s` holds for each message its time during compute, alone and with another
+    message, and its time after compute, alone and with another."""
 
     under_s: Floats
     message_s: Floats
@@ -73,8 +73,8 @@ def _split_step(step: TracedStepRecord) -> _Split:
 
 
 class _Fit(NamedTuple):
-    """The job and its costs, calibrated: the time of messages was multiplied by `factor`. `error` is how far the
-    simulated step was off before, as a share of the traced one."""
+    """The calibrated job and costs: message times were multiplied by `factor`. `error` is the relative error of the
+    simulated step before calibration."""
 
     job: Job
     costs: MachineCosts
@@ -83,9 +83,9 @@ class _Fit(NamedTuple):
 
 
 class TracedJob:
-    """What the traced steps of one job say, of one rank or several. `rank` is the one whose messages take least: the
-    others wait for it, and the job is that of it. `steps` are those of it that count: not those with other buckets than
-    most, such as a wrapper's first."""
+    """The traced steps of one job, from one or more ranks. `rank` is the one whose messages are shortest: the other
+    ranks wait for it, so its steps define the job. `steps` are its usable steps, without those whose buckets differ
+    from most, such as a wrapper's first."""
 
     def __init__(self, records: Sequence[TracedStepRecord]) -> None:
         by_rank = group_by(records, lambda record: record.rank)
@@ -96,10 +96,10 @@ class TracedJob:
                 found = f"rank {first} sends {_describe(self.layout)}, rank {rank} {_describe(layout)}"
                 raise RecordError(f"the traces are not of one job: {found}", code="mismatch")
         used = {rank: [s for s in steps if s.layout == self.layout] for rank, steps in by_rank.items()}
-        # The same gradients in each: their number is that of the last step.
+        # Use steps with the same number of gradients as the last step.
         used = {rank: [s for s in steps if len(s.ready_s) == len(steps[-1].ready_s)] for rank, steps in used.items()}
         self.rank = min(used, key=lambda rank: _sum_messages(used[rank]))
-        # Where ranks were traced for unequal times, nothing tells which of their steps belong together.
+        # If ranks were traced for different numbers of steps, their steps cannot be matched.
         like = [rank for rank in used if len(by_rank[rank]) == len(by_rank[self.rank])]
         whole = set.intersection(*({step.number for step in used[rank]} for rank in like))
         self.compared = [self.rank]
@@ -110,7 +110,7 @@ class TracedJob:
         self.num_left_out = sum(1 for step in of_rank if step.messages) - len(self.steps)
         last = self.steps[-1]
         self.device, self.backend, self.world_size = last.device, last.backend, last.world_size
-        # One trace does not tell where the others are.
+        # A single trace does not show where the other ranks are.
         hosts = {record.host for record in records}
         self.is_on_host = self.device == "cpu" and len(hosts) == 1
         self.nodes = len(hosts) if len(self.ranks) == self.world_size and all(hosts) else 0
@@ -124,7 +124,8 @@ class TracedJob:
 
     @cached_property
     def predictor(self) -> Predictor:
-        """The calibrated job, and what else it might be given the spread of its steps and what is assumed."""
+        """The calibrated job, with draws that reflect the spread of its steps and the uncertainty of the
+        assumptions."""
         source = random.Random(_SEED)
         draws = [self._fit(Resample(source)) for _ in range(_DRAWS)]
         noise = _FEW_NOISE if self.is_short else 1.25 * self.spread / math.sqrt(len(self.steps))
@@ -133,12 +134,12 @@ class TracedJob:
 
     @property
     def is_short(self) -> bool:
-        """Whether the steps are too few to tell how much they vary."""
+        """Whether there are too few steps to know how much they vary."""
         return len(self.steps) < _FEW_STEPS
 
     @property
     def spread(self) -> float:
-        """The standard deviation of the steps, as a share of their median; 0 of one step."""
+        """The relative standard deviation of the steps; 0 for a single step."""
         times = [step.step_s for step in self.steps]
         return statistics.stdev(times) / self.step_s if len(times) > 1 else 0.0
 
@@ -148,56 +149,57 @@ class TracedJob:
 
     @property
     def has_contention(self) -> bool:
-        """Whether a backward without messages, or kernels without, tell what messages cost; else it is assumed."""
+        """Whether contention is measured, from a backward or kernels without messages; otherwise it is assumed."""
         under_s = statistics.median(split.under_s[-1] for split in self._splits[self.rank])
         return (bool(self.alone_s) and under_s >= 0.02 * self.step_s) or self.has_kernels
 
     @property
     def has_kernels(self) -> bool:
-        """Whether enough kernels ran next to messages and without them to tell what messages cost."""
+        """Whether enough kernels ran both next to messages and without them to measure contention."""
         under_s = sum(split.under_s[-1] for split in self._splits[self.rank])
         return sum(step.beside_s for step in self.steps) >= max(1e-9, _LEAST_COMPARED * float(under_s))
 
     @property
     def has_latency(self) -> bool:
-        """Whether messages of unlike sizes tell what one costs without its bytes; else it is assumed."""
+        """Whether messages of different sizes determine the latency; otherwise it is assumed."""
         return max(self.layout) >= 2 * min(self.layout)
 
     @property
     def is_off(self) -> bool:
-        """Whether no factor on messages within the allowed ones reproduces the traced step."""
+        """Whether no allowed factor on message times reproduces the traced step."""
         return self.fit.factor in (_LEAST_FACTOR, _MOST_FACTOR)
 
     @property
     def notes(self) -> list[str]:
-        """What had to be assumed, a line each."""
+        """The assumptions, one per line."""
         last, sizes, curve = self.steps[-1], sorted(set(self.layout)), self.fit.costs.curve
         seen = format_bytes(sizes[0]) if len(sizes) == 1 else f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
         latency = format_duration(curve.estimate_s(1))
-        known = "from their sizes" if self.has_latency else "assumed, for their sizes are alike"
-        waits = "from the last rank's arrival" if len(self.compared) > 1 else "with its wait for later ranks"
+        known = "from their sizes" if self.has_latency else "assumed, since their sizes are similar"
+        waits = "timed from the last rank's arrival" if len(self.compared) > 1 else "including the wait for later ranks"
         num_other = max(step.num_other for step in self.steps)
-        other = f"other traffic: {format_number_of(num_other, 'all-reduce')} a step inside backward that no hook of a "
-        other += "gradient launched, such as those of SyncBatchNorm: no buckets, and their time stays in backward"
-        by = "the trace has their shapes" if last.are_sizes_known else "the bytes of each bucket by the times of copies"
+        other = (
+            f"other traffic: {format_number_of(num_other, 'all-reduce')} per step inside backward not launched by a "
+        )
+        other += "gradient hook (SyncBatchNorm, for example); they are not buckets, and their time stays in backward"
+        by = "sizes from the trace" if last.are_sizes_known else "sizes estimated from copy times within each bucket"
         return [
-            f"gradients: {len(self.gradients)}, {format_bytes(self.fit.job.num_bytes)}; their sizes: {by}",
-            f"all-reduce: {format_number_of(len(self.layout), 'message')} of {seen} a step, each {waits}; a message "
-            f"takes {latency} without its bytes, {known}: known to a factor of {_LATENCY_FACTOR:g}",
+            f"{format_number_of(len(self.gradients), 'gradient')}, {format_bytes(self.fit.job.num_bytes)} ({by})",
+            f"all-reduce: {format_number_of(len(self.layout), 'message')} of {seen} per step, {waits}; about {latency} "
+            f"latency per message ({known}; within {_LATENCY_FACTOR:g}x)",
             f"contention: {self.fit.costs.contention.basis}",
             *([other] if num_other else []),
         ]
 
     @property
     def rank_costs(self) -> RankCosts:
-        """What is known of its ranks elsewhere: those of a CPU host were traced next to each other."""
+        """The costs that also hold elsewhere. Ranks of a CPU host were traced next to each other."""
         costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
         contention = costs.contention if self.has_contention else None
         return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
 
     def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 0) -> MeasuredFabric:
-        """Its messages as a sweep of all-reduce, for other numbers of ranks; `ranks_per_node` is 0 where it is not
-        given."""
+        """Its messages as an all-reduce sweep, for other rank counts; `ranks_per_node` is 0 if unknown."""
         curve = self.fit.costs.curve
         assert isinstance(curve, MeasuredCurve)
         points = [
@@ -210,7 +212,7 @@ class TracedJob:
         return build_measured_fabric(points, None, algorithm, ranks_per_node=ranks_per_node)
 
     def _build_gradients(self) -> tuple[Gradient, ...]:
-        """Their bytes change between steps only where they were shared by times: there they are a mean."""
+        """Sizes are means over the steps: they differ between steps only if they were estimated from times."""
         ends = np.cumsum(np.mean([step.gradient_bytes for step in self.steps], axis=0))
         sizes = np.diff(np.round(ends / 4).astype(np.int64) * 4, prepend=0).tolist()
         return tuple(Gradient(f"gradient {number}", size, device=self.device) for number, size in enumerate(sizes))
@@ -220,13 +222,13 @@ class TracedJob:
         steps, launch_s = [self.steps[int(k)] for k in drawn], self.steps[0].launch_s
         under = np.array([self._splits[self.rank][int(k)].under_s for k in drawn])
         servers = SERVERS.get(self.backend, 1)
-        # Of each message its time on the rank that came last, without what it shared with another.
+        # For each message, use the rank that arrived last, and divide the time it shared with another message.
         every = np.array([[self._splits[rank][int(k)].message_s for k in drawn] for rank in self.compared])
         last = np.take_along_axis(every, every.sum(axis=3).argmin(axis=0)[None, :, :, None], axis=0)[0]
         parts = last[..., ::2] + last[..., 1::2] / servers
         contention = self._fit_contention(steps, float(np.median(under[:, -1])), parts, resample)
         compute_rate, message_rate = contention.rates(self.layout[0])
-        # Undisturbed: without what messages cost arithmetic, and without handing them over.
+        # Remove the slowdown by messages and the cost of launching them.
         moments = np.array([[*step.ready_s, step.backward_s] for step in steps])
         launched = np.array([[message.launch_s for message in step.messages] for step in steps])
         handed = np.sum(launched[:, None, :] < moments[:, :, None] - 1e-9, axis=2) * launch_s
@@ -242,28 +244,28 @@ class TracedJob:
     def _fit_contention(
         self, steps: Sequence[TracedStepRecord], under_s: float, parts: Floats, resample: Resample
     ) -> Contention:
-        """From kernels that ran both next to messages and without, or from backwards without messages; else as assumed,
-        unless messages show that they are slowed less. `parts`: of each step and message its time next to computing,
-        and behind that."""
+        """From kernels that ran both next to messages and without, or from backward passes without messages. Otherwise
+        assumed, unless the messages show that they are slowed less. `parts` holds, per step and message, its time
+        during and after compute."""
         if self.has_kernels and (beside_s := sum(step.beside_s for step in steps)) > 0:
             rate = min(1.0, max(0.1, sum(step.without_s for step in steps) / beside_s))
-            basis = f"measured: kernels take {1 / rate - 1:.1%} longer next to messages than the same kernels without"
+            basis = f"measured: kernels take {1 / rate - 1:.1%} longer next to messages than without"
             return Contention((1,), (rate,), (1.0,), basis, is_by_bytes=True)
         if not self.has_contention or under_s <= 0:
             assumed = Contention.assume(self.device, self.is_on_host, source=resample.source)
             rate = self._find_least_rate(parts)
-            basis = f"fitted: next to computing, messages move at {rate:.0%} of their rate behind it, and so do both"
+            basis = f"fitted: next to compute, messages run at {rate:.0%} of their speed and slow compute as much"
             return Contention((1,), (rate,), (rate,), basis) if rate > assumed.message_rates[0] else assumed
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
         rate = min(1.0, max(0.1, rate))
-        # What arithmetic loses moves the message; where it loses little, so does the message.
+        # The time that compute loses goes to the message; if compute loses little, so does the message.
         basis = f"fitted to {format_number_of(len(self.alone_s), 'backward')} without messages (no_sync) in the trace"
         return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
 
     def _find_least_rate(self, parts: Floats) -> float:
-        """How fast messages move next to computing at least: alone, they would be no quicker for their bytes than those
-        behind it that are as large or larger. 0 where the trace has none to compare."""
+        """A lower bound for the speed of messages next to compute: undisturbed, they would not be faster per byte than
+        messages after compute that are as large or larger. 0 if the trace has none to compare."""
         sizes, took_s = np.array(self.layout), np.median(parts, axis=0)
         is_next = took_s[:, 0] > took_s[:, 1]
         if is_next.all() or not is_next.any() or sizes[is_next].mean() > _ALIKE * sizes[~is_next].mean():
@@ -272,12 +274,12 @@ class TracedJob:
         return float(np.clip((other[1] - first[1]) / max(1e-15, first[0] - other[0]), 0.0, 1.0))
 
     def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
-        """The curve of messages, from a row of times for each step. Beyond the sizes that were sent it is a line; at
-        them it is between that line and the times, and the nearer to these the less they vary."""
+        """The cost curve of messages, from one row of times per step. Beyond the traced sizes it is a line; at them it
+        lies between that line and the times, closer to the times the less they vary."""
         sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
         noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
         latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR ** resample.gauss()
-        # By means: of messages that end at the same moment, all but the first seem to take no time.
+        # Use means: if messages end at the same moment, all but the first seem to take no time.
         halves = sizes <= np.median(sizes), sizes >= np.median(sizes)
         latency_s = min(latency_s, *(0.9 * float(times[half].mean()) for half in halves))
         bytes_per_s = float(sizes.sum() / (times - latency_s).sum())
@@ -285,7 +287,7 @@ class TracedJob:
         weight = _LINE_ERROR**2 / (_LINE_ERROR**2 + noise**2)
         points = _pool_rates(_merge_alike(zip(self.layout, (line * (times / line) ** weight).tolist(), strict=True)))
         (small, least_s), (large, most_s) = points[0], points[-1]
-        # Through the first and the last point, so that there is no step between them and the rest.
+        # Continue through the first and the last point to avoid a jump.
         found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
         shift, count = _ERROR_OF_TWICE * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
         moved_s = max(most_s - latency_s, large / bytes_per_s)
@@ -305,8 +307,8 @@ class TracedJob:
         return min(_REACH * assumed_s, max(assumed_s / _REACH, fitted_s))
 
     def _calibrate(self, job: Job, costs: MachineCosts, step_s: float) -> _Fit:
-        """The costs with which the traced buckets take as long as they did: by a factor on the time of messages and,
-        where that is not enough, by what follows backward."""
+        """The costs for which the traced buckets take as long as they did: scales message times and, if that is not
+        enough, changes the time after backward."""
         curve, cuts = costs.curve, cut_like(job.totals, self.layout)
         assert isinstance(curve, MeasuredCurve)
 
@@ -316,7 +318,7 @@ class TracedJob:
         low, high = _LEAST_FACTOR, _MOST_FACTOR
         least_s, own_s, most_s = (simulate(job, cuts, scale(each)).step_s for each in (low, 1.0, high))
         error, factor = own_s / step_s - 1, 1.0
-        if not least_s < step_s < most_s:  # the nearer end, unless messages are hidden and it changes nothing
+        if not least_s < step_s < most_s:  # use the nearer bound, unless messages are hidden and it changes nothing
             end, there_s = (low, least_s) if step_s <= least_s else (high, most_s)
             factor = end if abs(there_s - own_s) > _HIDDEN * step_s else 1.0
         else:
@@ -328,10 +330,10 @@ class TracedJob:
 
 
 def _find_layout(rank: int, steps: Sequence[TracedStepRecord]) -> tuple[int, ...]:
-    """The buckets of most steps; of two as frequent, those of the later ones."""
+    """The buckets of most steps; on a tie, those of the later ones."""
     found = Counter(step.layout for step in reversed(steps) if step.messages)
     if not found:
-        raise RecordError(f"no step of rank {rank} sent its gradients: trace steps outside of no_sync")
+        raise RecordError(f"no step of rank {rank} sent gradients: trace steps outside no_sync")
     return found.most_common(1)[0][0]
 
 
@@ -344,12 +346,12 @@ def _sum_messages(steps: Sequence[TracedStepRecord]) -> float:
 
 
 def _halve(size: int) -> list[int]:
-    """Half of it, half of that, and so on down to a KiB; and a byte."""
+    """Half the size, a quarter, and so on down to 1 KiB; and one byte."""
     return [1, *(part for part in (size >> n for n in range(1, 64)) if part >= KIB)]
 
 
 def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Points in order of their size; neighbours of nearly one size are one point, by medians."""
+    """Sorted points; neighbours of similar size are merged into one point by medians."""
     groups: list[list[tuple[int, float]]] = []
     for point in sorted(points):
         if not groups or point[0] > _ALIKE * groups[-1][0][0]:
@@ -362,8 +364,8 @@ def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 
 def _pool_rates(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Points in order of their size, at rates that do not fall: what seems quicker for its bytes than a larger message
-    has the rate of both. A link may let the first bytes pass at once; it does so only after a pause."""
+    """Sorted points whose rates do not fall with size: a message that seems faster per byte than a larger one gets
+    their common rate. A link may pass the first bytes at once, but only after a pause."""
     groups: list[list[tuple[int, float]]] = []
     for point in points:
         groups.append([point])

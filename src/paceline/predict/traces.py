@@ -1,9 +1,10 @@
-"""Traces: their events, all ranks in one document, and what they say about steps: where the time goes, who is late.
+"""Traces: their events, the merged document of all ranks, and the analysis of steps: where the time goes, and late
+ranks.
 
-Each instant of a step counts once. With kernels in the trace it belongs to the first of: a kernel that computes, a
-message, a copy, waiting for data, the host (an operator or a call of the runtime), other. Without kernels the operators
-are what computes and come before messages, but those that fetch data are waited for. So `communication` is what is
-exposed: a message behind arithmetic is free. Recording is in `measure.traces`.
+Each instant of a step counts once. With kernels in the trace it belongs to the first of: a compute kernel, a message, a
+copy, waiting for data, the host (an operator or a runtime call), other. Without kernels, operators are the compute and
+precede messages, but operators that fetch data count as waiting for data. So `communication` is exposed communication:
+a message hidden by compute is free. Recording is in `measure.traces`.
 """
 
 import dataclasses
@@ -31,17 +32,17 @@ from paceline.records.store import check_format, name_format
 
 Event = dict[str, Any]
 
-# Our own events: a bucket on its way, one that is ready and waits for its turn (`WAITED`: that long, in µs), and the
-# instant at which a rank's own backward was over.
+# Paceline's own events: a bucket in flight, a ready bucket that waits for its turn (`WAITED`: the wait in µs), and the
+# instant at which a rank's own backward ended.
 BUCKET, BUCKET_WAIT, WAITED, BACKWARD_OVER = "bucket", "bucket_wait", "waited us", "backward over"
-# What the analysis or a reader of the picture needs; the rest is most of a trace's size.
+# Arguments that the analysis or a reader of the trace needs; the others make up most of a trace's size.
 _KEPT_ARGUMENTS = {
     "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %", "bytes",
     "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Addr", "Device Type", "Device Id",
     "name", "labels", "Collective name", "In msg nelems", "Group size", "dtype", "Input type", WAITED,
 }  # fmt: skip
 _COLLECTIVE_KERNEL = re.compile(r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|(one|two)_shot_all_reduce")
-# `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
+# `nccl:` ranges on the host are launches; the kernel is the message. Other backends move data on the host.
 _COLLECTIVE_RANGE = re.compile(
     r"(?!nccl:)[a-z_]+:_?(all_?reduce|all_?gather|reduce|broadcast|all_?to_?all|gather|scatter|send|recv|barrier)"
 )
@@ -49,18 +50,18 @@ _MATMUL = re.compile(
     r"(?i)gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|[dw]grad|convolve|conv\dd|winograd"
 )
 _ON_TENSOR_CORES = re.compile(
-    # The last are torch's attention with a mask, which names the type and not the instruction.
+    # The last alternative is torch's masked attention, whose name has the dtype but not the instruction.
     r"(?i)tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32|fmha_cutlass[FB]_b?f16"
 )
-# Their names say that they multiply on the ordinary cores, whatever else they say.
+# Names of kernels that certainly multiply on ordinary cores.
 _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU. `memory` is of one more step, if
-    it was asked for."""
+    """The events of one rank. `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
+    `properties` describe the rank's GPUs, as torch writes them; empty on a CPU. `memory` holds the marks of one more
+    step, if requested."""
 
     rank: int
     world_size: int
@@ -73,27 +74,27 @@ class RankTrace:
 
 
 def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> RankTrace:
-    """A trace as torch's profiler exports it, without what nobody here needs."""
-    # Tracks without a name, "Spans" and "Traces" are about the profiler itself.
+    """A trace exported by torch.profiler, without the events and arguments that are not needed here."""
+    # Unnamed tracks, "Spans" and "Traces" describe the profiler itself.
     named = [e for e in document["traceEvents"] if "name" in e and e.get("pid") not in ("Spans", "Traces", "")]
     known = [e for e in named if e.get("cat") != "Trace" and "ph" in e and ("ts" in e or e["ph"] == "M")]
     first_us = min(event["ts"] for event in known if event["ph"] != "M")
     device = "cuda" if any(event.get("cat") == "kernel" for event in known) else "cpu"
-    # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
+    # Without a base time, timestamps are µs of the Unix clock, as written by torch before 2.2.
     origin_ns = int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3)
     events, properties = [_compact(event, first_us) for event in known], list(document.get("deviceProperties") or [])
     return RankTrace(rank, world_size, device, str(document.get("host_name", "")), origin_ns, events, properties)
 
 
 def find_span(trace: RankTrace) -> tuple[int, int]:
-    """When a trace begins and ends, in ns of the Unix clock."""
+    """Start and end of a trace in ns of the Unix clock."""
     ends = (event["ts"] + event.get("dur", 0.0) for event in trace.events if event["ph"] != "M")
     return trace.origin_ns, trace.origin_ns + round(max(ends, default=0.0) * 1e3)
 
 
 def read_ranks(document: Any) -> list[RankTrace]:
-    """The ranks in a trace: one as torch's profiler exports it, which says which one it is, or all of those that
-    `merge_traces` made one of. RecordError where it is neither."""
+    """The ranks in a trace: the one that a torch.profiler export names, or all that `merge_traces` combined.
+    RecordError if it is neither."""
     try:
         processes = [e for e in document["traceEvents"] if e.get("name") == "process_name" and e["ph"] == "M"]
         named = {e["pid"]: re.match(r"rank (\d+) \(", str(e["args"].get("name"))) for e in processes}
@@ -101,7 +102,7 @@ def read_ranks(document: Any) -> list[RankTrace]:
         if not merged:
             place = document.get("distributedInfo") or {}
             if "rank" not in place:
-                raise RecordError("it does not say which rank it is of: trace with torch.profiler, inside the ranks")
+                raise RecordError("it does not name its rank: trace with torch.profiler inside the ranks")
             return [read_chrome(document, int(place["rank"]), int(place["world_size"]))]
         by_process = group_by(document["traceEvents"], lambda event: event.get("pid"))
         parts = {rank: dict(document) | {"traceEvents": by_process[pid]} for pid, rank in merged.items()}
@@ -110,7 +111,7 @@ def read_ranks(document: Any) -> list[RankTrace]:
         if isinstance(error, RecordError):
             raise
         raise RecordError(
-            f"it is no trace of torch.profiler: {type(error).__name__}: {error}", code="damaged"
+            f"it is not a torch.profiler trace: {type(error).__name__}: {error}", code="damaged"
         ) from None
 
 
@@ -118,7 +119,7 @@ def _compact(event: Mapping[str, Any], first_us: float) -> Event:
     compact = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "id", "bp", "s") if key in event}
     kept = dict(event.get("args") or {})
     if event["ph"] != "M":
-        compact["ts"] = round(event["ts"] - first_us, 3)  # ns: a float of seconds since 1970 has no better
+        compact["ts"] = round(event["ts"] - first_us, 3)  # ns: float seconds since 1970 are not more precise
         kept = {key: value for key, value in kept.items() if key in _KEPT_ARGUMENTS}
     if event["ph"] == "X":
         compact["dur"] = max(0.0, float(event.get("dur", 0.0)))
@@ -126,22 +127,22 @@ def _compact(event: Mapping[str, Any], first_us: float) -> Event:
 
 
 def find_steps(events: Iterable[Event]) -> list[Event]:
-    """The ranges of whole steps, in order."""
+    """The annotated ranges of complete steps, in order."""
     found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X"]
     return sorted((e for e in found if re.fullmatch(r"step \d+", e["name"])), key=lambda event: float(event["ts"]))
 
 
-@functools.lru_cache(maxsize=10_000)  # traces have millions of events and hundreds of names
+@functools.lru_cache(maxsize=10_000)  # traces have millions of events but hundreds of names
 def is_collective(kind: str | None, name: str) -> bool:
-    """Whether such an event is a message between ranks: a kernel of NCCL, a range of gloo, a bucket of our wrapper."""
+    """Whether this is a message between ranks: an NCCL kernel, a gloo range, or a bucket of Paceline's wrapper."""
     if kind == "kernel":
         return _COLLECTIVE_KERNEL.search(name) is not None
     return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(name) is not None)
 
 
 def find_messages(events: Iterable[Event]) -> list[Event]:
-    """The messages of a trace. Where kernels show them, a bucket's own times, queueing included, would count twice; and
-    where NCCL was called and no kernel shows it, as on one rank, nothing was sent."""
+    """The messages of a trace. If kernels show them, buckets are dropped, since their times include queueing and would
+    count twice. If NCCL was called but there is no kernel, as on one rank, nothing was sent."""
     timed = [event for event in events if event["ph"] == "X"]
     by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
     found = [event for event in timed if is_collective(event.get("cat"), event["name"])]
@@ -151,13 +152,13 @@ def find_messages(events: Iterable[Event]) -> list[Event]:
 
 @functools.lru_cache(maxsize=10_000)
 def is_matmul(kernel: str) -> bool:
-    """Whether a kernel of this name multiplies matrices, convolves or attends: what tensor cores are for."""
+    """Whether a kernel of this name does matrix products, convolutions or attention, the work of tensor cores."""
     return _MATMUL.search(kernel) is not None
 
 
 @functools.lru_cache(maxsize=10_000)
 def uses_tensor_cores(kernel: str) -> bool:
-    """Whether the name of a kernel says that it uses tensor cores; a name that says nothing counts as not."""
+    """Whether the kernel's name shows that it uses tensor cores; unknown names count as no."""
     return is_matmul(kernel) and not _ON_ORDINARY_CORES.search(kernel) and _ON_TENSOR_CORES.search(kernel) is not None
 
 
@@ -165,10 +166,10 @@ def uses_tensor_cores(kernel: str) -> bool:
 
 
 def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """One Chrome trace with a process for each rank; its earliest event is at 0. The ranks' clocks are the Unix clocks
-    of their hosts: on one host that is one clock."""
+    """One Chrome trace with a process per rank, starting at 0. Ranks use the Unix clocks of their hosts; on one host
+    that is the same clock."""
     origin_ns = min(trace.origin_ns for trace in traces)
-    # Viewers take process 0 and thread 0 for the idle task, and some identify threads by their number alone.
+    # Viewers treat process 0 and thread 0 as the idle task, and some identify threads by number alone.
     threads, flows = itertools.count(1), itertools.count(1)
     ordered = sorted(traces, key=lambda trace: trace.rank)
     events = [e for t in ordered for e in _renumber(t, (t.origin_ns - origin_ns) / 1e3, threads, flows)]
@@ -204,38 +205,38 @@ def _renumber(trace: RankTrace, later_us: float, threads: Iterator[int], flows: 
 
 
 def render_trace(document: Mapping[str, Any]) -> bytes:
-    """The compressed file of a trace, which Perfetto and chrome://tracing open as it is."""
+    """The compressed trace file, which Perfetto and chrome://tracing can open."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), compresslevel=6, mtime=0)
 
 
 Floats = npt.NDArray[np.float64]
 Edges = tuple[Floats, Floats]  # starts and ends of intervals
-Span = tuple[str, float, float]  # what, from when to when
+Span = tuple[str, float, float]  # name, start and end
 
 
 def _cover(points: Floats, starts: Floats, ends: Floats, weights: Floats | None = None) -> Floats:
-    """For each segment between two points, the sum of the weights (1 each) of the intervals that cover it."""
+    """For each segment between two points, the sum of the weights (1 by default) of the intervals that cover it."""
     begun, ended = (np.bincount(np.searchsorted(points, at), weights, minlength=len(points)) for at in (starts, ends))
     covered: Floats = np.cumsum(begun - ended, dtype=np.float64)[:-1]
     return covered
 
 
 def _find_windows(moments: Floats, windows: Floats) -> npt.NDArray[np.intp]:
-    """The window that each moment lies in, -1 for none. Windows are rows of begin and end, in order, and apart."""
+    """The window that contains each moment, or -1. Windows are rows of start and end, sorted and disjoint."""
     place = np.searchsorted(windows[:, 0], moments, side="right") - 1
     return np.where((place >= 0) & (moments < windows[np.maximum(place, 0), 1]), place, -1)
 
 
 def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """The moments at which anything begins or ends, and the window of each segment between two of them."""
+    """All start and end points, and the window of each segment between two of them."""
     points = np.unique(np.concatenate([windows.ravel(), *edges]))
     return points, _find_windows((points[1:] + points[:-1]) / 2, windows)
 
 
 def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
-    """Time of each window (row) that belongs to each class (column), and to none (last column). Each instant belongs to
-    the first class that has it, so that the columns of a row sum to its window."""
+    """The time of each window (row) in each class (column), and in none (last column). Each instant belongs to the
+    first class that covers it, so the columns of a row sum to its window."""
     points, place = _cut(itertools.chain(*classes), windows)
     inside, width = place >= 0, len(classes) + 1
     owner = np.full(len(points) - 1, len(classes))
@@ -247,18 +248,19 @@ def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
 
 
 def union_time(starts: Floats, ends: Floats, windows: Floats) -> float:
-    """Time within the windows in which at least one of the intervals runs."""
+    """The time within the windows during which at least one interval is active."""
     return float(attribute_time([(starts, ends)], windows)[:, 0].sum())
 
 
 def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) -> float:
-    """The integral over the windows of the weights of what runs, at most 1 at each instant."""
+    """The integral over the windows of the active intervals' weights, capped at 1 at each instant."""
     points, place = _cut((starts, ends), windows)
     return float((np.minimum(_cover(points, starts, ends, weights), 1.0) * np.diff(points))[place >= 0].sum())
 
 
 def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """A lane for each interval, in the order given, so that none overlaps another in its lane; as few as it takes."""
+    """A lane for each interval, in the given order, such that intervals in a lane do not overlap; uses as few as
+    possible."""
     free_at: list[float] = []
     lanes = []
     for start, end in intervals:
@@ -272,7 +274,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 def _find_phases(events: Iterable[Event], windows: Iterable[tuple[float, float]]) -> list[Span]:
-    """The annotated phases of each window in order, by the GPU's times where it has them: the host runs ahead of it."""
+    """The annotated phases of each window in order, in GPU times if available, since the host runs ahead."""
     kinds = ("gpu_user_annotation", "user_annotation")
     marked = [e for e in events if e["name"] in PHASES and e["ph"] == "X" and e.get("cat") in kinds]
     spans: list[Span] = []
@@ -286,7 +288,7 @@ def _find_phases(events: Iterable[Event], windows: Iterable[tuple[float, float]]
 
 @dataclass(frozen=True)
 class StepLane:
-    """One step of one rank, in seconds of a clock that all ranks share; `backward_end_s` is None if there was none."""
+    """One step of one rank, in seconds of a clock shared by all ranks; `backward_end_s` is None without a backward."""
 
     rank: int
     phases: tuple[Span, ...]
@@ -296,7 +298,7 @@ class StepLane:
 
     @property
     def exposed_s(self) -> float:
-        """From the end of backward to the end of the last message."""
+        """Time from the end of backward to the end of the last message."""
         last_s = max((bucket.done_s for bucket in self.buckets), default=0.0)
         return 0.0 if self.backward_end_s is None else max(0.0, last_s - self.backward_end_s)
 
@@ -317,12 +319,12 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
 
     own = [e for e in trace.events if begin <= e.get("ts", -1.0) < end]
     spans = _find_phases(trace.events, [(begin, end)])
-    # When the last backward was over: by the wrapper, else by autograd, else by the annotation.
+    # End of the last backward: from the wrapper, else from autograd, else from the annotation.
     marked = [e["ts"] for e in own if e["name"] == BACKWARD_OVER]
     operators = (e for e in own if e.get("cat") == "cpu_op")
     nodes = [e["ts"] + e["dur"] for e in operators if e["name"].startswith("autograd::engine::evaluate_function")]
     over = max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
-    # A call of backward() also waits for the last messages: that is no work, and drawn as what it is.
+    # A call of backward() also waits for the last messages; that is not compute and is not drawn as such.
     spans = [(name, first, min(last, over) if over and name == "backward" else last) for name, first, last in spans]
     phases = tuple((name, at(first), at(last)) for name, first, last in spans if last > first)
     buckets = []
@@ -336,10 +338,10 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
 
 CATEGORIES = ("kernel", "communication", "copy", "data", "cpu", "other")
 
-# Operators that only hold others, and those that start messages: while nothing runs in them, a message is exposed.
+# Operators that only contain others, and those that launch messages: while nothing runs inside, messages are exposed.
 _FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|_c10d_functional::|record_param_comms")
 _DATA = re.compile(r"enumerate\(DataLoader\)|data$")
-# Calls in which the host waits for the device; the host has time there.
+# Calls in which the host waits for the device and is therefore idle.
 _WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _MAX_ROWS = 200
@@ -347,7 +349,7 @@ _MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class StepShares:
-    """One step: its wall time, and the seconds of it that belong to each of `CATEGORIES`; they sum to it."""
+    """One step: its wall time, and the seconds in each of `CATEGORIES`, which sum to it."""
 
     name: str
     wall_s: float
@@ -356,7 +358,7 @@ class StepShares:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """An operator of the host: calls and seconds per step; `self_s` is without the operators inside it."""
+    """A host operator: calls and seconds per step; `self_s` excludes the operators inside it."""
 
     name: str
     calls: float
@@ -382,9 +384,10 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """How a GPU was used. Shares are of 1; `busy` and `sm_efficiency` of the wall time, the others of kernel time.
-    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated one,
-    weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not."""
+    """GPU utilization. Shares are from 0 to 1: `busy` and `sm_efficiency` are relative to the wall time, the others to
+    kernel time. `sm_efficiency` weights each instant by min(1, blocks / SMs) of the running kernels; `occupancy` is the
+    kernels' estimated occupancy, weighted by time. `missed_s` is the time per step of kernels that could use tensor
+    cores but do not."""
 
     name: str
     busy: float
@@ -401,9 +404,9 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Overview:
-    """The steps of one rank's trace. Everything that is not of one step is a mean per step. `message_s` is when at
-    least one message was on its way, hidden or not; `host_s` when the host worked. `optimizer_passes` counts the kinds
-    of operators that take most of the optimizer's time: a fused one has one."""
+    """The steps of one rank's trace. Everything not about a single step is a mean per step. `message_s` is the time
+    with at least one message in flight, hidden or not; `host_s` is the time in which the host worked.
+    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one."""
 
     rank: int
     world_size: int
@@ -432,7 +435,7 @@ class Overview:
 
 
 def build_overview(trace: RankTrace) -> Overview:
-    """Analyse the whole steps of one rank's trace."""
+    """Analyse the complete steps of one rank's trace."""
     found = find_steps(trace.events)
     if not found:
         raise RecordError(f"the trace of rank {trace.rank} has no step: annotate each as 'step N'")
@@ -452,7 +455,7 @@ def build_overview(trace: RankTrace) -> Overview:
         steps.append(StepShares(step["name"], float(wall_us) * 1e-6, seconds))
     scale, phases = 1e-6 / len(steps), _find_phases(begun, windows)
     spans = {name: np.array([span[1:] for span in phases if span[0] == name]).T for name in PHASES}
-    # The host works in operators and calls, unless it asks the device for a number and waits for it.
+    # The host works in operators and calls, except in calls that wait for the device.
     working = [e for e in events if e.get("cat") in ("cpu_op", *_CALLS)]
     waiting = [e for e in working if e["cat"] in _CALLS and _WAITING.match(e["name"])]
     return Overview(
@@ -472,9 +475,9 @@ def build_overview(trace: RankTrace) -> Overview:
 
 
 def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Event]]:
-    """The events of each class in the order of precedence; `compute` is the operators of a trace without kernels."""
+    """The events of each class in order of precedence; `compute` holds the operators of a trace without kernels."""
     on_gpu = any(event.get("cat") == "kernel" for event in events)
-    # On a CPU the operators inside the range of the data are what fetches it, and compute nothing.
+    # On a CPU, operators inside the data range fetch data and are not compute.
     order = "kernel compute communication copy data cpu" if on_gpu else "data compute communication copy cpu kernel"
     groups: dict[str, list[Event]] = {name: [] for name in order.split()}
     for event in events:
@@ -501,17 +504,18 @@ def _edges(events: Sequence[Event]) -> Edges:
 
 
 def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
-    """The events that begin in a step; a trace has events between steps too."""
+    """The events that begin in a step; a trace also has events between steps."""
     place = _find_windows(np.array([event["ts"] for event in events], dtype=np.float64), windows)
     return [event for event, window in zip(events, place.tolist(), strict=True) if window >= 0]
 
 
 def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
-    """Of each operator: calls, time without the operators inside it, and total time, in µs."""
+    """Calls, self time and total time of each operator, in µs."""
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     operators = (event for event in events if event.get("cat") == "cpu_op")
     for own in group_by(operators, lambda event: (event.get("pid"), event.get("tid"))).values():
-        stack: list[tuple[float, Event, list[float]]] = []  # end of an operator, the operator, times of those inside
+        # end of an operator, the operator, and the times of its children
+        stack: list[tuple[float, Event, list[float]]] = []
         last: Event = {"ts": math.inf, "dur": 0.0}
         for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
             while stack and stack[-1][0] <= event["ts"]:
@@ -525,7 +529,7 @@ def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
 
 
 def _count_passes(events: Sequence[Event], windows: Floats) -> int:
-    # Operators are the host's, and so must the range be in which they are looked for.
+    # Operators are on the host, so use the host's range of the optimizer.
     on_host = _find_phases((event for event in events if event.get("cat") != "gpu_user_annotation"), windows)
     spans = np.array([span[1:] for span in on_host if span[0] == "optimizer"], dtype=np.float64)
     inside = _begun_inside(events, spans) if spans.size else []
@@ -559,9 +563,10 @@ def _argument(event: Event, name: str) -> float | None:
 
 
 def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
-    """The mean over time of the kernels that have it; those of messages occupy few SMs on purpose and have none."""
+    """The time-weighted mean over kernels with a known occupancy. Communication kernels occupy few SMs on purpose and
+    have none."""
     known = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
-    pairs = [(time_us, percent / 100) for time_us, percent in known if percent]  # 0 is how the profiler says unknown
+    pairs = [(time_us, percent / 100) for time_us, percent in known if percent]  # the profiler writes 0 for unknown
     total = sum(time_us for time_us, _ in pairs)
     return sum(time_us * share for time_us, share in pairs) / total if total else None
 
@@ -620,8 +625,8 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The rank that was last at the message where most was waited, in most steps, and in how large a share of them.
-    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there."""
+    """The rank that is most often last at the message with the longest waits, and its share of the steps. `mean_s` is
+    the mean time, over steps, that the other ranks waited there on average."""
 
     rank: int
     share: float
@@ -629,9 +634,9 @@ class Lateness:
 
 
 def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
-    """For each step, when this rank came to each message, in order."""
+    """For each step, when this rank reached each message, in order."""
     found = find_messages(trace.events)
-    # A bucket on gloo is shown twice, by the wrapper and by gloo: one of them, the same on every rank.
+    # On gloo, a bucket appears twice, from the wrapper and from gloo; use the same one on every rank.
     found = [event for event in found if event["cat"] == BUCKET] or found
     messages = sorted(trace.origin_ns + event["ts"] * 1e3 for event in found)
     begins = [(trace.origin_ns + step["ts"] * 1e3, step["dur"] * 1e3) for step in find_steps(trace.events)]
@@ -639,13 +644,13 @@ def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
-    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones. The ranks'
-    clocks must agree, as on one host."""
+    """None if there is nothing to compare: one rank, no messages, or ranks with different messages. The ranks' clocks
+    must agree, as they do on one host."""
     late_s, last = [], Counter[int]()
     for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
         if len(traces) < 2 or not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:
             continue
-        # Later messages inherit the lateness of earlier ones: the worst one counts, not their sum.
+        # Later messages inherit the lateness of earlier ones, so only the worst counts, not the sum.
         worst = max(zip(*steps, strict=True), key=lambda moments: len(moments) * max(moments) - sum(moments))
         latest = max(worst)
         late_s.append((latest - (sum(worst) - latest) / (len(worst) - 1)) / 1e9)

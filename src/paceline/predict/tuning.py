@@ -1,5 +1,5 @@
-"""A tuning run as a whole: from its records to the recommended plan, the answer, and how right the prediction was.
-Pure, so that a saved run gives the same answer again; measuring is in `measure.tuning`."""
+"""One tuning run: turns its records into the recommended plan, the answer, and the accuracy of the prediction. Pure, so
+a saved run always gives the same answer; the measurements are taken in `measure.tuning`."""
 
 import hashlib
 import itertools
@@ -39,16 +39,17 @@ from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
 
 DEFAULT, RECOMMENDED, PREDICTIONS = "default", "recommended", "predictions.json"
-# As many plans are confirmed at most.
+# Maximum number of plans to confirm.
 _MOST_CANDIDATES = 6
-# Measured steps differ clearly if their paired ratios do, with this chance of an error on each side.
+# Two measured steps differ clearly if the interval of their paired ratios excludes 1, with this error probability on
+# each side.
 _CLEAR = 0.005
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan of the race, and what is predicted for it. A wrapper is given its cap where `cap_bytes` is not 0, nothing
-    where it is the default, else the plan; and the strategy."""
+    """One compared plan and its prediction. A wrapper gets its cap if `cap_bytes` is not 0, no arguments if it is the
+    default, and otherwise the plan; and always the strategy."""
 
     label: str
     cap_bytes: int
@@ -59,8 +60,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: caps of the job itself, rounds within a budget, seconds of the race, and sizes of the
-    messages that disturb."""
+    """Measurement effort: caps to run the job with, rounds within a time budget, seconds for the comparison, and sizes
+    of the messages used to measure contention."""
 
     num_caps: int
     min_rounds: int
@@ -78,10 +79,10 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What a tuning is to do with a job. Without `caps_bytes` a range is chosen. `confirms` is whether the job itself
-    is run at all, and `race_s` how long plans race at most (by default as the effort says). With a `network`, one rank
-    sends to `network_ranks - 1` others that do not exist. `takes_lists`: the wrapper can be given a cap for each
-    bucket. With `strategies` those of them race, too, that are sent in every step; of `all`, the best."""
+    """Settings of a tuning. Without `caps_bytes` a range is chosen. `confirms` says whether to run the job itself, and
+    `race_s` limits the time of the plan comparison (by default the effort does). With a `network`, one rank sends to
+    `network_ranks - 1` ranks that do not exist. `takes_lists` says whether the wrapper accepts one cap per bucket. With
+    `strategies`, those that communicate in every step are compared as well; with `all`, only the best of them."""
 
     wrapper: str = "paceline"
     effort: str = "full"
@@ -99,45 +100,45 @@ class TuneSettings:
         return EFFORTS[self.effort]
 
     def build_curve(self) -> CostCurve | None:
-        """What messages cost on the emulated network; None where they are measured."""
+        """The cost curve of the emulated network; None if costs are measured."""
         if self.network is None:
             return None
         network = find_network(self.network).as_written
         return AssumedFabric(network, network).build_curve(self.network_ranks)
 
     def check(self, ranks: int) -> None:
-        """Refuse what cannot be tuned on this number of ranks."""
+        """Raise ConfigError if this number of ranks cannot be tuned."""
         if self.wrapper not in ("paceline", "torch"):
             raise ConfigError(f"--wrapper {self.wrapper} has no buckets to tune: use paceline or torch")
         what = f"--network {self.network} with --ranks {ranks} and {self.network_ranks} on the network"
         refuse(
             (self.network is None and ranks == 1,
-             "one rank sends nothing: tune 2 or more, or give a --network to emulate"),
+             "one rank sends nothing: tune 2 or more ranks, or emulate a --network"),
             (self.network is not None and (ranks != 1 or self.network_ranks < 2),
-             f"{what}: one rank sends, to others that do not exist: use --ranks 1 and --network-ranks 2 or more"),
+             f"{what}: an emulated network has one real rank: use --ranks 1 and --network-ranks 2 or more"),
             code="ranks",
         )  # fmt: skip
         refuse(
             (self.strategies and self.wrapper != "paceline",
-             f"--strategy races in --wrapper paceline, not {self.wrapper}"),
+             f"--strategy needs --wrapper paceline, not {self.wrapper}"),
             (self.strategies and self.network is not None,
-             f"--strategy with --network {self.network}: codecs need ranks; use `paceline predict --strategy` for it"),
+             f"--strategy with --network {self.network}: codecs need real ranks; use `paceline predict --strategy`"),
             (any("hosts" in one.split("+") for one in self.strategies),
-             "--strategy with +hosts: messages inside a host and between hosts look alike here; use `paceline "
-             "predict --strategy` with --ranks-per-node"),
+             "--strategy with +hosts: tuning cannot tell messages inside a host from those between hosts; use "
+             "`paceline predict --strategy` with --ranks-per-node"),
             code="strategy",
         )  # fmt: skip
         self.build_curve()
         refuse(
-            (self.iters is not None and self.iters < 2, f"--iters {self.iters}: 2 or more, to know the noise"),
-            (min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: at least 1 byte each"),
-            (self.race_s is not None and not 0 < self.race_s < math.inf, f"--budget {self.race_s}: above 0 seconds"),
+            (self.iters is not None and self.iters < 2, f"--iters {self.iters}: use 2 or more, to estimate the noise"),
+            (min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: use at least 1 byte each"),
+            (self.race_s is not None and not 0 < self.race_s < math.inf, f"--budget {self.race_s}: must be above 0 s"),
         )
 
     def to_json(
         self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
-        """What a saved run needs, besides its records, to be judged again."""
+        """What is needed besides the records to analyse a saved run again."""
         return {
             "predictions": list(predictions),
             "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes), "strategies": list(self.strategies)},
@@ -148,7 +149,8 @@ class TuneSettings:
 
 @dataclass(frozen=True)
 class Judged:
-    """What was predicted for one plan, and what it took. `turns_s` are its steps in turns with the other plans."""
+    """The prediction for one plan and its measured time. `turns_s` are its step times, interleaved with the other
+    plans."""
 
     predicted_s: float
     low_s: float
@@ -162,8 +164,8 @@ class Judged:
 
 
 def score_predictions(points: Sequence[Judged]) -> dict[str, float]:
-    """How right predictions were, as fractions: `coverage` is the share of steps in their 90 % intervals, `width` the
-    median half-width of these."""
+    """Prediction accuracy, as fractions: `coverage` is the share of measured steps inside their 90 % intervals, `width`
+    is the median half-width of those intervals."""
     errors = [abs(point.error) for point in points]
     return {
         "mape": statistics.fmean(errors),
@@ -175,9 +177,10 @@ def score_predictions(points: Sequence[Judged]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Differences:
-    """How right predictions are about the differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2:
-    m is a measured step minus the mean of its case, p the same of the predicted ones, both over the measured mean. Of
-    `num_pairs` pairs of plans that differ clearly as measured, `num_right` are predicted in that order."""
+    """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
+    is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
+    measured mean. `num_pairs` pairs of plans clearly differ as measured; `num_right` of them are predicted in that
+    order."""
 
     r2: float | None
     num_pairs: int
@@ -185,7 +188,7 @@ class Differences:
 
 
 def score_differences(cases: Sequence[Sequence[Judged]]) -> Differences:
-    """Over all cases; each has plans that took turns in one run."""
+    """Score all cases; the plans of each case were interleaved in one run."""
     wrong = total = 0.0
     num_pairs = num_right = 0
     for points in cases:
@@ -202,7 +205,7 @@ def score_differences(cases: Sequence[Sequence[Judged]]) -> Differences:
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One cap: what was predicted for it and, where the job was run, what it took."""
+    """One cap: its prediction and, if the job was run with it, its measurement."""
 
     cap_bytes: int
     estimate: Estimate
@@ -215,7 +218,7 @@ class GridPoint:
 
     @property
     def best_s(self) -> float:
-        """What is known best of its step: measured where it was, else predicted."""
+        """The best estimate of the step time: measured if available, otherwise predicted."""
         return self.estimate.step_s if self.measured_s is None else self.measured_s
 
     @property
@@ -224,22 +227,22 @@ class GridPoint:
 
     @property
     def exposed_s(self) -> float | None:
-        """What communication added to the step."""
+        """Measured exposed communication."""
         return None if self.measured_s is None else self.measured_s - self.plain_s
 
     @property
     def same_layout(self) -> bool:
-        """Whether the wrapper's buckets are the simulated ones."""
+        """Whether the wrapper used the same buckets as the simulation."""
         simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
         return self.measured is None or self.measured.bucket_bytes == simulated
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The predictor fitted to the records that may calibrate it, what it chose, and how right it was. `points` are a
-    sweep of caps. `candidates` are the plans of the race, the default first; `race` is None where they did not run. It
-    is of those that leave the update as it is; `whole` is of all, with strategies that do not. `predicted` has what is
-    predicted for every strategy, with its best cap, in the order of `prefer`."""
+    """The predictor fitted to the calibration records, its choice, and its accuracy. `points` are a sweep of caps.
+    `candidates` are the compared plans, the default first. `race` compares those that leave the update unchanged and is
+    None if none was run; `whole` also includes the strategies that change the update. `predicted` has the prediction
+    for every strategy at its best cap, in the order of `list_strategies`."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
@@ -254,7 +257,7 @@ class Tuning:
 
     @property
     def offers(self) -> list[tuple[Candidate, Interval, Interval]]:
-        """The plans of the race that change the update: each with its step over the default's, and over bf16's."""
+        """The compared plans that change the update, each with its step time relative to the default and to bf16."""
         if self.whole is None:
             return []
         others = [candidate for candidate in self.candidates if not candidate.strategy.is_exact]
@@ -262,19 +265,19 @@ class Tuning:
 
     @property
     def notes(self) -> list[str]:
-        """What is assumed of strategies, and which did not run."""
+        """Assumptions about strategies, and the strategies that were not run."""
         strategies = [Strategy.parse(text) for text in self.predicted]
         codecs = [record for record in self.records if isinstance(record, CodecRecord)]
         ran = {candidate.strategy.text for candidate in self.candidates}
         lines = [f"assumed: {line}" for line in describe_strategies(self.model.job, strategies, codecs)]
         if left := [one.text for one in strategies if not one.is_hook and one.text not in ran]:
-            why = "a turn of the race is a few steps, not a period, and a sharded optimizer is not the job's own"
+            why = "a turn is shorter than a synchronization period, and the job has no sharded optimizer"
             lines.append(f"predicted and not run: {', '.join(left)}; {why}")
         return lines
 
     @property
     def verdict(self) -> str:
-        """One of `race.VERDICTS`; where no plan ran, it is predicted."""
+        """One of `race.VERDICTS`; predicted if no plan was run."""
         if self.race is not None:
             return self.race.verdict
         if self.choice.is_clear and any(candidate.label == RECOMMENDED for candidate in self.candidates):
@@ -292,11 +295,11 @@ class Tuning:
         return next(candidate for candidate in self.candidates if candidate.label == label)
 
     def find_cap(self, candidate: Candidate) -> int:
-        """The largest cap that makes these buckets; 0 where none does."""
+        """The largest cap that produces these buckets, or 0 if none does."""
         return enumerate_caps(self.model.job.sizes).get(candidate.estimate.cuts, (0, 0))[1]
 
     def estimate_more_s(self) -> float:
-        """How long the rounds would take that may decide the race."""
+        """Estimated time of the further rounds that would decide the comparison."""
         if self.race is None:
             return 0.0
         labels = [c.label for c in self.candidates if c.label in (*self.race.left, DEFAULT)]
@@ -305,7 +308,7 @@ class Tuning:
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
-        """What is predicted for every plan that will run, for the record."""
+        """The prediction for every plan that will be run, to save before the comparison."""
         return [
             {"label": c.label, "cap_bytes": c.cap_bytes, "bucket_bytes": list(c.plan.bucket_bytes),
              "cuts": list(c.estimate.cuts), "step_s": c.estimate.step_s, "low_s": c.estimate.low_s,
@@ -319,7 +322,7 @@ class Tuning:
 
     @property
     def judged(self) -> list[Judged]:
-        """The bucket sizes of the sweep that ran."""
+        """The bucket sizes of the sweep that were run."""
         return [
             Judged(p.estimate.step_s, p.estimate.low_s, p.estimate.high_s, p.best_s, p.measured.turns_s)
             for p in self.points
@@ -328,9 +331,9 @@ class Tuning:
 
     @cached_property
     def scores(self) -> dict[str, float | None]:
-        """How right the predictions were, as fractions; None where nothing was measured. `exposed_error` is the mean
-        error over what communication adds on average, `exposed_step_error` over the step; `coverage` is the share of
-        points in their intervals, `width` the median half-width of these."""
+        """Prediction accuracy, as fractions; None if nothing was measured. `exposed_error` is the mean error relative
+        to the mean exposed communication, and `exposed_step_error` relative to the step; `coverage` is the share of
+        points inside their intervals, `width` is the median half-width of the intervals."""
         points = self.measured
         if not points:
             names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "width", "kendall_tau")
@@ -347,13 +350,13 @@ class Tuning:
 
     @property
     def noise(self) -> float:
-        """The half-width of the 95 % interval of a median of the sweep."""
+        """The median half-width of the 95 % interval of a measured median in the sweep."""
         noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
         return 1.96 * statistics.median(noises) if noises else 0.0
 
     @property
     def spread(self) -> float:
-        """How much longer the slowest cap takes than the quickest."""
+        """How much longer the slowest cap takes than the fastest."""
         times = [point.best_s for point in self.points]
         return max(times) / min(times) - 1
 
@@ -371,13 +374,13 @@ def hash_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
-    """The file that is written before the race begins."""
+    """The contents of the file that is saved before the comparison begins."""
     document = {"unix_s": time.time(), "sha256": hash_predictions(predictions), "predictions": predictions}
     return json.dumps(document, indent=1) + "\n"
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The rank correlation tau-b of two orders; None where either of them has but one value."""
+    """Kendall's rank correlation tau-b; None if either variable has only one value."""
     first, second = np.triu_indices(len(pairs), 1)
     values = np.reshape(pairs, (-1, 2))
     x, y = np.sign(values[first] - values[second]).T
@@ -389,8 +392,8 @@ def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Tuning:  # fmt: skip
-    """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it. Where plans
-    raced, `predictions` say where each was cut: that does not follow from its bytes where dtypes are mixed."""
+    """Derive a tuning from its records; the predictor uses only the calibration records. If plans were run,
+    `predictions` gives the cuts of each, which cannot be recovered from its bucket sizes when dtypes are mixed."""
     model = Predictor.fit(Evidence(records), settings.build_curve())
     choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
@@ -414,7 +417,7 @@ def judge_tuning(
         text: choice.estimate if text == DENSE.text else one.choose(one.cut_like(sizes), only_caps=True).estimate
         for text, one in models.items()
     }
-    if ran:  # judged is what ran, not what would be chosen today
+    if ran:  # report the plans that ran, not those that would be chosen today
         known, others = {one["label"]: one for one in predictions}, []
         for record in (record for record in ran if record.label != DEFAULT):
             found = known.get(record.label, {})
@@ -422,7 +425,7 @@ def judge_tuning(
             cuts = found.get("cuts") or model.cut_like(record.bucket_bytes)
             estimate = models.get(strategy.text, model).estimate(cuts)
             others.append(build(record.label, record.cap_bytes, estimate, strategy))
-    elif strategies:  # bfloat16, and those that change more: all that are named, or the best
+    elif strategies:  # bf16 and the lossy strategies: all that are named, or the best one
         others = [build(RECOMMENDED, 0, choice.estimate)]
         lossy = [one for one in strategies if describe_update(one) == "lossy"]
         lossy.sort(key=lambda one: predicted[one.text].step_s)
@@ -430,13 +433,13 @@ def judge_tuning(
         others += [build(one.text, 0, predicted[one.text], one) for one in (BF16, *chosen)]
     else:
         others = [build(RECOMMENDED, 0, choice.estimate)]
-        # The best of the sweep, and all that may be as good as the best by what is predicted.
+        # The best of the sweep, and every plan whose prediction may be as good as the best.
         best = min((point for point in points if point.measured is not None), key=lambda p: p.best_s, default=None)
         may_win = (point for point in points if point.estimate.low_s < choice.estimate.high_s)
         for point in [*filter(None, [best]), *sorted(may_win, key=lambda point: point.estimate.step_s)]:
             others.append(build(f"cap {format_bytes(point.cap_bytes)}", point.cap_bytes, point.estimate))
     confirmed, unique = {record.label: record for record in ran}, dict[tuple[str, tuple[int, ...]], Candidate]()
-    for candidate in (default, *others):  # a plan with the buckets of another one is that one
+    for candidate in (default, *others):  # plans with the same buckets count once
         measured = confirmed.get(candidate.label)
         found_sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
         unique.setdefault((candidate.strategy.text, found_sizes), candidate)
@@ -451,7 +454,7 @@ def judge_tuning(
 
 
 def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) -> Predictor:
-    """The predictor of the same job with another strategy."""
+    """The predictor for the same job with another strategy."""
     plain = next(record for record in records if isinstance(record, StepRecord) and record.role == "plain")
     codecs = [record for record in records if isinstance(record, CodecRecord)]
     is_shared, name = canonical_backend(plain.backend) == "shm", find_codec(codecs, strategy)

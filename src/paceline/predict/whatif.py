@@ -1,4 +1,4 @@
-"""What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated."""
+"""The cost of a step on networks and rank counts that were not measured. Everything here is simulated."""
 
 import random
 import statistics
@@ -28,19 +28,20 @@ from paceline.strategy import DENSE
 from paceline.units import format_bytes
 
 DRAWS = 50
-# How ranks send, by their number, by how many times as long as alone they compute, and as it might have been measured.
+# How ranks send: a function of their number, their compute time relative to one rank alone, and a resample of the
+# measurements.
 Send = Callable[[int, float, Resample], Sending | None]
-# Less than this share of a time is nothing: not a difference between plans, and not what a step waits for.
+# Below this share of a time, differences between plans and waits are negligible.
 _NOTHING = 1e-3
 
 
 @dataclass(frozen=True)
 class WhatIfRow:
-    """One fabric and number of ranks with the best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
-    `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
-    `exposed_s` is what communication adds, `straggler_s` what waiting for the slowest rank adds, and `neighbours_s`
-    what the ranks of a CPU host cost each other. `default_step_s` is the step with torch's default buckets. `bound`
-    says what everything waits for, `doubt` why not to trust the row. `sent_bytes` are what a rank sends in a step, and
+    """One fabric and number of ranks with the best bucket size; the step is between `low_s` and `high_s` in 90 % of
+    draws, and its efficiency, relative to the local step of the same draw, between `efficiency_low` and
+    `efficiency_high`. `exposed_s` is exposed communication, `straggler_s` the wait for the slowest rank, and
+    `neighbours_s` the slowdown by other ranks on a CPU host. `default_step_s` is the step with torch's default buckets.
+    `bound` names the bottleneck, `doubt` a reason not to trust the row. `sent_bytes` is what a rank sends per step, and
     `drawn_s` the step in each draw."""
 
     network: str
@@ -68,7 +69,7 @@ class WhatIfRow:
 
     @property
     def efficiency(self) -> float:
-        """Weak scaling: T(1) / T(P)."""
+        """Weak-scaling efficiency, T(1) / T(P)."""
         return self.local_s / self.step_s
 
     @property
@@ -77,35 +78,35 @@ class WhatIfRow:
 
     @property
     def gain(self) -> float:
-        """The share of the step with the default buckets that the best size saves."""
+        """The share of the step with default buckets that the best size saves."""
         return 1 - self.step_s / self.default_step_s
 
     @property
     def keeps_default(self) -> bool:
-        """Whether torch's default is on the plateau, so that there is nothing to change."""
+        """Whether torch's default is on the plateau, so there is nothing to change."""
         return self.gain <= PLATEAU
 
 
-def _settle(job: Job, fabric: Fabric, rank: RankCosts, source: random.Random | None = None) -> RankCosts:
-    """With contention as assumed where it was not measured; with a source, as it might be."""
+def _fill_contention(job: Job, fabric: Fabric, rank: RankCosts, source: random.Random | None = None) -> RankCosts:
+    """The costs with assumed contention if it was not measured; with a random source, a draw of the assumption."""
     assumed = Contention.assume(job.device, _is_on_host(fabric), source=source)
     return replace(rank, contention=rank.contention or assumed)
 
 
 def _is_on_host(fabric: Fabric) -> bool:
-    """Whether it joins the ranks of one host, as a sweep does unless its nodes are known to be several. A named network
-    is a link."""
+    """Whether the fabric connects the ranks of one host: a sweep does unless it is known to span several nodes, a named
+    network does not."""
     return isinstance(fabric, MeasuredFabric) and not 0 < fabric.ranks_per_node < max(fabric.ranks)
 
 
 def count_per_host(fabric: Fabric, world_size: int) -> int:
-    """How many ranks share a host: all, where nobody says of a sweep that it has several."""
+    """How many ranks share a host: all of them, unless a sweep is known to span several."""
     given = fabric.ranks_per_node or world_size
     return min(world_size, given if isinstance(fabric, MeasuredFabric) else max(given, fabric.network.ranks_per_node))
 
 
 def is_shared(fabric: Fabric) -> bool:
-    """Whether ranks reduce in memory that they share."""
+    """Whether ranks reduce in shared memory."""
     return isinstance(fabric, MeasuredFabric) and fabric.fits[0].algorithm == "shared"
 
 
@@ -117,17 +118,17 @@ def _build_costs(
         inside, curve = fabric.build_levels(world_size)
     else:
         curve = fabric.build_curve(world_size)
-    if job.device != "cpu" or not _is_on_host(fabric):  # cores move the messages of a CPU host all along
+    if job.device != "cpu" or not _is_on_host(fabric):  # on a CPU host, cores move the messages all the time
         contention = contention.spread_over(curve)
     own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
-    # Messages that are under way at once share the link: together they are no faster than one.
+    # Concurrent messages share the link: together they are not faster than one.
     return MachineCosts(curve, fabric.servers, *own, contention, 1 / fabric.servers, sending=sending, inside=inside)
 
 
 def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:
     """The job as a rank computes it next to the other ranks of its CPU host."""
     per_host = fabric.ranks_per_node
-    if isinstance(fabric, MeasuredFabric):  # of the ranks of a host, unless it was not their cores that moved messages
+    if isinstance(fabric, MeasuredFabric):  # cores move the messages of gloo and of shared memory
         is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
         per_host = per_host or max(fabric.ranks) if is_of_cores else 1
     here = min(world_size, per_host)
@@ -137,8 +138,8 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
 
 
 class _Draw(NamedTuple):
-    """Everything as it might be: `shift` is how far off the slow-down next to other ranks is, `error` what the model
-    leaves out, in standard deviations."""
+    """One draw of all inputs: `shift` is the error of the slowdown next to other ranks and `error` the model's own
+    error, both in standard deviations."""
 
     job: Job
     fabric: Fabric
@@ -152,22 +153,22 @@ def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
 ) -> list[WhatIfRow]:  # fmt: skip
-    """A row for each number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
-    micro-batches, and the ranks' computing lies apart by `spread`, a relative sd. `evidence`: what the profile says of
-    copies, contention and neighbours; without it they are `known`, or assumed. Of all bucket sizes, `most_caps` are
-    tried, unless it is 0. Two calls with other ways to `send` have the same draws."""
+    """One row per number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
+    micro-batches, and the compute times of ranks have a relative standard deviation of `spread`. `evidence` is what the
+    profile shows about copies, contention and neighbours; without it they are `known`, or assumed. At most `most_caps`
+    bucket sizes are tried (0 means all). Calls that differ only in `send` use the same draws."""
     job, source = job.accumulate(accumulate), random.Random(2024)
-    # The error of a network is most of an interval: its quantiles in random order, as few draws reach into the tails.
+    # The network error dominates an interval: use its quantiles in random order, since few draws would reach the tails.
     shifts = [statistics.NormalDist().inv_cdf((place + 0.5) / len(draws)) for place in range(len(draws))]
     source.shuffle(shifts)
     varied: list[_Draw] = []
     for draw, shift in zip(draws, shifts, strict=True):
         rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
         found = fabric.draw(source, shift)
-        rank = _settle(job, found, rank, source)
+        rank = _fill_contention(job, found, rank, source)
         shifted = source.gauss(0, 1), source.gauss(0, 1)
         varied.append(_Draw(draw.accumulate(accumulate), found, rank, *shifted, Resample(random.Random(len(varied)))))
-    rank = _settle(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))
+    rank = _fill_contention(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))
     return [_build_row(job, fabric, rank, varied, world_size, spread, send, most_caps) for world_size in ranks]
 
 
@@ -178,12 +179,12 @@ def _build_row(
     wait, job = estimate_wait(spread, world_size), _stretch(alone, fabric, world_size, rank)
     sending = send(world_size, job.backward_s / alone.backward_s, Resample())
     costs = _build_costs(alone, fabric, world_size, rank, sending)
-    # Our own wrapper sends the lookups of embeddings as rows, where that is worth it; on a GPU only if asked to.
+    # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
     is_ours = rank.wrapper == "paceline" and alone.device != "cuda"
     splits = is_ours and not is_shared(fabric) and (sending is None or sending.is_plain)
     job = job.split(world_size) if splits else job
     caps = estimate_caps(job, costs, most_caps)
-    # Where launches cost nothing, they do in truth: of plans that take the same time the one with the fewest buckets.
+    # Even if launches are modelled as free, they are not: among plans with the same time, take the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
     low, high = next(sizes for sizes in caps.plateaus if sizes[0] <= best.high_bytes <= sizes[1])
@@ -216,11 +217,11 @@ def _build_row(
 
 
 def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0.0) -> str:
-    """What the end of the step waits for, followed back from the last message while each waited for the one before."""
+    """The bottleneck of the step: follows the last message back while each message waited for the previous one."""
     if max(step.exposed_s, straggler_s, neighbours_s) < _NOTHING * step.step_s:
         return "compute"
     if max(straggler_s, neighbours_s) > step.exposed_s:
-        return "the slowest rank" if straggler_s > neighbours_s else "the ranks of a host, which slow each other"
+        return "the slowest rank" if straggler_s > neighbours_s else "contention between ranks of a host"
     last = first = max(range(len(step.buckets)), key=lambda number: step.buckets[number].done_s)
     while first > 0 and step.buckets[first].queue_s > _NOTHING * step.step_s:
         first -= 1
@@ -232,29 +233,28 @@ def describe_scenario(
     job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, evidence: Evidence | None = None,
     known: RankCosts | None = None,
 ) -> list[str]:  # fmt: skip
-    """What every row takes for granted, one line each."""
+    """The assumptions behind every row, one per line."""
     rank = (known or RankCosts()) if evidence is None else fit_rank(evidence)
-    bases = group_by(fabrics, lambda fabric: (_settle(job, fabric, rank).contention or Contention()).basis)
+    bases = group_by(fabrics, lambda fabric: (_fill_contention(job, fabric, rank).contention or Contention()).basis)
     queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
     errors = describe_uncertainty(list_networks(fabrics))
-    varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
+    varies = f"compute times vary by {spread:.1%} (lognormal, independent), and a step waits for the slowest rank"
     return [
         *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),
-        *(describe_rank(rank, job.num_bytes) or ["copies and launches cost nothing"] * (known is None)),
-        *(["ranks of one CPU host do not slow each other"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
-        f"messages go in the order of the buckets, {queue}",
+        *(describe_rank(rank, job.num_bytes) or ["copies and launches are free"] * (known is None)),
+        *(["ranks of one CPU host do not slow each other down"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
+        f"messages are sent in bucket order, {queue}",
         varies if spread else "all ranks are equally fast",
-        *([f"{accumulate} micro-batches in a step; gradients are sent behind the last backward"] * (accumulate > 1)),
-        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs and of what is assumed, with one sd of "
-        f"{MODEL_ERROR:.0%} of what communication adds for what the model leaves out, and {errors}",
+        *([f"{accumulate} micro-batches per step; gradients are sent during the last backward"] * (accumulate > 1)),
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs and from the assumptions; standard "
+        f"deviations of {MODEL_ERROR:.0%} of exposed communication for the model's own error, and {errors}",
     ]
 
 
 @dataclass(frozen=True)
 class CommRow:
-    """One model, network and number of ranks: the step of `predict`, and the all-reduce of all gradients at once.
-    `message_s` is that one message after backward, so that nothing hides it; `step` the step with the best bucket
-    size."""
+    """One model, network and number of ranks: the prediction, and the all-reduce of all gradients at once. `message_s`
+    is that single message after backward, with nothing to hide it; `step` is the step with the best bucket size."""
 
     model: str
     batch_size: int
@@ -267,7 +267,7 @@ class CommRow:
 
     @property
     def overhead(self) -> float:
-        """Communication as a share of the step where nothing overlaps."""
+        """Communication as a share of the step without any overlap."""
         return self.message_s / (self.message_s + self.step.local_s)
 
 
@@ -275,7 +275,7 @@ def build_comm_table(
     profile: LayerProfileRecord, networks: Sequence[Network], sweeps: Sequence[MeasuredFabric], ranks: Sequence[int],
     evidence: Evidence | None = None,
 ) -> list[CommRow]:  # fmt: skip
-    """A row for each network and number of ranks; a measured sweep has rows only for the ranks that it measured."""
+    """One row per network and number of ranks; a measured sweep has rows only for its own rank counts."""
     job = build_job_from_profile(profile)
     draws = draw_jobs(profile, job, DRAWS)
     fabrics: list[Fabric] = [*(AssumedFabric(network, network) for network in networks), *sweeps]
@@ -283,7 +283,8 @@ def build_comm_table(
     for fabric in fabrics:
         known = [n for n in ranks if not isinstance(fabric, MeasuredFabric) or n in fabric.ranks]
         if not known:
-            raise ConfigError(f"{fabric.name} was not measured on {', '.join(map(str, ranks))} ranks: measure it there")
+            counts = ", ".join(map(str, ranks))
+            raise ConfigError(f"{fabric.name} was not measured on {counts} ranks: run `bench allreduce` there")
         assumption = "; ".join(fabric.assumptions)
         for row in simulate_what_if(job, draws, fabric, known, evidence=evidence):
             message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)

@@ -1,1 +1,1 @@
-"""Tables and pictures of records. Nothing here measures, and every picture says where its numbers come from."""
+"""Tables and figures of records. Nothing here measures, and every figure names the source of its numbers."""

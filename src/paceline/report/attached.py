@@ -1,4 +1,4 @@
-"""What was seen of a user's own program: where the time of a step goes, what bounds it, and the lines to paste."""
+"""Results of attaching to a user's program: where a step's time goes, its bottleneck, and code to paste."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from paceline.units import MIB, format_ms, format_number_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What stands out, in words for a verdict.
+# Subject of the verdict for each kind of bottleneck.
 _WORDS = {
-    "data": "Waiting for data", "late rank": "A late rank", "buckets": "The size of the buckets",
+    "data": "Data loading", "late rank": "A late rank", "buckets": "The bucket size",
     "batch": "The small batch", "network": "Exposed communication", "host": "The host",
 }  # fmt: skip
-# The parts of a step in rows of metrics. Of more ranks, those with the longest steps are drawn.
+# The parts of a step in a row of metrics. With more ranks than this, those with the longest steps are drawn.
 PARTS, _MOST_RANKS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s"), 16
-# The plan of the program itself, in a race.
+# Label of the program's own buckets in a plan comparison.
 NOW = "as it is"
 _ASKED = {"network": None, "ranks": None, "inside": None, "ranks_per_node": None, "algorithm": "auto"}
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """Where a step of one rank goes: medians of its steps, in seconds. What was not recorded is None."""
+    """Where the time of a step goes on one rank: medians in seconds, None if not recorded."""
 
     rank: int
     step_s: float
@@ -66,16 +66,16 @@ WHERE = (
 
 
 class AttachedResult(Result):
-    """`profile`, `tune` and `watch` of a command. `step_s` is the median of the steps that were not recorded, on a GPU
-    by its own clock, `rows` where it goes on each rank, and `bottleneck` what bounds it (`.kind`, `.gain_s`, `.text`).
-    `exposed_s` is measured in the recorded steps: from the end of a rank's own backward to that of the last message. So
-    is `idle_s`, how long a GPU has nothing to do until the host launches more; 0 on a CPU.
+    """Result of `profile`, `tune` and `watch` of a command. `step_s` is the median of the unrecorded steps, by the
+    GPU's clock if there is one; `rows` shows where it goes on each rank, and `bottleneck` what bounds it (`.kind`,
+    `.gain_s`, `.text`). `exposed_s` is measured in the recorded steps, from the end of a rank's own backward to the end
+    of the last message. So is `idle_s`, the time in which a GPU waits for the host to launch more work; 0 on a CPU.
 
-    `buckets` is what the recorded steps predict, as of `predict_trace`; None where nothing was sent. `race` is that of
-    the plans that the program ran with. `verdict` is that of the race ("use", "default", "flat" or "undecided"), else
-    that of `buckets`; empty without either. `rival` is the bucket size to compare with its own, `saves` what it saves
-    of a step, at least and at most: measured by the race, else predicted. `cap_mib` is the `bucket_cap_mb` to use, None
-    where its buckets should stay as they are.
+    `buckets` is the prediction from the recorded steps, as by `predict_trace`; None if nothing was sent. `race`
+    compares the plans that the program ran with. `verdict` is that of `race` ("use", "default", "flat" or "undecided"),
+    otherwise that of `buckets`; empty without either. `rival` is the bucket size to compare with the current one, and
+    `saves` is the share of a step that it saves, with its bounds: measured by `race`, otherwise predicted. `cap_mib` is
+    the recommended `bucket_cap_mb`, None to keep the current buckets.
     """
 
     def _derive(self) -> None:
@@ -90,7 +90,7 @@ class AttachedResult(Result):
             try:
                 self.buckets = TracedResult(replace(self.run, config=_ASKED, records=tuple(recorded), warnings=()))
             except RecordError as error:
-                self.doubt = f"nothing is predicted: {error}"
+                self.doubt = f"no prediction: {error}"
         if self.buckets is not None:
             self.exposed_s, self.verdict = self.buckets.traced.exposed_s, self.buckets.verdict
             self.rival = self.buckets.candidate if self.verdict == "use" else self.buckets.find_rival()
@@ -105,7 +105,7 @@ class AttachedResult(Result):
             self.cap_mib = self.config["plans"][self.race.winner]
         self.rows = self._list_rows(recorded)
         saved = None
-        if self.buckets is not None and self.verdict in ("use", "undecided"):  # what may well be, also where not sure
+        if self.buckets is not None and self.verdict in ("use", "undecided"):  # also what is likely but not certain
             cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
             saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
         late, messages = self._find_late(recorded), self._find_messages()
@@ -117,7 +117,7 @@ class AttachedResult(Result):
         return find_late_rank(recorded)
 
     def _find_idle(self, recorded: Sequence[TracedStepRecord]) -> float:
-        """Of the rank whose GPU is idle for longest; data that it waits for are another bottleneck."""
+        """Of the rank with the most idle GPU, without the wait for data, which is a separate bottleneck."""
         waits = {row.rank: row.data_s for row in self.rows}
         by_rank = group_by(recorded, lambda step: step.rank)
         idle = (statistics.median(s.idle_s for s in steps) - waits.get(rank, 0.0) for rank, steps in by_rank.items())
@@ -128,7 +128,7 @@ class AttachedResult(Result):
             return None
         best, curve = self.buckets.best.estimate, self.buckets.costs.curve
         took_s = sum(curve.estimate_s(bucket.num_bytes) for bucket in best.step.buckets)
-        job = self.buckets.job  # what grows with a batch: not the optimizer
+        job = self.buckets.job  # the part that grows with the batch, without the optimizer
         computes_s = max(0.0, job.before_s + job.backward_s - self.waits.median_s)
         return took_s, max(0.0, best.exposed_s), computes_s
 
@@ -147,7 +147,8 @@ class AttachedResult(Result):
 
     @cached_property
     def cap_list(self) -> list[float]:
-        """A cap for each bucket, `bucket_cap_mb_list` of torch 2.13, where that is predicted better than one cap."""
+        """One cap per bucket (`bucket_cap_mb_list` of torch 2.13), if that is predicted to be better than a single
+        cap."""
         plan = None if self.buckets is None or self.cap_mib is None else self.buckets.plan
         if plan is None or not plan.fits_torch or "bucket_cap_mb_list" not in plan.as_torch_kwargs():
             return []
@@ -156,7 +157,7 @@ class AttachedResult(Result):
 
     @cached_property
     def lines(self) -> dict[str, str]:
-        """What to paste, by where."""
+        """Code to paste, by framework."""
         if self.cap_mib is None:
             return {}
         cap = f"bucket_cap_mb={_write_cap(self.cap_mib)}"
@@ -172,11 +173,11 @@ class AttachedResult(Result):
 
     @property
     def verdict_text(self) -> str:
-        """What bounds a step in one sentence, and in another one what helps."""
+        """One sentence that names the bottleneck, and one that says what helps."""
         if self.bottleneck.kind not in _WORDS:
-            return "Nothing stands out: a step is bound by what it computes."
-        found = self.bottleneck.text.removeprefix("its buckets: ").replace(": ", ". What helps: ")
-        return f"{_WORDS[self.bottleneck.kind]} stands out: {found}."
+            return "There is no bottleneck besides compute."
+        found = self.bottleneck.text.removeprefix("the bucket size: ").replace(": ", ". To fix it, ")
+        return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {found}."
 
     @property
     def headline(self) -> str:
@@ -195,42 +196,45 @@ class AttachedResult(Result):
     def _describe_buckets(self) -> str:
         if self.buckets is None:
             return ""
-        race, gain = self.race, _say_share(self.saves)
-        basis = "predicted, 90 %" if race is None else f"measured in {format_number_of(race.num_rounds, 'round')}, 95 %"
+        race, gain = self.race, _format_gain(self.saves)
+        basis = "predicted, 90 %"
+        if race is not None:
+            basis = f"measured over {format_number_of(race.num_rounds, 'alternating round')}, 95 %"
         if self.verdict == "use":
-            return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} it takes {gain} less ({basis})."
+            return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} a step is {gain} faster ({basis})."
         if self.verdict == "flat" and self.buckets.limit.is_nothing and not (race and race.is_level):
             return f"Flat: {self.buckets.limit} (predicted, 90 %)."
         if self.verdict == "flat":
-            return f"Flat: all other buckets are within 1 % ({basis})."
+            return f"Flat: all other bucket sizes are within 1 % ({basis})."
         if self.verdict in ("keep", "default"):
-            return f"Keep its buckets: no others save more than 1 % ({basis})."
+            return f"Keep the current buckets: no others save more than 1 % ({basis})."
         if race is None:
-            return f"Undecided: {self.rival.name} saves {gain} ({basis}); `paceline tune --` measures it."
-        return f"Undecided after {race.num_rounds} rounds: about {race.rounds_to_decide} more would decide."
+            return f"Undecided: {self.rival.name} may save {gain} ({basis}); measure it with `paceline tune --`."
+        return f"Undecided after {race.num_rounds} rounds; about {race.rounds_to_decide} more would decide."
 
     @property
     def findings(self) -> Sequence[str]:
         lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
         if (host := self.steps.host) is not None:
             spread = f"{format_ms(host.p10_s)} to {format_ms(host.p90_s)} ms"
-            lines.append(f"clock: the times are those of the GPU; the host takes {spread} a step, and may run ahead")
+            lines.append(f"clock: times are from the GPU; the host takes {spread} per step and may run ahead")
         if self.buckets is not None:
             lines += self.buckets.findings
         return [*lines, self.doubt] if self.doubt else lines
 
     def tables(self) -> list[Table]:
-        found = [Table("where", "where a step goes", WHERE, self.rows)]
+        found = [Table("where", "time per step", WHERE, self.rows)]
         if self.buckets is None:
             return found
         if self.race is not None:
             rows = self._list_race(self.race)
-            found.append(Table("race", f"the race of the plans; the default is: {NOW}", RACE, rows))
+            found.append(Table("race", "plan comparison; baseline: your current buckets", RACE, rows))
         return [*found, *self.buckets.tables()]
 
     def _list_race(self, race: Race) -> list[RaceRow]:
         assert self.buckets is not None
-        # The machine changes between two runs: what is predicted starts from its own buckets in the run of the race.
+        # The machine may differ between two runs, so predictions are scaled to the current buckets in the comparison's
+        # run.
         rows, factor = [], self.raced[NOW].timing.median_s / self.buckets.now.estimate.step_s
         for label, record in self.raced.items():
             candidate = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
@@ -243,7 +247,7 @@ class AttachedResult(Result):
 
     @cached_property
     def step_rows(self) -> list[dict[str, Any]]:
-        """A row for each step, as in the metrics of training. Of a saved run: those that were timed, counted from 1."""
+        """One row per step, as in training metrics. For a saved run: the timed steps, counted from 1."""
         by_step = zip(self.steps.timing.seconds, self.waits.seconds, strict=True)
         return [build_row(number, *times) for number, times in enumerate(by_step, 1)]
 
@@ -260,7 +264,7 @@ class AttachedResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         predicted = {} if self.buckets is None else self.buckets.to_json()
-        known = [value if math.isfinite(value) else None for value in self.saves]  # of few rounds there is no interval
+        known = [value if math.isfinite(value) else None for value in self.saves]  # no interval after few rounds
         gain = dict(zip(("gain", "gain_low", "gain_high"), known, strict=True)) if self.verdict else {}
         return predicted | super().to_json() | gain | {
             "step_s": self.step_s, "exposed_s": self.exposed_s, "idle_s": self.idle_s,
@@ -273,27 +277,28 @@ class AttachedResult(Result):
 
 
 def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
-    """A row of metrics: the first of `PARTS` on each rank, and on the slowest."""
+    """A row of metrics: the first of `PARTS` on each rank, and their maximum over ranks."""
     ranks = {name: list(of) for name, of in zip(PARTS, times, strict=False)}
     return {"step": step, "ranks": ranks} | {name: max(of) for name, of in ranks.items()}
 
 
-def _say_share(gain: tuple[float, float, float]) -> str:
-    return f"{gain[0]:.1%} [{gain[1]:.1%}, {gain[2]:.1%}]"
+def _format_gain(gain: tuple[float, float, float]) -> str:
+    return f"{gain[0]:.1%} ({gain[1]:.1%} to {gain[2]:.1%})"
 
 
 def _write_cap(cap_mib: float) -> str:
-    """The shortest number of which torch makes the same bytes."""
+    """The shortest decimal that torch converts to the same number of bytes."""
     shorter = (float(f"{cap_mib:.{digits}g}") for digits in range(1, 18))
     return repr(next(cap for cap in shorter if int(cap * MIB) == round(cap_mib * MIB))).removesuffix(".0")
 
 
 def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
-    """The times of every step on each rank, from rows of metrics. A line says in its `gid` what of a row it shows."""
+    """The times of every step on each rank, from rows of metrics. The `gid` of a line names the field of a row that it
+    shows."""
     rows = pick_like_last(rows)
     names = [name for name in PARTS if name in rows[-1]]
     panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]
-    figure, grid = build_panels(panels, "Each step, on each rank", f"{subtitle}; measured")
+    figure, grid = build_panels(panels, "Step times by rank", f"{subtitle}; measured")
     steps = [row["step"] for row in rows]
     taken = list(zip(*(list_ranks(row, "step_s") for row in rows), strict=True))
     for axes, name in zip(grid, names, strict=True):
@@ -303,7 +308,7 @@ def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
             color, place = COLORS[rank % len(COLORS)], f"ms:ranks.{name}.{rank}"
             axes.plot(steps, times, lw=0.9, alpha=0.8, color=color, label=f"rank {rank}", gid=place)
         axes.set_xlabel("step", fontsize=9)
-    # The first step makes buckets, and loads what later ones have: it would make all others look like nothing.
+    # The first step builds buckets and warms caches; scaling to it would flatten all others.
     grid[0].set_ylim(0, 1.05e3 * (max(max(times[1:] or times) for times in taken) or 1e-3))
     grid[0].set_ylabel("ms")
     return figure

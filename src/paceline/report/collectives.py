@@ -1,4 +1,4 @@
-"""`bench allreduce` and `bench chunks` as results: their tables, their figures and what they say."""
+"""Results of `bench allreduce` and `bench chunks`: tables, figures and findings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
 
 class Ratios(NamedTuple):
-    """The time of one backend over that of another, repetition by repetition, for each size in bytes."""
+    """The time of one backend relative to another, paired by repetition, for each size in bytes."""
 
     backend: str
     other: str
@@ -35,9 +35,10 @@ class Ratios(NamedTuple):
 
 
 class CollectiveResult(Result):
-    """`bench allreduce`: one row per backend, memory, number of ranks and size, and a line fitted to each curve.
+    """Result of `bench allreduce`: one row per backend, memory, number of ranks and size, and a line fitted to each
+    curve.
 
-    `compared` are rows of another run or table to compare with, and `differences` what makes them incomparable.
+    `compared` are rows of another run or table to compare with; `differences` are reasons why they are not comparable.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class CollectiveResult(Result):
         self.compared, self._differences = compared, differences
         self.bounds = MemoryBounds(run.records)
         self.rows = self.only(CollectiveRecord)
-        self.fits = fit_collectives(self.rows)  # for each curve, a record and the line `time = alpha + size / beta`
+        self.fits = fit_collectives(self.rows)  # one (record, fitted line `time = alpha + size / beta`) per curve
         self._columns = build_columns(self.rows, self.bounds)
 
     @property
@@ -75,12 +76,12 @@ class CollectiveResult(Result):
     @property
     def findings(self) -> list[str]:
         fits = [*map(_describe_ratios, self.ratios), *(_describe_fit(record, fit) for record, fit in self.fits)]
-        alone = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs"
+        alone = "1 rank: nothing is sent, so busbw is 0 and the time is the overhead of the call"
         return [*fits, alone] if any(record.world_size == 1 for record in self.rows) else fits
 
     @property
     def ratios(self) -> list[Ratios]:
-        """Each backend and memory against the first backend, on each number of ranks, where they took turns."""
+        """Each backend and memory relative to the first backend on each number of ranks, if they were interleaved."""
         found = dict[tuple[str, str, int], list[tuple[int, Ratio]]]()
         for (n, num_bytes), rows in group_by(self.rows, lambda r: (r.world_size, r.num_bytes)).items():
             times = [(_name_backend(row), row.timing.reduced_s) for row in rows if isinstance(row.timing, Samples)]
@@ -98,7 +99,7 @@ class CollectiveResult(Result):
 
     @property
     def pairs(self) -> list[Pair]:
-        """Rows here and in the other table that measure the same thing; a row of one alone has an empty other side."""
+        """Matching rows of this run and the other table; an unmatched row has None on the other side."""
         ours, theirs = self.rows, self.compared
         pairs: list[Pair] = []
         for here in ours:
@@ -111,7 +112,7 @@ class CollectiveResult(Result):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
-        # Of more than six curves, those of a backend and ranks that were measured here: more cannot be distinguished.
+        # With more than six curves, draw only backends and ranks that were measured here: more cannot be told apart.
         few = len({(r.backend, r.memory, r.device, r.world_size, r.note) for r in self.compared}) <= 6
         drawn = [*self.rows, *(r for r in self.compared if few or (r.backend, r.world_size) in known)]
         return {
@@ -138,7 +139,7 @@ class CollectiveResult(Result):
 
 
 class ChunksResult(Result):
-    """`bench chunks`: the total time of one size, cut into messages of many sizes."""
+    """Result of `bench chunks`: the total time for one size, split into messages of various sizes."""
 
     def _derive(self) -> None:
         self.rows = self.only(ChunksRecord)
@@ -171,7 +172,7 @@ def _name_backend(record: CollectiveRecord) -> str:
     return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
 
 
-# What every timed row has at its middle and its end. `statistic` is `mean` where an imported table has no median, and
+# Columns in the middle and at the end of every timed row. `statistic` is `mean` if an imported table has no median;
 # `median_s` then holds that mean.
 _SPREAD = (
     Column("p10", "timing.p10_s", "ms", "p10_s", priority=-2),
@@ -187,8 +188,8 @@ _MEASURED = (
 
 
 def build_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> list[Column]:
-    """The columns of these records, named as in nccl-tests where it has them. The memory is a column where not all is
-    ordinary."""
+    """The columns for these records, named as in nccl-tests where possible. There is a memory column unless all memory
+    is ordinary."""
     is_plain = all(record.memory == "ordinary" for record in records)
     return [
         *raw_columns("collective"),
@@ -245,7 +246,7 @@ _FIT = (
 
 
 def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
-    check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
+    check = f"residuals up to {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "two sizes only, so unchecked,"
     return (
         f"fit: {_name_backend(record)}, {format_number_of(record.world_size, 'rank')}: time = "
         f"{format_duration(fit.alpha_s)} + size / {format_rate(fit.bytes_per_s)} GB/s, {check} from "
@@ -258,12 +259,12 @@ def _describe_ratios(found: Ratios) -> str:
     for num_bytes, ratio in found.by_size:
         noise = "" if ratio.noise is None else f" ± {ratio.noise:.3f}"
         sizes.append(f"{format_bytes(num_bytes)} {ratio.value:.3f}{noise}")
-    where = f"{found.backend} / {found.other}, {format_number_of(found.world_size, 'rank')}, in turns"
+    where = f"{found.backend} / {found.other}, {format_number_of(found.world_size, 'rank')}, interleaved"
     return f"{where}: {', '.join(sizes)}"
 
 
 def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
-    """Whether two rows measure the same thing; what an imported table does not say ("unknown") is taken to agree."""
+    """Whether two rows measure the same thing; an "unknown" field of an imported table matches anything."""
     same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
     exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
@@ -272,8 +273,8 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
 def _plot(
     title: str, subtitle: str, records: Sequence[Any], y: Callable[[Any, float], float], bounds: Sequence[Any] = ()
 ) -> tuple[Figure, Axes]:
-    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples;
-    `bounds` are what memory allows."""
+    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 if there are samples.
+    `bounds` are the limits set by memory bandwidth."""
 
     def x(r: Any) -> int:
         return r.chunk_elements if isinstance(r, ChunksRecord) else int(r.num_bytes)
@@ -286,7 +287,7 @@ def _plot(
     backends = list(dict.fromkeys(map(place, records)))
     counts = sorted({r.world_size for r in records})
     for ((backend, device, memory, note), n, source), rows in sorted(series.items()):
-        # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
+        # With one backend, colours show the ranks; with several, colours show backends and markers the ranks.
         index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, memory, note))
         kin = [(d, m) for b, d, m, _ in backends if b == backend]
         where = f" {device}" if len({d for d, _ in kin}) > 1 else ""
@@ -311,7 +312,7 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
     title = f"{records[0].collective}: time"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
-    # Ticks between the powers of ten where there are few of those.
+    # Add ticks between the powers of ten if there are few of those.
     axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

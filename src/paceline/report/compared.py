@@ -1,4 +1,4 @@
-"""Runs of one verb next to the first of them: what differs, with its uncertainty."""
+"""Several runs of one verb compared with the first: differences and their uncertainty."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.report.table import Column, Table, format_ratio, raw_columns
 from paceline.report.training import TrainComparisonResult, TrainRunResult
 from paceline.units import format_bytes, format_ms
 
-# Labels of a record that do not say what it measures.
+# Fields of a record that do not identify what it measures.
 _ABOUT = ("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed")
-_PLAIN = ("configuration", "num_parameters")  # what follows from the others
-_TITLE = "compared with the first run; ± 95 %, = is within that; not in turns, so a few per cent may be the machine's"
+_PLAIN = ("configuration", "num_parameters")  # fields that follow from others
+_TITLE = "compared with the first run (± 95 %, = is within that); not interleaved, so a few percent may be drift"
 Key = tuple[tuple[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One number of a run, next to that of the first run."""
+    """One number of a run next to that of the first run."""
 
     run: str
     what: str
@@ -45,7 +45,7 @@ _COLUMNS = (
 
 
 def _list_times(result: Result) -> dict[Key, Sequence[float]]:
-    """Seconds, by all that says what they are of."""
+    """Times by the fields that identify them."""
     if isinstance(result, TrainRunResult):
         names, rows = ("step_s", "data_wait_s", "exposed_comm_s"), result.rows[min(5, len(result.rows) // 2) :]
         found = {name: [row[name] for row in rows if row.get(name)] for name in names}
@@ -58,7 +58,7 @@ def _list_times(result: Result) -> dict[Key, Sequence[float]]:
 
 
 class ComparedResult(Result):
-    """Several runs of one verb, compared with the first; `parts` are the runs, `rows` what differs."""
+    """Several runs of one verb, compared with the first. `parts` are the runs, `rows` the differences."""
 
     def __init__(self, parts: Sequence[Result]) -> None:
         self.parts, self.rows = list(parts), list[Difference]()
@@ -81,9 +81,9 @@ class ComparedResult(Result):
     @property
     def answer(self) -> str:
         clear = sorted((row for row in self.rows if row.ratio.is_clear), key=lambda r: -abs(math.log(r.ratio.value)))
-        text = f"Of {len(self.rows)} numbers that these runs share, {len(clear)} differ by more than their noise"
+        text = f"{len(clear)} of {len(self.rows)} numbers shared by these runs differ by more than their noise"
         if clear:
-            text += f", most of all: {clear[0].what} in {clear[0].run}, {format_ratio(clear[0].ratio)} times"
+            text += f", most of all {clear[0].what} in {clear[0].run}, by a factor of {format_ratio(clear[0].ratio)}"
         return f"{text}. {'' if self.trained is None else self.trained.answer}".strip()
 
     @property
@@ -104,7 +104,7 @@ def _say(name: str, value: Any) -> str:
 
 
 def _compare_accuracy(name: str, *parts: Result) -> list[Difference]:
-    """Of the tested samples, a share was right: binomial."""
+    """Compare test accuracies, with binomial noise."""
     rows = (part.rows if isinstance(part, TrainRunResult) else () for part in parts)
     tests = [[row for row in each if row.get("test_accuracy")] for each in rows]
     if not all(tests):

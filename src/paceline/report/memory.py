@@ -1,4 +1,4 @@
-"""The memory of one step: a row for each category, the sentence about its peak, and its picture."""
+"""Memory of one step: one row per category, a sentence about the peak, and a figure."""
 
 from __future__ import annotations
 
@@ -60,19 +60,17 @@ MEMORY = (
 
 
 def describe_memory(memory: MemoryUse) -> str:
-    """The peak, when it is, and what makes it."""
+    """The peak, when it occurs, and what contributes to it."""
     *rows, total = list_memory(memory)
     parts = [f"{row.share:.0%} {row.category}" for row in sorted(rows, key=lambda row: -row.share) if row.share >= 5e-3]
     moment = format_duration(memory.times_s[memory.peak])
-    where = (
-        f"in {memory.peak_phase}, {moment} after the begin of the step" if memory.peak else "at the begin of the step"
-    )
+    where = f"in {memory.peak_phase}, {moment} after the step began" if memory.peak else "at the start of the step"
     by = f" ({memory.operator})" if memory.operator else ""
     return f"memory: peak {format_bytes(total.peak_bytes)} {where}{by}: {', '.join(parts)}"
 
 
 def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
-    """Areas of each category on top of each other, in MiB, against ms; the phases and the peak are marked."""
+    """Stacked areas per category in MiB against ms, with the phases and the peak marked."""
     figure, axes = new_figure(title, f"measured. {subtitle}")
     end_ms, peak, totals = memory.times_s[-1] * 1e3, memory.peak, memory.totals
     shown = [one for one in memory.held if one.largest_bytes]
@@ -85,7 +83,7 @@ def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
     for phase in memory.phases:
         axes.axvline(phase.begin_s * 1e3, color="#555555", lw=0.8, ls=":")
         has_room = (phase.end_s - phase.begin_s) * 1e3 > 0.009 * len(phase.name) * end_ms
-        if has_room or phase is memory.phases[-1]:  # to the right of the last there is room
+        if has_room or phase is memory.phases[-1]:  # there is room to the right of the last phase
             at_ms, side = ((phase.begin_s + phase.end_s) * 500, "center") if has_room else (phase.begin_s * 1e3, "left")
             axes.text(at_ms, 1.01, phase.name, ha=side, fontsize=8, transform=axes.get_xaxis_transform())
     at_ms = memory.times_s[peak] * 1e3

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures of the page from the data in it, and appends to them what a live run sends.
+// Draws the page's figures from its embedded data, and appends the updates of a live run.
 (async () => {
   const NS = "http://www.w3.org/2000/svg", LEAST = 2000, NAMES = /^(c\d|ink|muted|line|paper)$/;
   const paint = (color) => (NAMES.test(color) ? `var(--${color})` : color);
@@ -20,7 +20,7 @@
   }
 
   const data = await unpack();
-  for (const { panels } of data.figures)  // panels of one scale keep it when a live run makes it larger
+  for (const { panels } of data.figures)  // panels that share a scale keep sharing it when a live run extends it
     for (const panel of panels) if (`${panel.y.lim}` === `${panels[0].y.lim}`) panel.y.lim = panels[0].y.lim;
 
   function say(value) {
@@ -52,7 +52,7 @@
     return (value) => from + ((f(value) - a) / width) * (to - from);
   };
 
-  // Of the points in one column of pixels the first, the lowest, the highest and the last: no peak is lost.
+  // Keeps the first, lowest, highest and last point in each column of pixels, so no peak is lost.
   function thin(points) {
     if (points.length < LEAST || points.some((p, n) => n && p[0] < points[n - 1][0])) return points;
     const kept = [];
@@ -235,7 +235,7 @@
     link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
   });
 
-  // A line names in `gid` what of a row it shows: "loss", or "ms:ranks.step_s.1" for a thousand times that.
+  // A line's `gid` names the field of a row that it shows: "loss", or "ms:ranks.step_s.1" to convert seconds to ms.
   function append(row) {
     const known = data.figures.some((figure) => figure.panels.some((panel) => panel.marks.some((m) => m.gid === "test_loss")));
     if (typeof row.test_loss === "number" && !known) location.reload();

@@ -1,7 +1,7 @@
-"""Runs as one HTML page that needs nothing else: the verdict, figures drawn from their own data, and tables.
+"""Runs as one self-contained HTML page: the verdict, figures drawn from their data, and tables.
 
-What is on it comes from the results: their sentences, their tables, and the artists of their matplotlib figures, which
-`page.js` draws again, at the width of the screen. All of it is text there, whatever a run is called.
+Its content comes from the results: their sentences, their tables, and the artists of their matplotlib figures, which
+`page.js` redraws at the width of the screen. Everything is escaped as text, whatever a run is called.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from paceline.report.table import Table
 
 PAGE_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="paceline'
-# A longer table is folded away.
+# Longer tables are collapsed.
 _LONG = 24
 _DIGITS = 9
 _TRACES = ("trace.json.gz", "trace.json")
-# Greys of the figures, by what they are on a page that may be dark.
+# Grey tones of the figures by role, so that a page can be dark.
 _GREYS = {"#000000": "ink", "#333333": "ink", "#555555": "muted", "#dddddd": "line", "#ffffff": "paper"}
 Marks = list[dict[str, Any]]
 
 
 class Numbers:
-    """The numbers of all figures, each list of them once: lines of one panel have the same steps."""
+    """The numbers of all figures, with equal lists stored once: the lines of one panel share their steps."""
 
     def __init__(self) -> None:
         self.lists: list[list[float | None]] = []
@@ -60,13 +60,13 @@ def _round(value: Any) -> float | None:
 
 
 def read_figure(name: str, figure: Any, numbers: Numbers) -> dict[str, Any]:
-    """What a figure shows, as data: panels with axes and marks. Nothing is rendered."""
+    """The contents of a figure as data: panels with axes and marks. Nothing is rendered."""
     panels: Marks = []
     for axes in figure.axes:
         if not axes.get_visible():
             continue
         marks = _read_marks(axes, numbers)
-        if panels and axes.yaxis.get_label_position() == "right":  # a second axis of the panel before
+        if panels and axes.yaxis.get_label_position() == "right":  # a second axis of the previous panel
             panels[-1]["right"] = _read_axis(axes.yaxis)
             panels[-1]["marks"] += [mark | {"right": 1} for mark in marks]
             continue
@@ -97,8 +97,8 @@ def _read_axis(axis: Any) -> dict[str, Any]:
 
 
 def _read_marks(axes: Any, numbers: Numbers) -> Marks:
-    """The artists of one pair of axes, as lines, areas and words in the coordinates of the data; `fx` and `fy` say that
-    a coordinate is a share of the panel instead."""
+    """The artists of one pair of axes as lines, areas and texts in data coordinates; `fx` and `fy` mark coordinates
+    that are shares of the panel instead."""
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.colors import to_hex
 
@@ -145,7 +145,7 @@ def _read_marks(axes: Any, numbers: Numbers) -> Marks:
         path = patch.get_patch_transform().transform_path(patch.get_path())
         add(patch, "area", patch.get_facecolor(), path.vertices[:-1], **hatch)
     for text in axes.texts:
-        # An annotation has its place in the data, and its text some points from there.
+        # An annotation is anchored in the data, with its text offset from there in points.
         place, offset = getattr(text, "xy", text.get_position()), (0.0, 0.0)
         if getattr(text, "anncoords", "") == "offset points":
             offset = text.xyann
@@ -172,7 +172,7 @@ def _say(text: Any) -> str:
 
 
 def split_verdict(text: str) -> tuple[str, str]:
-    """The first sentence, and the others."""
+    """The first sentence, and the rest."""
     first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
     return first, rest
 
@@ -185,7 +185,7 @@ def _render_list(lines: Sequence[str], kind: str) -> str:
 
 
 def render_table(table: Table) -> str:
-    """A table that scrolls where it is too wide, with its data."""
+    """A table that scrolls if it is too wide, with its data as CSV."""
     if not table.rows:
         return ""
     name = table.title or table.name.replace("_", " ")
@@ -209,7 +209,7 @@ def _render_figure(number: int, figure: dict[str, Any], trace: str) -> str:
 
 
 def _find_trace(folder: Path | None, page: Path | None) -> str:
-    """The trace of a run, as a link from the page."""
+    """Relative link from the page to a run's trace."""
     found = next((folder / name for name in _TRACES if (folder / name).exists()), None) if folder else None
     if found is None:
         return ""
@@ -229,8 +229,8 @@ def _render_origin(result: Result) -> str:
 def render_page(
     results: Sequence[Result], page: Path | None = None, live: dict[str, Any] | None = None, now: str = ""
 ) -> str:
-    """The page of these results, the first of which has the verdict. `page` is where it will be: links to traces are
-    relative to that. `live`: it follows a run, and starts with the table `now`."""
+    """The page of these results; the first one provides the verdict. `page` is its path, to which links to traces are
+    relative. With `live`, the page follows a run and starts with the table `now`."""
     numbers, figures, sections = Numbers(), list[dict[str, Any]](), []
     for place, result in enumerate(results):
         verdict, rest = split_verdict(result.headline)
@@ -273,10 +273,10 @@ def render_page(
 
 
 def save_page(results: Sequence[Result], page: Path) -> Path:
-    """Write the page of these results. A page is replaced, and any other file is not."""
+    """Write the page of these results. Replaces an existing page, but no other file."""
     if page.is_dir():
         page = page / PAGE_FILE
     if page.exists() and _GENERATOR not in page.read_text(errors="replace")[:2000]:
-        raise ConfigError(f"{page} is no page of Paceline, and stays: choose another name", code="exists")
+        raise ConfigError(f"{page} is not a Paceline page and is not overwritten: choose another name", code="exists")
     write_new(page, render_page(results, page), replace=True)
     return page

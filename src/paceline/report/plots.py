@@ -1,6 +1,6 @@
-"""What all pictures share: the style of a chart, its axes and its legend, and how it becomes PNG and SVG.
+"""Shared code for figures: chart style, axes, legend, and rendering to PNG and SVG.
 
-A legend says whether its numbers were measured, imported or predicted, and never covers them.
+A legend says whether its numbers are measured, imported or predicted, and never covers them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Distinguishable with any kind of colour vision, and in print (Okabe and Ito).
+# Distinguishable with any colour vision and in print (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def _measure(text: str, points: float, weight: str = "normal") -> float:
-    """The width of one line of text in inches."""
+    """Width of one line of text in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -29,7 +29,7 @@ def _measure(text: str, points: float, weight: str = "normal") -> float:
 
 
 def _fit(text: str, width: float, points: float, weight: str = "normal") -> str:
-    """The text in as many lines as this width in inches needs; a word that is too long is cut in two."""
+    """The text wrapped to this width in inches; words that are too long are split."""
     lines, most = [text], len(text)
     while (widest := max(_measure(line, points, weight) for line in lines)) > width and most > 1:
         most = min(most - 1, int(max(map(len, lines)) * width / widest))
@@ -38,7 +38,7 @@ def _fit(text: str, width: float, points: float, weight: str = "normal") -> str:
 
 
 def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float = 3.3) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each title, at most three in a row, and one y axis for all."""
+    """A figure with one panel per title, at most three in a row, with a shared y axis."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(titles))
@@ -58,13 +58,13 @@ def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float
 
 
 def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """An empty chart: a single panel."""
+    """An empty chart with a single panel."""
     figure, (axes,) = build_panels([""], title, subtitle)
     return figure, axes
 
 
 def label_values(axes: Axes, values: Sequence[float], say: Callable[[Any], str] = "{:,}".format) -> None:
-    """A log axis with ticks at the values that were measured; those for which there is no room are not named."""
+    """A log axis with ticks at the measured values; ticks without enough room are omitted."""
     found = sorted(set(values))
     apart = max(1.1, (found[-1] / found[0]) ** (1 / 12)) - 1e-9
     shown = found[-1:]
@@ -80,7 +80,7 @@ def label_values(axes: Axes, values: Sequence[float], say: Callable[[Any], str] 
 
 
 def place_legend(figure: Figure, *axes: Axes) -> None:
-    """One for all axes, to the right of them, where it covers no data."""
+    """One legend for all axes, to their right, where it covers no data."""
     found: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
@@ -94,8 +94,8 @@ def place_legend(figure: Figure, *axes: Axes) -> None:
 def draw_line(
     axes: Axes, number: int, points: Iterable[Sequence[Any]], label: str, ls: str = "-", **style: Any
 ) -> None:
-    """The line of this number through points of x, y, low and high, with a band, for one point a bar, from low to high
-    unless they are None. `style` replaces its marker, say."""
+    """Draw line `number` through points of x, y, low and high, with a band from low to high (a bar for a single point)
+    unless they are None. `style` overrides the marker and the like."""
     color = COLORS[number % len(COLORS)]
     look: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "lw": 1.6} | style
     xs, ys, lows, highs = zip(*points, strict=True)

@@ -1,6 +1,6 @@
-"""`predict` and `tune` as results: a step on other networks, numbers of ranks and bucket sizes.
+"""Results of `predict` and `tune`: step times for other networks, rank counts and bucket sizes.
 
-What is concluded is in `predict`; nothing here decides anything.
+The conclusions are drawn in `predict`; this module only presents them.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_ROWS = 24  # on the terminal: the widest ranges of bucket sizes, and the last; the CSV has all
-_ROWS = (256, 1024, 4096)  # distinct tokens of a rank's batch, where nothing says how many
-_SAID = ("contention ", "interval: ", "measured: ")  # lines that name their basis themselves
+# rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
+_MOST_ROWS = 24
+_ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
+_SAID = ("contention ", "interval: ", "measured: ")  # prefixes of lines that already name their source
 
 
 def _advise(row: WhatIfRow) -> str:
@@ -109,15 +110,17 @@ WHAT_IF = (
 
 
 class PredictResult(Result):
-    """`predict`: rows of networks x ranks. For one row, `step_s`, `interval` and `exposed_s` are its numbers."""
+    """Result of `predict`: one row per network and number of ranks. With a single row, `step_s`, `interval` and
+    `exposed_s` return its values."""
 
     def _derive(self) -> None:
         config = self.config
         self.profile = self.only(LayerProfileRecord)[0]
         self.job = build_job_from_profile(self.profile, config["gradients"])
-        per_node, measured = config["ranks_per_node"] or 1, self.build_sweep(self.only(CollectiveRecord), config)
+        per_node = config["ranks_per_node"] or 1
+        measured = self.build_sweep(self.only(CollectiveRecord), config)
         networks = find_networks(config["network"]) if config["network"] is not None else []
-        # A sweep next to a network of nodes is what joins the ranks of a node.
+        # With both a sweep and a multi-node network, the sweep describes the links inside a node.
         joins = measured is not None and networks and per_node > 1 and config["inside"] is None
         inside = measured if joins and measured else find_network(config["inside"] or "nvlink")
         self.fabrics: list[Fabric] = [
@@ -152,7 +155,7 @@ class PredictResult(Result):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 90 % interval of the step, in seconds."""
+        """The 90 % interval of the step time, in seconds."""
         return self._only.low_s, self._only.high_s
 
     @property
@@ -162,14 +165,14 @@ class PredictResult(Result):
     @property
     def _only(self) -> WhatIfRow:
         if len(self.rows) != 1:
-            raise RecordError(f"{len(self.rows)} networks and numbers of ranks were predicted: read `rows`")
+            raise RecordError(f"{len(self.rows)} networks and rank counts were predicted; read `rows` instead")
         return self.rows[0]
 
     @property
     def answer(self) -> str:
         row = max(self.rows, key=lambda row: row.world_size)
         buckets = "" if row.keeps_default else f"; buckets of {_advise(row)} save {max(0.0, row.gain):.1%}"
-        busy = ", from times of a busy machine" if self.busy else ""
+        busy = ", from times measured on a busy machine" if self.busy else ""
         return (
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
             f"{format_ms(row.step_s)} ms (90 %: {format_ms(row.low_s)} to {format_ms(row.high_s)}), efficiency "
@@ -191,11 +194,12 @@ class PredictResult(Result):
         ]
 
     def tables(self) -> list[Table]:
-        return [Table("table", f"{self.profile.model} on other networks and ranks", WHAT_IF, self.rows, key="rows")]
+        title = f"{self.profile.model} on other networks and rank counts"
+        return [Table("table", title, WHAT_IF, self.rows, key="rows")]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         title = f"{self.profile.model}: efficiency on other networks"
-        return {"efficiency": lambda: plot_efficiency(self.rows, title, "each at its best bucket size; band: 90 %")}
+        return {"efficiency": lambda: plot_efficiency(self.rows, title, "best bucket size for each; 90 % intervals")}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -211,7 +215,8 @@ class PredictResult(Result):
 
 
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
-    """Weak-scaling efficiency against ranks, with its interval: a line for each network, hollow where doubtful."""
+    """Weak-scaling efficiency against ranks: one line with its interval per network, hollow markers for doubtful
+    rows."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     for number, (network, found) in enumerate(group_by(rows, lambda row: row.network).items()):
         line = sorted(found, key=lambda row: row.world_size)
@@ -250,28 +255,29 @@ CHANGES = (
 
 
 SPLITS = (
-    Column("rows of a rank", "num_rows", "count", "num_rows", is_key=True),
-    Column("of the lookups", "num_bytes", "bytes", "num_bytes", priority=2),
+    Column("rows per rank", "num_rows", "count", "num_rows", is_key=True),
+    Column("lookup rows", "num_bytes", "bytes", "num_bytes", priority=2),
     Column("best bucket size", lambda s: _join(*s.caps.plateau), priority=3),
     Column(None, lambda s: s.caps.plateau[0], key="plateau_low_bytes"),
     Column(None, lambda s: s.caps.plateau[1], key="plateau_high_bytes"),
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
     Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
-    Column("with the best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
-    Column("and a tenth of the latency", "quick.exposed_s", "ms", "quick_exposed_s", priority=1),
+    Column("best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
+    Column("best free plan, 1/10 latency", "quick.exposed_s", "ms", "quick_exposed_s", priority=1),
     *raw_columns("late_bytes"),
     Column(None, lambda s: "simulated", key="source"),
 )
 
 
 class Split(NamedTuple):
-    """A tied tensor in two parts: that of the head early, that of the lookups as this number of rows of each rank."""
+    """A tied tensor sent in two parts: the head's gradient early, and the lookups' gradient as this many rows per
+    rank."""
 
     job: Job
     caps: CapCurve
-    cuts: tuple[int, ...]  # of the best free plan
+    cuts: tuple[int, ...]  # cuts of the best free plan
     free: SimulatedStep
-    quick: SimulatedStep  # with a tenth of the latency
+    quick: SimulatedStep  # the best free plan with a tenth of the latency
 
     @property
     def num_rows(self) -> int:
@@ -283,19 +289,19 @@ class Split(NamedTuple):
 
     @property
     def late_bytes(self) -> int:
-        """Of gradients in buckets that are ready only at the end of backward."""
+        """Bytes of the bucketed gradients that become ready only at the end of backward."""
         job = self.job
         ready = zip(job.sizes, job.ready_s, strict=True)
         return sum(size for size, ready_s in ready if ready_s >= job.backward_s * (1 - 1e-9))
 
 
 class CapsResult(Result):
-    """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
+    """Result of `predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
-    The tables say nothing of contention, which changes the answer. So there are two curves, each with its own best and
-    its own ranges: `caps` by the tables alone, and `expected` with the contention that is assumed, which on a CPU is
-    none. `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given.
-    `splits` is what our wrapper gains where the first and the last layer are one tied tensor.
+    The tables do not include contention, which changes the answer, so there are two curves, each with its own best size
+    and ranges: `caps` uses the tables alone, and `expected` adds the assumed contention, which is zero on a CPU.
+    `measured` holds step or backward times at some bucket sizes if a table of them was given. `splits` shows what
+    Paceline's wrapper gains when the first and the last layer share a tied tensor.
     """
 
     def _derive(self) -> None:
@@ -303,9 +309,10 @@ class CapsResult(Result):
         sweep = self.only(CollectiveRecord)
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
         self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
-        device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not say it
+        device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not name the device
         costs = MachineCosts(curve=self.cost)
-        self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
+        self.caps = estimate_caps(self.job, costs)
+        self.changes = estimate_sensitivity(self.job, costs, self.cost)
         self.free_plan = find_best_cuts(self.job, costs)
         self.splits = self._estimate_splits(costs, sweep[0].world_size)
         self.contention, self.is_on_gpu = Contention.assume(device, is_on_host=False), device == "cuda"
@@ -315,7 +322,7 @@ class CapsResult(Result):
         self.shared = self.caps.list_ranges(lambda point: self.caps.is_fast(point) and point.cuts in fast)
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self.default_s, self.default_expected_s = (simulate(self.job, default, c).over_s for c in (costs, slowed))
-        source, times = random.Random(DRAWS), []
+        times, source = [], random.Random(DRAWS)
         for _ in range(DRAWS):
             contention = Contention.assume(device, is_on_host=False, source=source).spread_over(self.cost)
             step = simulate(self.job, self.expected.best.cuts, replace(costs, contention=contention))
@@ -325,7 +332,7 @@ class CapsResult(Result):
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
-        """By the tables alone; they do not say how many distinct tokens a rank has."""
+        """From the tables alone, which do not give the number of distinct tokens per rank."""
         found, quick = [], replace(costs, curve=scale_curve(self.cost, alpha=0.1))
         for num_rows in _ROWS if self.job.lookups else ():
             lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
@@ -340,11 +347,11 @@ class CapsResult(Result):
 
     @property
     def curves(self) -> dict[str, CapCurve]:
-        """What is predicted, by what it is predicted from."""
-        return {"by the tables": self.caps} | ({"with contention": self.expected} if self.is_on_gpu else {})
+        """The predicted curves by the inputs they use."""
+        return {"from the tables": self.caps} | ({"with contention": self.expected} if self.is_on_gpu else {})
 
     def predict_s(self, record: CapTimeRecord, curve: CapCurve) -> float:
-        """What is predicted for a measured time."""
+        """The prediction for a measured record."""
         point = self._find_point(record, curve)
         return point.step.step_s if record.of == "step" else point.backward_s
 
@@ -354,18 +361,18 @@ class CapsResult(Result):
 
     @property
     def answer(self) -> str:
-        beyond = ", with messages larger than any of the table" if self.changes[0].is_beyond else ""
+        beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
-        text = f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
-        text += f"{format_ms(self.caps.best.backward_s)} ms of backward with communication"
+        text = f"Use a bucket size of {_join(*self.caps.plateau)}; all are within 1 % of the best, "
+        text += f"{format_ms(self.caps.best.backward_s)} ms for backward with communication"
         default = f"torch's default takes {format_ms(self.default_s)}"
         if not self.is_on_gpu:
             return f"{text}{interval}; {default} ms. Simulated{beyond}."
         both = "no size" if not self.shared else _join(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
         return (
-            f"{text}, by the tables alone. If NCCL slows a GPU as published: {_join(*self.expected.plateau)}, all "
-            f"within 1 % of {format_ms(self.expected.best.backward_s)} ms{interval}. By both: {both}; {default} and "
-            f"{format_ms(self.default_expected_s)} ms. Simulated{beyond}."
+            f"{text}, from the tables alone. If NCCL slows the GPU down as published: {_join(*self.expected.plateau)}, "
+            f"within 1 % of {format_ms(self.expected.best.backward_s)} ms{interval}. Good in both cases: {both}; "
+            f"{default} and {format_ms(self.default_expected_s)} ms. Simulated{beyond}."
         )
 
     @property
@@ -375,20 +382,20 @@ class CapsResult(Result):
         return [
             *job.notes,
             *(text for name, curve in self.curves.items() for text in self._describe_ranges(name, curve)),
-            f"all-reduce as a line: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, off "
-            f"by at most {line.max_rel_residual:.0%}; predictions use the table itself",
-            "closed form where communication is the bottleneck: b* = B sqrt(alpha / T) = "
-            f"{format_bytes(round(self.closed_form_bytes))}; here all bytes take "
-            f"{format_ms(job.num_bytes / line.bytes_per_s)} of {format_ms(job.backward_s)} ms of backward",
-            f"the best free plan by the tables, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
-            f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
-            f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
+            f"linear fit of all-reduce: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, "
+            f"residuals up to {line.max_rel_residual:.0%}; predictions use the table itself",
+            "closed form when communication is the bottleneck: b* = B sqrt(alpha / T) = "
+            f"{format_bytes(round(self.closed_form_bytes))}; here communication takes "
+            f"{format_ms(job.num_bytes / line.bytes_per_s)} of the {format_ms(job.backward_s)} ms of backward",
+            f"the best free plan from the tables has {len(cuts)} buckets and takes {format_ms(free.over_s)} ms",
+            f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end of backward: "
+            f"{format_ms(self.cost.estimate_s(size))} ms stay exposed at any bucket size",
             *self._describe_splits(),
-            "assumed: one message at a time, no copies; times include the ranks' wait for each other",
+            "assumed: one message at a time and no copies; times include waiting for other ranks",
             f"contention: {self.contention.basis}"
-            f"{'; the tables do not have it: `paceline tune` measures it' * self.is_on_gpu}",
-            f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
-            "adds for what the model leaves out; the tables have no repetitions to draw from",
+            f"{'; the tables do not include it, but `paceline tune` measures it' * self.is_on_gpu}",
+            f"interval: 90 % of {DRAWS} draws of contention, plus a model error with a standard deviation of "
+            f"{MODEL_ERROR:.0%} of the communication time; the tables have no repetitions to resample",
             *(self._describe_measured(name, curve) for name, curve in self.curves.items() if self.measured),
         ]
 
@@ -398,39 +405,39 @@ class CapsResult(Result):
         exposed = ", ".join(f"{format_ms(s.free.exposed_s)} ms with {s.num_rows} rows" for s in self.splits)
         was = format_ms(self.free_plan[1].exposed_s)
         first, asked, (rows, *_) = self.splits[0], "(embeddings='rows')" * self.is_on_gpu, self.splits[0].free.tail
-        text = "sends the head's part of it early, and the lookups' as the rows of each rank's batch"
+        text = "sends the head's gradient early and the lookups' gradient as the rows in each rank's batch"
         late, late_s = format_bytes(first.late_bytes), self.cost.estimate_s(first.late_bytes)
         every = self.only(CollectiveRecord)[0].world_size * first.num_rows * first.job.tail[0][0].row_bytes
         both, one = (format_ms(self.cost.estimate_s(size)) for size in (first.late_bytes + every, 1))
-        left = f"{late} of other gradients are ready only at the end, too: {format_ms(late_s)} ms in one message, and "
-        left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows of each rank; together they are "
-        left += f"{both} ms; one element alone takes {one} ms by the table, and with a tenth of the latency "
+        left = f"{late} of other gradients are also ready only at the end: {format_ms(late_s)} ms in one message, plus "
+        left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows per rank; together they take "
+        left += f"{both} ms; a single element takes {one} ms in the table, and with a tenth of the latency "
         return [
-            f"paceline.DDP{asked} {text}: then the best free plan exposes {exposed}, not {was} ms",
+            f"paceline.DDP{asked} {text}; the best free plan then exposes {exposed} instead of {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
         ]
 
     def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
         others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
-        more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best {name}"
-        return [f"{more}, from {_join(others[0][0], others[-1][1])}"] if others else []
+        more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best, {name}"
+        return [f"{more}: {_join(others[0][0], others[-1][1])}"] if others else []
 
     def _describe_measured(self, name: str, curve: CapCurve) -> str:
         errors = [self.predict_s(record, curve) / record.timing.center_s - 1 for record in self.measured]
         best = min(self.measured, key=lambda record: record.timing.center_s)
         inside = [record for record in self.measured if curve.is_fast(self._find_point(record, curve))]
         off = statistics.fmean(map(abs, errors))
-        text = f"measured, {len(errors)} bucket sizes: predictions {name} are {off:.1%} off on average "
-        text += f"({min(errors):+.1%} to {max(errors):+.1%}); the best measured is {format_bytes(best.cap_bytes)}"
+        text = f"measured at {len(errors)} bucket sizes: predictions {name} are {off:.1%} off on average "
+        text += f"({min(errors):+.1%} to {max(errors):+.1%}); the best measured size is {format_bytes(best.cap_bytes)}"
         if not inside:
-            return f"{text}, and no measured size is in a predicted range"
+            return f"{text}; no measured size lies in a predicted range"
         lost = 1 - best.timing.center_s / min(record.timing.center_s for record in inside)
-        missed = f"{lost:.1%} less than the best in a predicted range"
-        return f"{text}, {'in a predicted range' if best in inside else missed}"
+        missed = f"{lost:.1%} faster than the best size in a predicted range"
+        return f"{text}, {'which lies in a predicted range' if best in inside else missed}"
 
     def tables(self) -> list[Table]:
         fast = [point for point in self.caps.points if point.backward_s < 1.5 * self.caps.best.backward_s]
-        # Neighbours with as many buckets and times within 5 % are one row, with the time of the first.
+        # Merge neighbours with the same number of buckets and times within 5 % into one row that shows the first time.
         like = itertools.groupby(fast, lambda p: (len(p.cuts), p.backward_s // (0.05 * self.caps.best.backward_s)))
         rows = [replace(run[0], high_bytes=run[-1].high_bytes) for run in (list(points) for _, points in like)]
         widest = sorted(rows[:-1], key=lambda row: row.low_bytes / row.high_bytes)[: _MOST_ROWS - 1]
@@ -448,7 +455,7 @@ class CapsResult(Result):
         return [
             Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
             *([Table("split", "the tied tensor in two parts", SPLITS, self.splits)] if self.splits else []),
-            Table("sensitivity", "what would move it, by the tables alone", CHANGES, self.changes),
+            Table("sensitivity", "sensitivity of the best bucket size, from the tables alone", CHANGES, self.changes),
             *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]
 
@@ -482,7 +489,7 @@ class CapsResult(Result):
 
 
 def plot_caps(result: CapsResult) -> Figure:
-    """Time against bucket size: predicted, with the plateau of the best, and measured where it was."""
+    """Time against bucket size: the prediction with the plateau around its best, and any measurements."""
     curve, measured, best = result.caps, result.measured, result.caps.best
     of = measured[0].of if measured else "backward"
     subtitle = f"{result.config['csv']}; predicted is simulated"
@@ -499,7 +506,7 @@ def plot_caps(result: CapsResult) -> Figure:
         axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[3], lw=1.2, label="predicted, with contention")
     for color, (name, found) in zip((2, 3), result.curves.items(), strict=False):
         for number, (low, high) in enumerate(found.plateaus):
-            label = "_" if number else f"within 1 % of the best {name}"
+            label = "_" if number else f"within 1 % of the best, {name}"
             first = least if low == curve.points[0].low_bytes else low / MIB  # smaller caps make the same buckets
             axes.axvspan(first, high / MIB, color=COLORS[color], alpha=0.15, lw=0, label=label)
     axes.axvline(result.closed_form_bytes / MIB, color=COLORS[4], ls="--", lw=1, label="closed form b*")
@@ -508,7 +515,7 @@ def plot_caps(result: CapsResult) -> Figure:
         draw_line(axes, 1, points, "measured (imported)", marker="o")
         size, best_ms, *_ = min(points, key=lambda point: point[1])
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
-    # From just below the least, so that differences of a percent show, to what no one would choose.
+    # The axis starts just below the minimum so that differences of a percent are visible.
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
     axes.set(xlim=(least, most), ylim=limits, ylabel=f"{of} with communication (ms)")
@@ -517,8 +524,8 @@ def plot_caps(result: CapsResult) -> Figure:
 
 
 def plot_sensitivity(result: CapsResult) -> Figure:
-    """The best bucket sizes with one input multiplied by a factor: the bytes B, the latency alpha, the rate beta."""
-    named = {"B": "bytes of the model (B)", "alpha": "latency (alpha)", "beta": "bandwidth (beta)"}
+    """The best bucket sizes with one input scaled: model bytes B, latency alpha, or bandwidth beta."""
+    named = {"B": "model bytes (B)", "alpha": "latency (alpha)", "beta": "bandwidth (beta)"}
     figure, grid = build_panels(list(named.values()), "What moves the best bucket size", "simulated")
     for axes, what in zip(grid, named, strict=True):
         curves = sorted((c for c in result.changes if c.what in ("", what)), key=lambda curve: curve.factor)
@@ -544,13 +551,13 @@ def plot_sensitivity(result: CapsResult) -> Figure:
 
 
 def plot_split(result: CapsResult) -> Figure:
-    """When a tied tensor is sent, as one and in its two parts: backward above, messages below."""
+    """When a tied tensor is sent, whole and in two parts: backward on top, messages below."""
     split, (cuts, whole) = result.splits[0], result.free_plan
     name = split.job.tail[0][0].name
-    title = f"{name}, shared with the head: one tensor, and in two parts"
+    title = f"{name}, shared with the head: as one tensor and in two parts"
     figure, axes = new_figure(title, f"{result.config['csv']}; simulated, each with its best free plan")
-    rows = f"{split.num_rows} rows of each rank"
-    ways = (("one tensor", result.job, cuts, whole), (f"head, and {rows}", split.job, split.cuts, split.free))
+    rows = f"{split.num_rows} rows per rank"
+    ways = (("one tensor", result.job, cuts, whole), (f"head and {rows}", split.job, split.cuts, split.free))
     for number, (way, job, ends, step) in enumerate(ways):
         top, place = -3 * number, [gradient.name for gradient in job.gradients].index(name)
         tied = step.buckets[bisect.bisect_right(ends, place)]
@@ -571,17 +578,18 @@ def plot_split(result: CapsResult) -> Figure:
 def draw_caps(
     axes: Axes, points: Sequence[CapPoint], of: Callable[[CapPoint], float], best: tuple[int, float], alone_s: float
 ) -> None:
-    """Times against bucket sizes, flat over each interval of caps; the best size; the time without communication."""
+    """Times against bucket sizes (flat over each interval of caps), the best size, and the time without
+    communication."""
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
     ys = [of(point) * 1e3 for point in points for _ in range(2)]
-    axes.plot(xs, ys, color=COLORS[0], label="predicted, every bucket size")
+    axes.plot(xs, ys, color=COLORS[0], label="predicted for every bucket size")
     axes.plot([best[0] / MIB], [best[1] * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted")
     axes.axhline(alone_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
     axes.set(xscale="log", xlabel="bucket size (MiB)")
 
 
 def _say_exposed(seconds: float) -> str:
-    """A step with communication that is faster than the same without is no gain: it is noise."""
+    """A step that is faster with communication than without it is noise, not a gain."""
     return format_ms(seconds) if seconds > 0 else "within the noise"
 
 
@@ -613,7 +621,7 @@ BUCKETS = (
 
 RACE = (
     Column("plan", "candidate.label", key="plan", is_key=True),
-    # Plans of a program that is attached to have none.
+    # Candidates of an attached program have no strategy.
     Column(None, lambda row: getattr(row.candidate, "strategy", DENSE).text, key="strategy"),
     Column("buckets", "candidate.estimate.num_buckets", "count", "num_buckets", priority=1),
     Column("predicted", "candidate.estimate.step_s", "ms", "predicted_s", priority=3),
@@ -643,7 +651,8 @@ PREDICTED = (
 
 @dataclass(frozen=True)
 class RaceRow:
-    """One plan of the race: predicted (`.label`, `.estimate`), measured, and its step over the default's."""
+    """One compared plan: its prediction (`candidate.label`, `candidate.estimate`), its measurement, and its step time
+    relative to the default's."""
 
     candidate: Any
     record: StepRecord
@@ -652,11 +661,11 @@ class RaceRow:
 
 
 class TuneResult(Result):
-    """`tune`: `plan` is the answer. `verdict` is "use" (this plan), "default" (it is best), "flat" (all plans of the
-    race take the same time, or none can save 1 %) or "undecided". `gain` is the time of the plan over the default's
-    with its interval, and `regret` how much longer than the best plan it may take, with its upper bound; None where no
-    plan ran. `candidates` are the bucket sizes of the sweep with what was predicted and measured, `rows` the plans of
-    the race."""
+    """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
+    (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the plan's time over the
+    default's, with its interval. `regret` is how much longer than the best plan it may take: the estimate and the upper
+    bound. Both are None if no plan was run. `candidates` are the bucket sizes of the sweep with their predictions and
+    measurements, and `rows` are the compared plans."""
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -687,7 +696,7 @@ class TuneResult(Result):
 
     @property
     def noise(self) -> list[str]:
-        """`--strict` fails where the race is undecided; where there was none, as everywhere."""
+        """`--strict` fails if the comparison is undecided; without a comparison the usual rules apply."""
         return super().noise if self.tuning.race is None else [self.answer] if self.verdict == "undecided" else []
 
     @property
@@ -704,14 +713,14 @@ class TuneResult(Result):
 
     @property
     def step(self) -> StepRecord:
-        """A record of the run, for what they all share."""
+        """Any step record of the run, for the fields that all of them share."""
         return self.only(StepRecord)[0]
 
     @property
     def title(self) -> str:
         settings, step = self.tuning.settings, self.step
         ranks = format_number_of(step.world_size, "rank")
-        sheet = f"{settings.network} as on its data sheet, {settings.network_ranks} ranks, emulated"
+        sheet = f"{settings.network} at its nominal speed, {settings.network_ranks} ranks, emulated"
         where = sheet if settings.network else ranks
         return f"{step.model} on {where}, wrapper {step.wrapper}, backend {step.backend}"
 
@@ -726,7 +735,7 @@ class TuneResult(Result):
         first, listed = next(iter(doubts)), ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         return [
             *describe_errors(tuning),
-            f"standard deviation of the predicted step by input: {listed}; to reduce it, measure {first} again",
+            f"standard deviation of the prediction by input: {listed}; to reduce it, measure {first} again",
             f"contention: {tuning.model.costs.contention.basis}",
             *self._check_predictions(),
             describe_torch(tuning),
@@ -734,30 +743,30 @@ class TuneResult(Result):
         ]
 
     def _check_predictions(self) -> list[str]:
-        """Whether the predictions are those that were written before the race."""
+        """Whether the predictions match the file that was written before the comparison."""
         path = None if self.folder is None else self.folder / PREDICTIONS
         if path is None or not path.exists():
             return []
         written, now = load_json(path, "").get("sha256"), hash_predictions(self.config["predictions"])
         if written != now:
-            return [f"{PREDICTIONS} does not hold the predictions of this run: one of them was changed"]
-        return [f"predictions were written before the race began ({PREDICTIONS}, sha256 {now[:12]})"]
+            return [f"{PREDICTIONS} does not match the predictions of this run: one of the two was changed"]
+        return [f"predictions were saved before the comparison began ({PREDICTIONS}, sha256 {now[:12]})"]
 
     def tables(self) -> list[Table]:
         answer, rows = self.tuning.answer, self.rows
         step = answer.estimate.step
         buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
-        title = "the default plan" if answer.label == DEFAULT else "the plan to use"
+        title = "default plan" if answer.label == DEFAULT else "recommended plan"
         return [
-            *([Table("race", "the race of the plans", RACE, rows)] if rows else []),
-            *([Table("strategies", "strategies as predicted", PREDICTED, self._list_strategies())]
+            *([Table("race", "plan comparison", RACE, rows)] if rows else []),
+            *([Table("strategies", "predicted strategies", PREDICTED, self._list_strategies())]
               if self.tuning.predicted else []),
-            Table("grid", "step by bucket size", GRID, self.candidates),
-            Table("buckets", f"{title}, as predicted", BUCKETS, buckets),
+            Table("grid", "step time by bucket size", GRID, self.candidates),
+            Table("buckets", f"{title} (predicted)", BUCKETS, buckets),
         ]  # fmt: skip
 
     def _list_strategies(self) -> list[tuple[str, Estimate, float | None, float]]:
-        """Each strategy: what is predicted for it, what was measured, and what a rank sends in a step."""
+        """Each strategy with its prediction, its measured time and the bytes that a rank sends per step."""
         tuning, found = self.tuning, []
         measured = {c.strategy.text: tuning.confirmed[c.label].timing.median_s for c in tuning.candidates
                     if c.label in tuning.confirmed and c.label != DEFAULT}  # fmt: skip
@@ -782,7 +791,7 @@ class TuneResult(Result):
         if self.folder is None or self.config.get("data") is None:
             return ("paceline.DDP(model, plan=result.plan)",)
         job = describe_job({"model": self.step.model, "wrapper": self.step.wrapper} | self.config)
-        # An emulated network has one rank here: its plan is for the ranks of the real one, which a launcher starts.
+        # The real network's ranks are started by a launcher, not here, where an emulated network has one rank.
         ranks = "" if self.tuning.settings.network else f" --ranks {self.step.world_size}"
         if self.verdict == "use":
             return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
@@ -822,7 +831,7 @@ def _say_interval(estimate: Estimate) -> str:
 
 
 def _say_difference(ratio: Interval) -> str:
-    """A ratio as a difference in percent, with its interval."""
+    """A ratio as a percentage difference, with its interval."""
     if ratio.low == ratio.high:
         return "0"
     ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}" if ratio.is_known else "too few rounds"
@@ -840,15 +849,15 @@ def say_status(race: Race, label: str) -> str:
 
 
 def _say_offer(ratio: Interval) -> str:
-    """Of a strategy that changes the update, and is not chosen for that."""
+    """Status of a strategy that changes the update and is therefore never chosen automatically."""
     return "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else ""
 
 
 def describe_offers(tuning: Tuning) -> str:
-    """What strategies gain that change the update, in sentences; empty where none was asked for."""
+    """What strategies that change the update would gain, in sentences; empty if none was requested."""
     said = [f"{c.label} takes {_say_difference(to_default)} compared with the default" for c, to_default, _ in
             tuning.offers]  # fmt: skip
-    if tuning.whole is None:  # the fastest first
+    if tuning.whole is None:  # fastest first
         others = [(e.step_s, text) for text, e in tuning.predicted.items() if not Strategy.parse(text).is_exact]
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
     if not said:
@@ -856,28 +865,28 @@ def describe_offers(tuning: Tuning) -> str:
     lossy = [(c.label, to_bf16) for c, _, to_bf16 in tuning.offers if describe_update(c.strategy) == "lossy"]
     if lossy and not any(ratio.high < 1 and ratio.value < 1 - PLATEAU for _, ratio in lossy):
         names = " and ".join(label for label, _ in lossy)
-        said.append(f"not worth it here: bf16 with tuned buckets is as good as {names}, by what was measured")
-    note = "these change the update and are not chosen for you: accuracy is not judged here, see"
+        said.append(f"not worth it here: bf16 with tuned buckets is as fast as {names} in this measurement")
+    note = "these change the update and are never chosen automatically; to compare their accuracy, use"
     return f"; {'; '.join(said)}; {note} `paceline scale strategies`"
 
 
 def describe_errors(tuning: Tuning) -> list[str]:
-    """How right the prediction was, in sentences."""
+    """How accurate the prediction was, in sentences."""
     lines = []
     if tuning.measured:
         scores = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}
         said = {name: score.replace("100.0%", "100%") for name, score in scores.items()}
         tau = tuning.scores["kendall_tau"]
         added = statistics.median((point.exposed_s or 0.0) / point.best_s for point in tuning.measured)
-        by = f", by {said['exposed_error']} of it or {said['exposed_step_error']} of a step"
+        by = f"is off by {said['exposed_error']}, or {said['exposed_step_error']} of a step"
         lines.append(
-            f"predicted steps are {said['mape']} off on average, {said['max_error']} at most; the time that "
-            f"communication adds{by if added > tuning.noise else ' is within the noise'}; "
-            f"{said['coverage']} of the measured points are in their 90 % intervals (±{said['width']}); "
+            f"predicted steps are off by {said['mape']} on average and by {said['max_error']} at most; "
+            f"exposed communication {by if added > tuning.noise else 'is within the noise'}; "
+            f"{said['coverage']} of the measured points lie in their 90 % intervals (±{said['width']}); "
             f"rank correlation {'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
         )
     odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
-    return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
+    return [*lines, f"the wrapper's buckets differ from the simulation at {', '.join(odd)}"] if odd else lines
 
 
 def describe_plan(tuning: Tuning, candidate: Candidate) -> str:
@@ -885,60 +894,60 @@ def describe_plan(tuning: Tuning, candidate: Candidate) -> str:
     cap = candidate.cap_bytes or tuning.find_cap(candidate)
     if candidate.label == DEFAULT:
         return f"the default ({count})"
-    return f"{f'bucket size {format_bytes(cap)}' if cap else 'the plan'} ({count})"
+    return f"{f'bucket size {format_bytes(cap)}' if cap else 'the recommended plan'} ({count})"
 
 
 def describe_answer(tuning: Tuning) -> str:
-    """The answer in one sentence, without its end."""
+    """The answer as one sentence, without the final period."""
     race, answer, choice = tuning.race, tuning.answer, tuning.choice
     what = describe_plan(tuning, answer)
     if race is None:
         if tuning.verdict == "use":
-            return f"use {what}: predicted {choice.gain:.1%} less than the default; no plan was run"
-        why = "all plans are predicted within 1 % of it" if tuning.verdict == "flat" else "no gain is certain"
+            return f"use {what}: predicted {choice.gain:.1%} faster than the default; no plan was run"
+        why = "all plans are predicted within 1 % of it" if tuning.verdict == "flat" else "no plan is clearly faster"
         return f"{'flat: ' if tuning.verdict == 'flat' else ''}keep {what}: {why}; no plan was run"
-    rounds, count = format_number_of(race.num_rounds, "round"), len(race.to_default)
+    rounds = format_number_of(race.num_rounds, "alternating round")
+    count = len(race.to_default)
     if count == 1:
-        return f"flat: all plans have the buckets of {what}"
+        return f"flat: every plan has the same buckets as {what}"
     most = race.regret[2]
-    regret = f"regret at most {most:.1%}" if math.isfinite(most) else "too few rounds for a bound of the regret"
+    regret = f"another plan may be up to {most:.1%} faster" if math.isfinite(most) else "too few rounds for a bound"
     if race.verdict == "use":
-        less = f"{1 - race.gain.value:.1%} less than the default [{1 - race.gain.high:.1%}, {1 - race.gain.low:.1%}]"
-        return f"use {what}: {less}, {rounds} in turns; {regret}"
+        gain = f"{1 - race.gain.value:.1%} ({1 - race.gain.high:.1%} to {1 - race.gain.low:.1%})"
+        return f"use {what}: {gain} faster than the default over {rounds}; {regret}"
     if race.verdict == "flat" and not race.is_level:
-        return f"flat: {race.limit}, predicted; {rounds} in turns show no other; keep {what}"
+        return f"flat: {race.limit} (predicted, and not contradicted by {rounds}); keep {what}"
     if race.verdict == "flat":
-        return f"flat: all {count} plans of the race are within ±1 % of {what}, {rounds} in turns; keep it"
+        return f"flat: all {count} compared plans are within ±1 % of {what} over {rounds}; keep it"
     if race.verdict == "default":
-        why = "the others are slower" if race.left == (DEFAULT,) else "no other is more than 1 % faster"
-        return f"{what} is the best of {count} plans: {why}, {rounds} in turns; {regret}"
+        why = "the others are slower" if race.left == (DEFAULT,) else "no other plan is more than 1 % faster"
+        return f"{what} is the best of {count} plans: {why} over {rounds}; {regret}"
     more = f"about {race.rounds_to_decide:,} more rounds ({format_duration(tuning.estimate_more_s())}) would decide"
     if race.regret[2] == math.inf:
-        return f"undecided: {rounds} in turns are too few to compare {count} plans; keep {what}; {more}"
-    _, low, high = race.regret
-    return f"undecided: {what} is within [{low:.1%}, {high:.1%}] of the best of {count} plans after {rounds}; {more}"
+        return f"undecided: {rounds} are too few to compare {count} plans; keep {what}; {more}"
+    return f"undecided: {what} is at most {most:.1%} slower than the best of {count} plans after {rounds}; {more}"
 
 
 def describe_network(settings: TuneSettings) -> str:
-    """The options of an emulated network."""
+    """Command-line options for the emulated network."""
     return f" --network {settings.network} --network-ranks {settings.network_ranks}" if settings.network else ""
 
 
 def describe_torch(tuning: Tuning) -> str:
-    """The same plan for torch's own wrapper."""
+    """The same plan as arguments of torch's own wrapper."""
     if tuning.answer.label == DEFAULT and tuning.settings.wrapper == "torch":
         return "for torch's own wrapper: DistributedDataParallel(model), without options"
     try:
         arguments = tuning.answer.plan.as_torch_kwargs()
     except ConfigError as error:
-        return f"no arguments for torch's wrapper: {error}"
+        return f"torch's own wrapper cannot use this plan: {error}"
     listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
     needs = " (torch 2.13 or newer)" if "bucket_cap_mb_list" in arguments else ""
     return f"for torch's own wrapper: DistributedDataParallel(model, {listed}){needs}"
 
 
 def plot_race(result: TuneResult, subtitle: str) -> Figure:
-    """Each plan's step over the default's, with the interval that decides; and what was predicted."""
+    """Each plan's step time relative to the default's, with the deciding interval and the prediction."""
     rows, race, tuning = result.rows[::-1], result.tuning.race, result.tuning
     assert race is not None
     figure, axes = new_figure(f"{result.title}: {describe_answer(tuning)}", f"{subtitle}; predicted is simulated")
@@ -980,8 +989,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     sizes = [point.cap_bytes / MIB for point in points]
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
-    measured = [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]
-    if measured:
+    if measured := [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]:
         draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
         best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")

@@ -1,4 +1,4 @@
-"""`paceline.profile`, `profile layers`, `trace`, `comm-table` and `--compare` as results: tables, figures, text."""
+"""Results of `paceline.profile`, `profile layers`, `trace`, `comm-table` and `--compare`: tables, figures, text."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERVIEW = "overview.json"
-MAX_RANKS = 8  # in one timeline
-_MAX_ROWS = 12  # of operators or kernels on a terminal
+MAX_RANKS = 8  # maximum in one timeline
+_MAX_ROWS = 12  # maximum number of operators or kernels shown on a terminal
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 
 
 class ProfileResult(PhasesResult):
-    """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
+    """Result of `paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its
+    steps.
 
     `profile` is the record of the layers, None where they were not measured, `evidence` what messages and the wrapper
     cost, None where only layers were profiled, and `steps` the records of the phases.
@@ -104,7 +105,8 @@ class ProfileResult(PhasesResult):
 
 
 class _Part(NamedTuple):
-    """A block or a parameter of a profile; of a parameter, its place in ready order, and the bytes ready with it."""
+    """A block or a parameter of a profile; a parameter also has its position in ready order and the bytes ready by
+    then."""
 
     profile: LayerProfileRecord
     of: Any
@@ -113,7 +115,7 @@ class _Part(NamedTuple):
 
 
 def list_blocks(profile: LayerProfileRecord) -> list[_Part]:
-    """The blocks in the order of the model's definition, and the rest, so that the columns add up."""
+    """The blocks in definition order, and the rest, so that columns add up to the total."""
     return [_Part(profile, times) for times in (*profile.blocks, profile.outside)]
 
 
@@ -150,24 +152,24 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """What the tables do not show: the plain step, what profiling costs, and what is odd about the gradients."""
+    """What the tables do not show: the plain step, the profiling overhead, and unusual gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
     if not profile.is_order_stable:
-        order = "in an order that changed from step to step; the table has that of the medians"
+        order = "in an order that changed between steps; the table is sorted by the medians"
     parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
     plain = f"plain step {format_ms(profile.timing.median_s)} ms: {parts}"
-    lines = [plain, f"profiling costs {step}; {backward}", f"gradients became ready {order}"]
+    lines = [plain, f"profiling overhead: {step}; {backward}", f"gradients became ready {order}"]
     if tied := [p.names for p in profile.parameters if p.aliases]:
-        lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
+        lines.append(f"tied, so ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
         lines.append(f"without a gradient: {', '.join(p.name for p in profile.unused)}")
     return [*lines, profile.note] if profile.note else lines
 
 
 def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
-    """Bytes ready against the time since backward began, by medians; a mark where the last of each block is ready."""
+    """Bytes ready against the time since backward began, by medians, with a mark at the last gradient of each block."""
     figure, axes = new_figure(f"{profile.model}: gradients ready during backward", subtitle)
     end_ms = profile.profiled_backward.median_s * 1e3
     ready = [(p.of.median_s, p.ready_bytes) for p in list_parameters(profile) if p.of.median_s is not None]
@@ -176,13 +178,13 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=COLORS[0], lw=1.6, label=f"ready ({profile.source}, median)")
     axes.axvline(end_ms, color="#555555", lw=1, ls="--", label="end of backward")
-    ready_bytes = dict(ready)  # of several at one moment, the last
+    ready_bytes = dict(ready)  # the last of several at the same time
     found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
     marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
     axes.plot(xs, ys, "o", color=COLORS[1], ms=4.5, label="last of a block")
     for x, y, text in _join_labels(marks, end_ms):
-        # The curve only rises, so that the upper left of a point is free.
+        # The curve never falls, so the upper left of a point is free.
         offset, side = (4, "left") if x < 0.06 * end_ms else (-5, "right")
         axes.annotate(text, (x, y), xytext=(offset, 3), textcoords="offset points", fontsize=7.5, ha=side)
     axes.set_xlim(left=0)
@@ -193,7 +195,7 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
 
 
 def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tuple[float, float, str]]:
-    """One label for marks that would print over each other: the last of them, and how many more there are."""
+    """One label for marks whose labels would overlap: the last one's name and the number of others."""
     groups: list[list[tuple[float, float, str]]] = []
     for mark in marks:
         first = groups[-1][0] if groups else None
@@ -205,10 +207,10 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 
 class TraceResult(Result):
-    """`profile trace`: what each rank did in a step, what takes the time, and what would make steps faster.
+    """Result of `profile trace`: what each rank did in a step, what takes the time, and how to speed it up.
 
-    A run has no records of its traces: `document` comes from the ranks or, of a saved run, from `overview.json` in its
-    folder. `traces` are those of the ranks, None of a saved run; `plot` draws one step of them.
+    A run has no records of its traces: `document` comes from the ranks or, for a saved run, from `overview.json` in its
+    folder. `traces` are those of the ranks, empty for a saved run; `plot` draws one step of them.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ class TraceResult(Result):
 
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
-        """What `overview.json` holds."""
+        """The contents of `overview.json`."""
         return {
             "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
@@ -256,11 +258,11 @@ class TraceResult(Result):
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
         for number, one in enumerate(self.advice, 1):
-            gain = f" ({one['certainty']} {one['factor']:.2f} x as fast)" if one["gain_s"] else ""
+            gain = f" ({one['certainty']} {one['factor']:.2f}x as fast)" if one["gain_s"] else ""
             lines.append(f"{number}. {one['text']}{gain}")
         if self.folder is not None:
             lines.append(f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)")
-            lines += [f"picture: {self.folder / name}.png" for name in self.figures()]
+            lines += [f"figure: {self.folder / name}.png" for name in self.figures()]
         return lines
 
     def tables(self) -> list[Table]:
@@ -308,14 +310,14 @@ _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
 def _say_share(share: float) -> str:
-    return f"{share:.1%}" if share >= 5e-4 else ""  # people do not see a column that is empty on every rank
+    return f"{share:.1%}" if share >= 5e-4 else ""  # a column that is empty on every rank is not shown
 
 
 def _gpu_column(name: str, field: str) -> Column:
     return Column(name, f"gpu.{field}", "percent.1", f"gpu_{field}")
 
 
-# A row is the overview of one rank. The shares sum to the step.
+# One row per rank's overview. The shares sum to the step.
 OVERVIEWS = (
     Column("rank", "rank", "number", "rank", is_key=True),
     *text_columns("device"),
@@ -330,7 +332,7 @@ OVERVIEWS = (
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
     _gpu_column("tensor cores", "tensor_core_share"),
-    _gpu_column("messages of kernels", "communication_share"),
+    _gpu_column("communication of kernels", "communication_share"),
     *raw_columns("world_size", "message_s", "host_s"),
     *raw_columns(gpu_missed_s="gpu.missed_s", gpu_kernel_s="gpu.kernel_s", gpu_num_kernels="gpu.num_kernels"),
     *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
@@ -348,7 +350,7 @@ OPERATORS = (
 
 
 def _shorten(name: str, width: int) -> str:
-    """Names of templates run to thousands of characters; both ends say most."""
+    """Template names can have thousands of characters; both ends are the most informative."""
     return name if len(name) <= width else f"{name[: width - 16]}…{name[-15:]}"
 
 
@@ -366,12 +368,12 @@ def build_kernel_columns(kernels: Sequence[KernelRow]) -> Sequence[Column]:
     )
 
 
-# The height of a row of buckets, and how many of their labels can be read.
+# Height of a row of buckets, and the number of labels that stay readable.
 _ROW, _MAX_LABELS = 0.22, 16
 
 
 def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figure:
-    """For each rank a lane of phases and one of buckets, in ms; what moves after the end of backward is hatched."""
+    """A lane of phases and a lane of buckets per rank, in ms; communication after the end of backward is hatched."""
     figure, axes = new_figure(title, f"measured. {subtitle}")
     end_ms = max(lane.end_s for lane in lanes) * 1e3
     exposed = dict.fromkeys(format_duration(pick(lane.exposed_s for lane in lanes)) for pick in (min, max))
@@ -391,7 +393,7 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
             if (last_s - first_s) * 1e3 > 0.011 * len(words) * end_ms:
                 place = (first_s + last_s) / 2 * 1e3, top + 0.2
                 axes.text(*place, words, ha="center", va="center", fontsize=7.5, color=color)
-        # Neither a bucket nor its label is drawn over another.
+        # Keep buckets and their labels from overlapping.
         label_s = 0.065 * end_ms / 1e3 if len(lane.buckets) <= _MAX_LABELS else 0.0
         rows = tracing.find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
         bottom = top + 0.65 + _ROW * (max(rows, default=-1) + 1)
@@ -399,10 +401,10 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
         for bucket, row in zip(lane.buckets, rows, strict=True):
             at, height = top + 0.47 + _ROW * row, 0.85 * _ROW
             hidden_s = min(max(bucket.launch_s, free_s), bucket.done_s)
-            draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, gathered", facecolors="#F5D9A8")
-            draw(bucket.launch_s, hidden_s, at, height, "bucket on its way", facecolors="#E69F00")
+            draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, being gathered", facecolors="#F5D9A8")
+            draw(bucket.launch_s, hidden_s, at, height, "bucket in flight", facecolors="#E69F00")
             draw(hidden_s, bucket.done_s, at, height, f"exposed ({' to '.join(exposed)})", **hatched)
-            if label_s:  # right of the bar, where hatching does not cross it
+            if label_s:  # to the right of the bar, clear of the hatching
                 place = bucket.done_s * 1e3 + 0.004 * end_ms, at + 0.42 * _ROW
                 axes.text(*place, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
         if rows:
@@ -420,9 +422,10 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
 
 
 class CommTableResult(Result):
-    """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
+    """Result of `profile comm-table`: the measured step of one rank, and its gradients on assumed and measured
+    networks.
 
-    Measured networks are read from the runs that `--curve` named, which are not part of this one.
+    Measured networks are read from the runs given by `--curve`, which are not part of this run.
     """
 
     def _derive(self) -> None:
@@ -444,7 +447,8 @@ class CommTableResult(Result):
                 for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
                     self.rows.append(replace(row, step=replace(row.step, doubt=doubt)))
-        groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))  # models are compared in each
+        # keep models next to each other in each
+        groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))
         self.rows = [row for rows in groups.values() for row in rows]
 
     @property
@@ -464,12 +468,12 @@ class CommTableResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        how = "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
-        lost = [f"without the networks of {path}, which is not there" for path in self._lost]
-        return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it", *lost]
+        how = "overhead: all gradients in one message after backward; step and exposed: at the best bucket size that "
+        lost = [f"the networks of {path} are omitted because it no longer exists" for path in self._lost]
+        return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds", *lost]
 
     def tables(self) -> list[Table]:
-        return [Table("table", "communication against computation", COMM, self.rows, key="rows")]
+        return [Table("table", "communication and compute", COMM, self.rows, key="rows")]
 
     @property
     def next_steps(self) -> list[str]:
@@ -479,7 +483,7 @@ class CommTableResult(Result):
 
 
 def load_sweeps(path: str | Path, ranks: Sequence[int]) -> list[MeasuredFabric]:
-    """The networks in a run of `bench allreduce` that were measured on some of these numbers of ranks."""
+    """The networks in a `bench allreduce` run that were measured on at least one of these rank counts."""
     records = [record for record in load_run(path).records if isinstance(record, CollectiveRecord)]
     return [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
 
@@ -503,9 +507,9 @@ COMM = (
 )
 
 
-# The settings in which two runs of phases may differ without a remark: only cells that both have are compared.
+# Settings in which two phase runs may differ without a note: only common cells are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
-# What is compared, by the keys of JSON rows; of traces first what they get done, for their batches may differ.
+# Compared quantities, by JSON key; throughput first for traces, because their batches may differ.
 _OF_PHASES = (
     "step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "compute_s", "exposed_comm_s", "busy_comm_s",
     "comm_overhead", "samples_per_s",
@@ -515,14 +519,14 @@ _OF_TRACES = (
     "forward_s", "backward_s", "optimizer_s", "message_s", "host_s", "peak_bytes", "gpu_busy", "gpu_sm_efficiency",
     "gpu_occupancy", "gpu_tensor_core_share", "gpu_communication_share", "gpu_kernel_s", "gpu_num_kernels",
 )  # fmt: skip
-_UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # of all others by their ends
-# The tables of two traces, and the time by which each is compared; a terminal shows the largest differences.
+_UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
+# Tables of two traces, and the time by which each is compared; a terminal shows the largest differences.
 _TIMES = {"operators": "self_s", "kernels": "time_s"}
 _MAX_COMPARED = 10
 
 
 def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
-    """What a profile can be compared by: for each cell of ranks and batch size (a trace has one) and key, a number."""
+    """The comparable quantities of a profile: a number per cell (ranks and batch size; a trace has one) and key."""
     if isinstance(result, TraceResult):
         row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
         return {("", name): row[name] for name in _OF_TRACES}
@@ -532,7 +536,7 @@ def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
 
 
 def _list_settings(result: Result) -> dict[str, Any]:
-    """What may explain a difference. Of a trace, the sizes of its steps are the ones that were used."""
+    """Settings that may explain a difference. For a trace, batch size and accumulation are the effective ones."""
     settings = result.config | {"machine": result.run.environment.machine_and_torch}
     if isinstance(result, TraceResult):
         settings |= {name: getattr(result.facts, name) for name in ("batch_size", "accumulate")}
@@ -541,7 +545,7 @@ def _list_settings(result: Result) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One quantity of two runs; `unit` is `s`, `share`, `bytes` or `count`, and None means that a run lacks it."""
+    """One quantity of two runs. `unit` is `s`, `share`, `bytes` or `count`; None means that a run lacks it."""
 
     name: str
     unit: str
@@ -556,7 +560,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class ComparedTime(ComparedRow):
-    """An operator or a kernel of two runs: seconds and calls per step."""
+    """An operator or kernel of two runs: seconds and calls per step."""
 
     first_calls: float | None
     second_calls: float | None
@@ -567,7 +571,7 @@ class ComparedTime(ComparedRow):
 
 
 def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str) -> list[ComparedTime]:
-    """The operators or kernels of rank 0 of two traces by their full names, the largest difference first."""
+    """The operators or kernels of rank 0 in two traces by full name, largest difference first."""
     here, there = (
         {row.name: (getattr(row, time), row.calls) for row in getattr(one.overviews[0], kind)}
         for one in (first, second)
@@ -580,7 +584,7 @@ def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str
 
 
 def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
-    """The share of messages in two traces, and what the first one predicts for the second; None where they differ in
+    """The share of messages in two traces, and the first one's prediction for the second; None if they differ in
     anything but accumulation."""
     counts = [one.facts.accumulate for one in (first, second)]
     if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:
@@ -589,7 +593,7 @@ def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[
     pairs = [(by_rank[0][rank], by_rank[1][rank]) for rank in by_rank[0].keys() & by_rank[1].keys()]
     if not pairs:
         return None
-    # One rank in both, the one that waits least in them together: another one may have been late in each.
+    # Use one rank for both, the one that waits least overall: the late rank may differ between the runs.
     pair = min(pairs, key=lambda pair: sum(overview.seconds("communication") for overview in pair))
     before, after = (find_message_share([overview]) for overview in pair)
     predicted = before.estimate(counts[1] / counts[0])
@@ -599,11 +603,11 @@ def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[
 
 
 class ComparisonResult(Result):
-    """`profile --compare`: two traces with their operators and kernels, or the phases of two runs."""
+    """Result of `profile --compare`: two traces with their operators and kernels, or the phases of two runs."""
 
     @classmethod
     def of(cls, first: Result, second: Result, environment: Environment) -> ComparisonResult:
-        """Compare two profiles. They were not taken in turns: the machine may have changed between them."""
+        """Compare two profiles. They were not interleaved, so the machine may have changed between them."""
         names = [str(one.folder or f"a run of {one.run.verb}") for one in (first, second)]
         here, there = _list_quantities(first), _list_quantities(second)
         rows = []
@@ -613,7 +617,7 @@ class ComparisonResult(Result):
             rows.append(ComparedRow(cell + said, unit, here[cell, name], there[cell, name]))
         if not rows:
             found = f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`"
-            needed = "give two of `paceline profile trace`, or two of `paceline profile phases`"
+            needed = "compare two of `paceline profile trace`, or two of `paceline profile phases`"
             if isinstance(first, PhasesResult) and isinstance(second, PhasesResult) and first.steps and second.steps:
                 needed = "they have no number of ranks and batch size in common"
             raise ConfigError(f"{found}: {needed}", code="mismatch")
@@ -639,7 +643,7 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second = self.config["runs"]
-        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # the first cell of several
+        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # the first of several cells
         step, speed = rows["step"], rows["samples/s"]
         one, two = (round(getattr(step, name) * getattr(speed, name)) for name in ("first", "second"))
         if one == two:
@@ -656,14 +660,14 @@ class ComparisonResult(Result):
             one, two = found["accumulate"]
             once = "s + o" if found["optimizer"] else "s"
             here = f" on rank {found['rank']}"
-            means = "; the mean of all ranks: {:.1%} and {:.1%}".format(*found["means"]) if "means" in found else ""
+            means = "; mean over all ranks: {:.1%} and {:.1%}".format(*found["means"]) if "means" in found else ""
             lines.append(
-                f"messages are s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"
+                f"communication is s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"
                 + (f", and the optimizer is o = {found['optimizer']:.1%}" if found["optimizer"] else "")
                 + f"; at {two}, s / ({once} + {two / one:g} (1 - {once.replace('+', '-')})) predicts "
                 f"{found['predicted']:.1%}; measured: {found['measured']:.1%}{means}"
             )
-        return [*lines, "two runs, not taken in turns: differences of a few per cent may be the machine's"]
+        return [*lines, "the runs were not interleaved: differences of a few percent may be machine drift"]
 
     def tables(self) -> list[Table]:
         title = "{} and {}".format(*self.config["runs"]) + (", rank 0" if "operators" in self.config else "")
@@ -719,7 +723,7 @@ def _say_change(seconds: float) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _shorten_all(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
-    """Short names: both ends where that is unique, else the words that differ; what is still equal is numbered."""
+    """Short names: both ends if that is unique, otherwise the words that differ; remaining duplicates are numbered."""
     short: dict[str, str] = {}
     ends, count = Counter(_shorten(name, width) for name in names), Counter[str]()
     for name in names:
@@ -731,7 +735,7 @@ def _shorten_all(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
 
 
 def _shorten_among(name: str, names: Sequence[str], width: int) -> str:
-    """A long name as its first word and the words in which another of the names begins to differ from it."""
+    """A long name reduced to its first word and the words at which other names start to differ from it."""
     marks = {sum(itertools.takewhile(bool, map(eq, name, other))) for other in names if other != name}
     words = [(word[0], range(word.start(), word.end())) for word in re.finditer(r"[^\W_]+[\W_]*|[\W_]+", name)]
     kept = [word if 0 in place or marks.intersection(place) else "…" for word, place in words]

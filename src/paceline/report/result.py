@@ -1,4 +1,4 @@
-"""The result of a command: a view of one run, for people and for programs, that needs neither torch nor the ranks."""
+"""The result of a command: a view of one run for people and programs that needs neither torch nor the ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train
 
 
 class Result:
-    """What a verb returns. A subclass says what the records of its verb mean.
+    """The return value of a verb. Subclasses interpret the records of their verb.
 
     Everything is derived from `run`, so a saved run gives the same result again (`load_result`).
     `folder` is where the run was saved, None where it was not.
@@ -65,22 +65,22 @@ class Result:
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
-        self.page: Path | None = None  # the HTML page that was written of it
+        self.page: Path | None = None  # the HTML page written for this result
         self._derive()
 
     def _derive(self) -> None:
-        """Sets what follows from the run at once."""
+        """Set the attributes that are always derived from the run."""
 
     @property
     def answer(self) -> str:
-        """The answer in one or two sentences: the first thing that is printed."""
+        """The answer in one or two sentences, printed first."""
         if not self.records:
             return f"Nothing was measured: the run of `paceline {self.run.verb}` has no records."
         return f"{len(self.records)} records of `paceline {self.run.verb}`."
 
     @property
     def headline(self) -> str:
-        """The answer on a page, whose first sentence is the verdict."""
+        """The answer on a page; its first sentence is the verdict."""
         return self.answer
 
     @property
@@ -89,7 +89,7 @@ class Result:
 
     @property
     def findings(self) -> Sequence[str]:
-        """What else the records say, a sentence each."""
+        """Further statements about the records, one sentence each."""
         return ()
 
     def tables(self) -> list[Table]:
@@ -101,11 +101,11 @@ class Result:
         return self.tables()
 
     def page_figures(self) -> dict[str, Callable[[], Figure]]:
-        """What is drawn on a page, as `figures`."""
+        """The figures on a page, as in `figures`."""
         return self.figures()
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        """What can be drawn, by file name; nothing is drawn before it is called."""
+        """Functions that draw the figures, by file name."""
         return {}
 
     def files(self) -> dict[str, str | bytes]:
@@ -119,13 +119,13 @@ class Result:
 
     @property
     def places(self) -> list[str]:
-        """Where its files are, a line each."""
+        """The paths of its files, one per line."""
         found = {"run": self.folder, "page": self.page}
         return [f"{name}: {path}" for name, path in found.items() if path is not None]
 
     @property
     def failure(self) -> str:
-        """Why the result is a failure, for which a command exits with 1; empty where it is none."""
+        """Why the result counts as failed, so that the command exits with 1; empty if it does not."""
         return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
 
     @property
@@ -142,7 +142,7 @@ class Result:
 
     @property
     def machine(self) -> str:
-        """The machine for the subtitle of a figure, without a GPU that was not used."""
+        """The machine for a figure's subtitle, without an unused GPU."""
         devices = {record.device for record in self.records if hasattr(record, "device")} or {self.config.get("device")}
         return replace(self.run.environment, details=self.run.environment.details if devices != {"cpu"} else {}).machine
 
@@ -158,15 +158,15 @@ class Result:
 
     @property
     def noise(self) -> list[str]:
-        """The doubts for which `--strict` fails: another run may give another answer."""
+        """The doubts that make `--strict` fail: another run may give another answer."""
         return [doubt.text for doubt in self.doubts if doubt.kind in NOISY]
 
     def table(self, name: str | None = None) -> Table:
-        """A table by its name; the main one without a name."""
+        """A table by name, or the main one."""
         return _pick({table.name: table for table in self.tables()}, name, "table")
 
     def figure(self, name: str | None = None) -> Figure:
-        """A matplotlib figure by its name; the main one without a name."""
+        """A matplotlib figure by name, or the main one."""
         return _pick(self.figures(), name, "figure")()
 
     def to_json(self) -> dict[str, Any]:
@@ -181,9 +181,9 @@ class Result:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the run, its tables and its figures into a folder, and return it.
+        """Write the run, its tables and its figures into a folder, and return the folder.
 
-        The records of another run are never overwritten. Tables and figures follow from the records, and are replaced.
+        Never overwrites the records of another run. Tables and figures follow from the records and are replaced.
         """
         from paceline.report.plots import render_png, render_svg
 
@@ -201,7 +201,7 @@ class Result:
             figure = draw()
             files |= {f"{name}.png": render_png(figure), f"{name}.svg": render_svg(figure)}
         for name, content in (files | self.files()).items():
-            for old in (folder / name, *folder.glob(f".{name}.*")):  # of an earlier call, or of one that was killed
+            for old in (folder / name, *folder.glob(f".{name}.*")):  # left by an earlier call or a killed one
                 old.unlink(missing_ok=True)
             write_new(folder / name, content)
         return folder
@@ -210,10 +210,12 @@ class Result:
         if find_file(folder / RUN_FILE) is None:
             save_run(self.run, folder / RUN_FILE)
         elif ((there := load_run(folder)).created, there.verb) != (self.run.created, self.run.verb):
-            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
+            raise RecordError(
+                f"{folder} holds another run and is not overwritten: choose another folder", code="exists"
+            )
 
     def text(self, width: int | None = 80) -> str:
-        """What a terminal of this width shows; None is as wide as needed, with every column of every table."""
+        """Text for a terminal of this width; None shows every column of every table at full width."""
         blocks = [wrap(self.answer, width), *([table.terminal(width)] for table in self.tables())]
         warnings = [f"warning: {warning}" for warning in self.warnings]
         blocks += [[part for line in lines for part in wrap(line, width, "  ")] for lines in (self.findings, warnings)]
@@ -239,7 +241,7 @@ class Result:
 
 
 class DoctorResult(Result):
-    """`paceline doctor`: one record for each check and, of several hosts, for each link."""
+    """Result of `paceline doctor`: one record per check and, for several hosts, per link."""
 
     def _list(self, status: str) -> str:
         return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
@@ -253,10 +255,10 @@ class DoctorResult(Result):
         hosts = self.config.get("hosts", [])
         who = f"These {len(hosts)} hosts are" if len(hosts) > 1 else "This host is" if hosts else "This machine is"
         if self.failure:
-            return f"{who} not ready to train. Failed: {self.failure}. The table says how to fix it."
-        note = f" Look at: {self._list('warn')}." if self._list("warn") else ""
+            return f"{who} not ready to train. Failed: {self.failure}. The table shows how to fix it."
+        note = f" Check: {self._list('warn')}." if self._list("warn") else ""
         if hosts:
-            return f"{who} ready to train: ranks can start and meet there.{note}"
+            return f"{who} ready to train: ranks can start and connect there.{note}"
         if "2-rank all-reduce" not in self._list("ok"):
             return f"Nothing failed, but no rank was started.{note}"
         return f"This machine is ready to train: ranks start, connect and reduce correctly.{note}"
@@ -272,7 +274,7 @@ class DoctorResult(Result):
         return [checks, *self._list_links()]
 
     def _list_links(self) -> list[Table]:
-        """The links between hosts, for programs one by one, and for people as a matrix of bandwidths."""
+        """The links between hosts: one by one for programs, and as a bandwidth matrix for people."""
         hosts, links = self.config.get("hosts", []), self.only(LinkRecord)
         if not links:
             return []
@@ -309,7 +311,7 @@ _JOB_DEFAULTS = {
 
 
 def describe_job(config: dict[str, Any]) -> str:
-    """The options of a command that describe the job of this configuration."""
+    """The command-line options that describe the job of this configuration."""
     given = {name: value for name in _JOB_DEFAULTS if (value := config.get(name)) not in (None, _JOB_DEFAULTS[name])}
     words = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
     return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
@@ -326,12 +328,12 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
     chosen = next(iter(named), "") if name is None else name
     if chosen not in named:
         asked = what if name is None else f"{what} {name!r}"
-        raise KeyError(f"this result has no {asked}: there are {', '.join(named) or 'none'}")
+        raise KeyError(f"this result has no {asked}: it has {', '.join(named) or 'none'}")
     return named[chosen]
 
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
-    """The result of a run, of the class of its verb."""
+    """The result of a run, as the class of its verb."""
     is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
     module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).rpartition(".")
     kind = getattr(importlib.import_module(f"paceline.{module}"), name) if module else Result
@@ -340,7 +342,7 @@ def build_result(run: Run, folder: Path | None = None) -> Result:
 
 
 def load_result(path: str | Path) -> Result:
-    """The result of a run from its folder or its `run.json`, as the command or call that made it returned it."""
+    """The result of a run from its folder or its `run.json`, as the original command or call returned it."""
     path = Path(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
         from paceline.report.training import load_training

@@ -1,4 +1,4 @@
-"""`bench wrappers` and `profile phases` as results: steps of a job, their tables, the figure and what they say."""
+"""Results of `bench wrappers` and `profile phases`: tables of steps, a figure and findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PhasesResult(Result):
-    """`profile phases`: one row per number of ranks and batch size."""
+    """Result of `profile phases`: one row per number of ranks and batch size."""
 
     def _derive(self) -> None:
         self.steps = [record for record in self.only(StepRecord) if record.role == "job"]
@@ -82,9 +82,9 @@ PHASES = (
 
 
 def describe_phases(record: StepRecord) -> list[str]:
-    """What the table does not show: what was sent, how sure the exposed part is, and what profiling costs."""
+    """What the table does not show: the bytes sent, the noise of the exposed part, and the profiling overhead."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
-    cost = f"{place}: profiling costs {describe_change(record.cost, 'of a step')}"
+    cost = f"{place}: profiling overhead: {describe_change(record.cost, 'of a step')}"
     if record.world_size == 1:
         return [cost]
     sure = "" if record.exposed_noise_s is None else f" ± {format_ms(record.exposed_noise_s)}"
@@ -94,14 +94,15 @@ def describe_phases(record: StepRecord) -> list[str]:
 
 
 def describe_change(ratio: Ratio, of: str) -> str:
-    """How much more or less time something takes than what it is compared with, and whether that is shown."""
+    """How much more or less time something takes than its baseline, and whether the difference is significant."""
     if ratio.noise is None:
         return f"{ratio.value - 1:+.1%} {of} (one repetition)"
     return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} {of}{'' if ratio.is_clear else ', within the noise'}"
 
 
 class WrappersResult(Result):
-    """`bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's wrapper."""
+    """Result of `bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's
+    wrapper."""
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
@@ -143,12 +144,12 @@ class WrappersResult(Result):
         return [f"paceline profile phases --model {self.steps[-1].model} --ranks {self.steps[-1].world_size}"]
 
 
-# JSON rows name the element type as torch does, as they always have.
+# JSON rows use torch's names of element types.
 _DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
 
 
 def build_columns(standings: Sequence[Standing]) -> list[Column]:
-    """The columns of wrappers; the ratio across backends is shown where several took turns."""
+    """The columns for wrappers; the ratio across backends is shown if several were interleaved."""
     several = len({standing.record.backend for standing in standings}) > 1
     return [
         *text_columns("record.model", is_key=True),
@@ -186,7 +187,7 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
 
 
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
-    """Step time of each wrapper and backend, one panel for each model and number of ranks; a line from p10 to p90."""
+    """Step time of each wrapper and backend, one panel per model and number of ranks, with lines from p10 to p90."""
     several = len({record.backend for record in records}) > 1
 
     def name(record: StepRecord) -> str:
@@ -195,7 +196,7 @@ def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
 
     groups = group_by(records, name)
     wrappers = list(dict.fromkeys(record.wrapper for record in records))
-    # One wrapper's backends stand together, so that the eye compares them.
+    # Keep the backends of one wrapper next to each other for comparison.
     rows = list(dict.fromkeys((r.wrapper, r.backend) for r in sorted(records, key=lambda r: wrappers.index(r.wrapper))))
     names = [f"{wrapper} on {backend}" if several else wrapper for wrapper, backend in rows]
     subtitle = f"step (ms), median, line p10 to p90. {subtitle}"

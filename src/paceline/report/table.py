@@ -1,4 +1,4 @@
-"""A table: one list of columns, rendered for a terminal, as Markdown, CSV, HTML and as JSON rows."""
+"""A table: one list of columns, rendered for a terminal and as Markdown, CSV, HTML and JSON rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from paceline import units
 from paceline.records.samples import group_by
 
-# How a person reads a value of this unit. Headers of the units in `_HEADED` name the unit, the cells do not.
+# Formatters for people, by unit. For the units in `_HEADED` the header names the unit, not the cells.
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "words": str,
@@ -30,21 +30,21 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "percent.1": lambda value: f"{value:.1%}",
     "yes": lambda value: "yes" if value else "no",
 }
-# Under every table that shows ratios.
-_RATIO_NOTE = "Ratios are medians over repetitions in turns, ± 95 %; = is 1 within that, ? is of one repetition."
+# Printed under every table with ratios.
+_RATIO_NOTE = "Ratios are medians over interleaved repetitions, ± 95 %; = is 1 within that, ? is a single repetition."
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
-_MIN_WORDS = 24  # a column of words is wrapped, but not below this width
+_MIN_WORDS = 24  # minimum width of a wrapped column of words
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column, written once for every form of a table.
+    """One column, defined once for all forms of a table.
 
-    `value` is a function of a row, or the dotted path of an attribute; None where there is none. `unit` says how it is
-    read: a name of `_FORMATS`, or a function. `key` names the column in JSON and CSV, where the raw value is written
-    (rates in GB/s); without a key it is for people alone, without a name for programs alone. A narrow terminal drops
-    columns, those of the lowest priority first and the rightmost of equal ones, but never a key column (`is_key`).
+    `value` is a function of a row or the dotted path of an attribute; it may return None. `unit` says how people read
+    it: a key of `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates
+    in GB/s). A column without a key is only for people, one without a name only for programs. A narrow terminal drops
+    columns, lowest priority first and from the right among equals, but never a key column (`is_key`).
     """
 
     name: str | None
@@ -63,21 +63,21 @@ class Column:
         return self.unit not in ("text", "words", "yes")
 
     def cell(self, row: Any) -> str:
-        """The value of a row as people read it; empty where there is none."""
+        """A row's value for people; empty if there is none."""
         value = self.find(row)
         if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             return ""
         return (_FORMATS[self.unit] if isinstance(self.unit, str) else self.unit)(value)
 
     def raw(self, row: Any) -> Any:
-        """The value of a row for programs. JSON has no infinity, which is None here."""
+        """A row's value for programs. Infinity becomes None because JSON has none."""
         value = self.find(row)
         if isinstance(value, float) and not math.isfinite(value):
             return None
         return value / units.GB if self.unit == "GB/s" and value is not None else value
 
     def find(self, row: Any) -> Any:
-        """The value of a row as it is."""
+        """A row's unformatted value."""
         if callable(self.value):
             return self.value(row)
         for name in self.value.split("."):
@@ -86,24 +86,24 @@ class Column:
 
 
 def raw_columns(*paths: str, **named: str) -> list[Column]:
-    """Columns for programs alone: the attribute at each dotted path, under its last name or the given one."""
+    """Columns for programs only: the attribute at each dotted path, under its last name or the given one."""
     keys = {path.split(".")[-1]: path for path in paths} | named
     return [Column(None, path, key=key) for key, path in keys.items()]
 
 
 def text_columns(*paths: str, **options: Any) -> list[Column]:
-    """The attribute at each dotted path, for people and for programs under its last name."""
+    """The attribute at each dotted path, for people and programs, under its last name."""
     return [Column(path.split(".")[-1], path, key=path.split(".")[-1], **options) for path in paths]
 
 
 def ratio_columns(name: str | None, path: str, key: str, noise_key: str = "", priority: int = -1) -> list[Column]:
-    """A `Ratio` with its noise for people, unless there is no name; both as numbers for programs."""
+    """A `Ratio` with its noise for people, unless `name` is None, and both numbers for programs."""
     shown = [] if name is None else [Column(name, path, format_ratio, priority=priority)]
     return [*shown, *raw_columns(**{key: f"{path}.value", noise_key or f"{key}_noise": f"{path}.noise"})]
 
 
 def format_ratio(ratio: Any) -> str:
-    """`=` marks a ratio that is 1 within the noise, `?` one of a single repetition."""
+    """`=` marks a ratio that is 1 within the noise, `?` a single repetition."""
     if ratio.noise is None:
         return f"{ratio.value:.3f} ?"
     is_itself = (ratio.value, ratio.noise) == (1.0, 0.0)
@@ -117,9 +117,9 @@ def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is that of its files, `key` that of its rows in JSON (the same unless given).
+    """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default).
 
-    `shown` are the rows that a terminal shows where that is not all of them: none, for a table of files alone.
+    `shown` are the rows shown on a terminal if not all of them; an empty list makes a table for files only.
     """
 
     name: str
@@ -130,14 +130,14 @@ class Table:
     shown: Sequence[Any] | None = None
 
     def pivot(self, rows: Sequence[str], by: str, values: Sequence[str]) -> Table:
-        """The same numbers as a matrix: one row for those that agree in the columns `rows`, and in it the columns
-        `values` once for each cell of the column `by`. All are named columns of this table."""
+        """The same numbers as a matrix: one row per distinct combination of the columns `rows`, with the columns
+        `values` repeated for each cell of the column `by`. All are named columns of this table."""
         named = {column.name: column for column in self.columns}
         read = named[by].cell
         groups = group_by(self.rows, lambda row: tuple(named[name].cell(row) for name in rows))
 
         def pick(column: Column, cell: str | None = None) -> Callable[[Sequence[Any]], Any]:
-            """From a group: the value of its row with this cell, or of any."""
+            """Select from a group the value of the row with this cell, or of any row."""
             return lambda group: next((column.find(row) for row in group if cell in (None, read(row))), None)
 
         columns = [replace(named[name], value=pick(named[name])) for name in rows]
@@ -163,14 +163,15 @@ class Table:
         return text.getvalue()
 
     def markdown(self) -> str:
-        """All columns for people that hold anything."""
+        """All columns for people that are not empty."""
         shown = self._show(self.rows)
         rule = "|" + "|".join("--:" if one.column.is_number else "---" for one in shown) + "|"
         head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in _list_rows(shown))
         return "\n".join([head, rule, *body]) + "\n"
 
     def html(self) -> str:
-        """All columns for people, for a page and a notebook; a word that is the same in every row is in the caption."""
+        """All columns for people, for pages and notebooks; a text that is the same in every row moves to the
+        caption."""
         title, shown = self._name_common(self._show(self.rows))
         sides = ["right" if one.column.is_number else "left" for one in shown]
         caption = f"<caption>{html.escape(title)}</caption>" if title else ""
@@ -186,8 +187,8 @@ class Table:
     def terminal(self, width: int | None = 80) -> str:
         """The table for a terminal of this width; None shows every column, however wide.
 
-        A word that is the same in every row is said once, in the title. No cell is cut and no number is wrapped:
-        columns are dropped until the rest fits, and where the key columns alone do not fit, rows become lines.
+        A text that is the same in every row moves to the title. Cells are never cut and numbers never wrapped: columns
+        are dropped until the rest fits, and if even the key columns do not fit, each row becomes several lines.
         """
         rows = self.rows if self.shown is None else self.shown
         if not rows:
@@ -208,7 +209,7 @@ class Table:
         return "\n".join([*wrap(title, width), *lines, *wrap(_RATIO_NOTE if has_ratios else "", width)])
 
     def _name_common(self, shown: Sequence[_Shown]) -> tuple[str, list[_Shown]]:
-        """The title with the words that are the same in every row, and the other columns."""
+        """The title with the texts that are the same in every row, and the remaining columns."""
         same = [one for one in shown if one.column.unit == "text" and len(set(one.cells)) == 1]
         same = same[len(same) == len(shown) :]
         common = ", ".join(one.cells[0] for one in same)
@@ -216,7 +217,7 @@ class Table:
         return title, [one for one in shown if one not in same]
 
     def _show(self, rows: Sequence[Any]) -> list[_Shown]:
-        """The columns for people in which some row has a value."""
+        """The columns for people that are not empty."""
         named = [column for column in self.columns if column.name is not None]
         shown = [_Shown(column, [column.cell(row) for row in rows]) for column in named]
         return [one for one in shown if not rows or any(one.cells)]
@@ -224,7 +225,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class _Shown:
-    """A column with its cells as people read them."""
+    """A column with its formatted cells."""
 
     column: Column
     cells: list[str]
@@ -239,26 +240,26 @@ class _Shown:
 
 
 def _list_rows(columns: Sequence[_Shown]) -> list[tuple[str, ...]]:
-    """The headers, and the cells of each row."""
+    """The headers, followed by the cells of each row."""
     return list(zip(*((one.column.header, *one.cells) for one in columns), strict=True))
 
 
 def wrap(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Lines of at most this width, broken between words; a word (a path, say) is never broken."""
+    """Lines of at most this width, broken between words; a word, such as a path, is never broken."""
     if width is None:
         return [text] if text else []
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _measure(columns: Sequence[_Shown]) -> int:
-    """The least width of these columns."""
+    """The minimum width of these columns."""
     return sum(one.least + _GAP for one in columns)
 
 
 def _lay_out(columns: Sequence[_Shown], width: int | None) -> list[str]:
     spare = math.inf if width is None else width - _measure(columns)
     widths = []
-    for one in columns:  # what is left goes to columns of words
+    for one in columns:  # columns of words get the remaining width
         widths.append(int(min(one.width, one.least + max(0, spare))))
         spare -= widths[-1] - one.least
 
@@ -282,7 +283,7 @@ def _lay_out(columns: Sequence[_Shown], width: int | None) -> list[str]:
 
 
 def _stack_rows(columns: Sequence[_Shown], width: int) -> list[str]:
-    """Each row as lines `name: value`, its key columns first."""
+    """Each row as lines of `name: value`, key columns first."""
     ordered = sorted(columns, key=lambda one: not one.column.is_key)
     lines = []
     for row in zip(*(one.cells for one in ordered), strict=True):

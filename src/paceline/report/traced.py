@@ -1,4 +1,4 @@
-"""`predict --trace`: the best bucket size of the job that was traced, and what it would cost elsewhere."""
+"""Result of `predict --trace`: the best bucket size for a traced job, and its predicted cost elsewhere."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NUM_CAPS = 8
-# Steps that vary by more than this share were not alone on their machine.
+# Steps that vary by more than this share were disturbed by other load.
 _NOISY = 0.15
-_MOST_MESSAGES = 12  # on the terminal: the last ones; the CSV has all
+_MOST_MESSAGES = 12  # last messages shown on the terminal; the CSV has all
 
 
 @dataclass(frozen=True)
 class CapRow:
-    """A bucket size; `cap_bytes` is 0 where none makes these buckets. `gain` is what it saves of the step with the
-    traced buckets, with its 90 % interval. `is_beyond`: it has a message more than twice as large as any that was
-    traced, or less than half as large."""
+    """A bucket size; `cap_bytes` is 0 if no cap produces these buckets. `gain` is the share of the traced step that it
+    saves, with its 90 % interval. `is_beyond` means that some message is more than twice the largest or less than half
+    the smallest traced one."""
 
     label: str
     cap_bytes: int
@@ -81,10 +81,10 @@ MESSAGES = (
 
 
 class TracedResult(Result):
-    """`predict --trace`: `best` is the bucket size to use and `now` the traced buckets, with their predicted steps;
-    `verdict` is "use", "keep" (by its interval no bucket size saves more than 1 %), "flat" (by theirs all are within
-    1 %, or by `limit` none can save as much) or "undecided". `rows` are bucket sizes, `elsewhere` networks and numbers
-    of ranks."""
+    """Result of `predict --trace`. `best` is the bucket size to use and `now` are the traced buckets, with their
+    predicted steps. `verdict` is "use", "keep" (no bucket size saves more than 1 %, given its interval), "flat" (all
+    intervals are within 1 %, or `limit` shows that none can save as much) or "undecided". `rows` are bucket sizes,
+    `elsewhere` are networks and rank counts."""
 
     def _derive(self) -> None:
         self.traced = TracedJob(self.only(TracedStepRecord))
@@ -97,7 +97,7 @@ class TracedResult(Result):
         self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self.build_row("best", choice.estimate.cuts)
-        # What does not reproduce the traced step limits nothing.
+        # A model that does not reproduce the traced step gives no limit.
         self.limit = Limit() if self.traced.is_off else self.model.limit_gain(self._now_cuts)
         ratios = [Interval(1 - value, 1 - high, 1 - low) for value, low, high in (row.gain for row in self.rows)]
         self.verdict = judge(ratios, _is_sure(self.candidate.gain), self.limit).replace("default", "keep")
@@ -130,8 +130,8 @@ class TracedResult(Result):
 
     @cached_property
     def plan(self) -> Plan:
-        """The buckets of the verdict: the traced ones where those stay, and else the best ones, with a cap for each
-        where that is as sure and better, which torch 2.13 can take. Gradients are in ready order."""
+        """The recommended buckets: the traced ones if they stay, otherwise the best ones. One cap per bucket, which
+        torch 2.13 accepts, is used if that is better and as certain. Gradients are in ready order."""
         cuts, label = self.best.estimate.cuts, "traced"
         if self.verdict == "use":
             free, label = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s)), "from a trace"
@@ -146,30 +146,30 @@ class TracedResult(Result):
         where = f"The traced job on {self.traced.where}"
         if self.verdict == "use":
             return (
-                f"{where}: use bucket_cap_mb={best.cap_mib:g}, "
-                f"{format_number_of(best.estimate.num_buckets, 'bucket')}: a step takes "
+                f"{where}: use bucket_cap_mb={best.cap_mib:g} "
+                f"({format_number_of(best.estimate.num_buckets, 'bucket')}): a step takes "
                 f"{format_ms(best.estimate.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
                 f"{low:.1%} to {high:.1%}). Simulated."
             )
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
         other = self.find_rival()
-        saves = "{} saves {:.1%} (90 %: {:.1%} to {:.1%})".format(other.name, *other.gain)
+        saves = "{} would save {:.1%} (90 %: {:.1%} to {:.1%})".format(other.name, *other.gain)
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
             "flat": str(self.limit) if self.limit.is_nothing else f"all bucket sizes are within 1 %: {saves}",
-            "undecided": f"{saves}, which is not sure",
+            "undecided": f"{saves}, which is not certain",
         }[self.verdict]
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
         return f"{where}: {kept}{'' if self.verdict == 'keep' else f' ({self.verdict})'}: {reason}; {added}. Simulated."
 
     def find_rival(self) -> CapRow:
-        """Of the other bucket sizes the one that may save most."""
+        """The alternative bucket size with the largest possible saving."""
         return max(self.rows[1:], key=lambda row: row.gain[2], default=self.now)
 
     @cached_property
     def rows(self) -> list[CapRow]:
-        """Bucket sizes over the whole range, no two with the same buckets: the traced ones first, torch's default and
-        the best one among them."""
+        """Bucket sizes over the whole range, each with different buckets: the traced ones first, then others that
+        include torch's default and the best."""
         rows = {self.candidate.estimate.cuts: self.candidate} | {self._now_cuts: self.now}
         caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
         for cuts in (self._default_cuts, *map(self.job.cut, caps)):
@@ -183,35 +183,35 @@ class TracedResult(Result):
     def findings(self) -> Sequence[str]:
         traced, plan = self.traced, self.plan
         count, left_out = len(traced.steps), traced.num_left_out
-        without = f"; {left_out} left out, with other buckets or not whole on all ranks" if left_out else ""
-        off = f"{abs(traced.fit.error):.1%} {'more' if traced.fit.error > 0 else 'less'}"
+        without = f"; {left_out} excluded because of other buckets or missing ranks" if left_out else ""
+        off = f"{abs(traced.fit.error):.1%} {'longer' if traced.fit.error > 0 else 'shorter'}"
         free = self.model.estimate(self.model.cut_like(plan.bucket_bytes))
-        spread = f"their median is known to {self.model.noise:.1%}{' (assumed)' if traced.is_short else ''}"
+        spread = f"median ±{self.model.noise:.1%}{', assumed' if traced.is_short else ''}"
         lines = [
             f"traced: {format_number_of(count, 'step')} of rank {traced.rank}{without}; {format_ms(traced.step_s)} ms "
-            f"each, of which {format_ms(traced.exposed_s)} ms of messages behind backward; {spread}",
-            f"self-check: with the traced buckets the simulated step takes {off} than the traced one; messages are "
-            f"multiplied by {traced.fit.factor:.2f} so that it takes as long",
+            f"each ({spread}), with {format_ms(traced.exposed_s)} ms of communication after backward",
+            f"self-check: with the traced buckets, the simulated step is {off} than the traced one; message times are "
+            f"multiplied by {traced.fit.factor:.2f} to match it",
             *traced.notes,
-            "assumed: the profiler's own cost is in all times; copies cost the same for every bucket size",
-            "interval: 90 %, from the spread of the steps, what is assumed, and 10 % of what communication adds",
+            "assumed: all times include the profiler's overhead; copies cost the same for every bucket size",
+            "interval: 90 %, from the spread of the steps, the assumptions, and 10 % of exposed communication",
         ]
         if free.step_s < (1 - PLATEAU) * self.best.estimate.step_s:
             lines.append(
-                f"with a cap for each of {len(plan.buckets)} buckets, bucket_cap_mb_list of torch 2.13, a step takes "
+                f"with one cap per bucket ({len(plan.buckets)}; bucket_cap_mb_list of torch 2.13), a step takes "
                 f"{format_ms(free.step_s)} ms: the JSON and `result.plan` have the list"
             )
         if traced.spread > _NOISY:
-            lines.append(f"doubtful: the traced steps vary by {traced.spread:.0%}; trace again on a quiet machine")
+            lines.append(f"doubtful: the traced steps vary by {traced.spread:.0%}; trace again on an idle machine")
         if traced.is_off:
             lines.append(
-                f"doubtful: messages {traced.fit.factor:g} times as long, the limit, do not give the traced step; "
-                "trace more steps, and all ranks"
+                f"doubtful: even message times multiplied by {traced.fit.factor:g}, the limit, do not reproduce the "
+                "traced step; trace more steps, and all ranks"
             )
         if any(row.is_beyond for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
-                f"beyond the trace: its messages are from {sizes[0]} to {sizes[1]}; trace another bucket size, too"
+                f"beyond the trace: its messages have {sizes[0]} to {sizes[1]}; trace another bucket size as well"
             )
         if self.elsewhere:
             named = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
@@ -223,12 +223,12 @@ class TracedResult(Result):
     def tables(self) -> list[Table]:
         step = self.traced.steps[-1]
         messages = [(number, message, step.backward_s) for number, message in enumerate(step.messages)]
-        found = [Table("caps", "a step by bucket size", CAPS, self.rows)]
+        found = [Table("caps", "step time by bucket size", CAPS, self.rows)]
         if self.elsewhere:
             found.append(
-                Table("elsewhere", "on other networks and ranks, each at its best bucket size", WHAT_IF, self.elsewhere)
+                Table("elsewhere", "other networks and rank counts at their best bucket size", WHAT_IF, self.elsewhere)
             )
-        title, shown = "the messages of the last traced step", messages[-_MOST_MESSAGES:]
+        title, shown = "messages of the last traced step", messages[-_MOST_MESSAGES:]
         return [*found, Table("messages", title, MESSAGES, messages, shown=shown)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
@@ -257,7 +257,7 @@ def _is_sure(gain: tuple[float, float, float]) -> bool:
 
 
 def round_cap(low_bytes: int, high_bytes: int) -> int:
-    """A cap between the two that is short in MiB, as torch takes it."""
+    """A cap between the two with few digits in MiB, torch's unit."""
     for digits in range(1, 12):
         scale = 10 ** (digits - 1 - math.floor(math.log10(high_bytes / MIB)))
         cap_bytes = int(math.floor(high_bytes / MIB * scale) / scale * MIB)
@@ -267,7 +267,7 @@ def round_cap(low_bytes: int, high_bytes: int) -> int:
 
 
 def plot_traced(result: TracedResult) -> Figure:
-    """Step time against bucket size, predicted for every cap, with intervals; the traced step is a point on it."""
+    """Predicted step time for every cap, with intervals, and the traced steps as points."""
     title = f"Step time against bucket size: the traced job on {result.traced.where}"
     figure, axes = new_figure(title, f"simulated from {len(result.traced.steps)} traced steps; band: 90 %")
     rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)

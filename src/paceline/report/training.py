@@ -1,4 +1,4 @@
-"""The result of a training run: its epochs, its curves, and where the time of its steps went."""
+"""The result of a training run: its epochs, its curves, and where its step time went."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _COLUMNS = (
 
 
 class ObservedTraining(AttachedResult):
-    """The steps of a training run, as those of a program that was attached to. Every row says how long each rank waited
-    for the others."""
+    """The steps of a training run, analysed like those of an attached program. Every row has each rank's wait for the
+    others."""
 
     def __init__(self, run: Run, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = rows
@@ -66,7 +66,7 @@ class ObservedTraining(AttachedResult):
         return find_late_by_waits(self._waits)
 
     def _find_messages(self) -> tuple[float, float, float] | None:
-        """No more is exposed than was measured over all steps, of which few were recorded."""
+        """Limits exposed communication to the value measured over all steps, of which only a few were recorded."""
         found, waits = super()._find_messages(), self._waits
         if found is None or not waits:
             return found
@@ -75,9 +75,9 @@ class ObservedTraining(AttachedResult):
 
 
 class TrainRunResult(Result):
-    """A training run: in its folder, `config.json` and `metrics.jsonl`. `rows` has a row for each step.
+    """A training run: `config.json` and `metrics.jsonl` in its folder. `rows` has one row per step.
 
-    `run.config` has the settings, and in `outcome` its `steps`, `world_size`, `backend`, `device`, `num_parameters`.
+    `run.config` has the settings and, in `outcome`, `steps`, `world_size`, `backend`, `device` and `num_parameters`.
     """
 
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
@@ -96,9 +96,9 @@ class TrainRunResult(Result):
 
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
-        """A row for each save that is on disk: its `step`, how long steps waited for it (`stall_s`), of that, how long
-        for the write of the one before (`wait_s`), how long it was then written (`write_s`), and after how many seconds
-        the next one was due, by `--save-every auto` (`next_s`)."""
+        """One row per completed save: its `step`, how long steps waited for it (`stall_s`), the part of that spent on
+        the previous write (`wait_s`), how long its own write took (`write_s`), and the interval that `--save-every
+        auto` chose next (`next_s`)."""
         file = None if self.folder is None else self.folder / records.SAVES_FILE
         return records.load_metrics(file) if file is not None and find_file(file) is not None else []
 
@@ -108,7 +108,7 @@ class TrainRunResult(Result):
 
     @property
     def phases(self) -> dict[str, float]:
-        """The median seconds of each part of a step, without the first, which makes the plan; {} without `profile`."""
+        """Median seconds of each part of a step, without the first, which builds the plan; {} without `profile`."""
         timed = [row for row in self.rows if "forward_s" in row]
         columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in PARTS}
         return {name: statistics.median(values) for name, values in columns.items() if values} if timed else {}
@@ -133,7 +133,7 @@ class TrainRunResult(Result):
 
     @cached_property
     def observed(self) -> AttachedResult | None:
-        """Its steps, as those of a program that was attached to: what bounds them, and the buckets that they sent."""
+        """The steps, analysed like those of an attached program: their bottleneck, and the buckets that they sent."""
         if not self.rows or not self.total or not self.total.seconds:
             return None
         labels = {name: str(self.config[name]) for name in ("model", "wrapper", "backend", "device")} | self.outcome
@@ -150,7 +150,7 @@ class TrainRunResult(Result):
         return [*self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
 
     def _describe_faults(self) -> Sequence[str]:
-        """What the run recovered from; one that ended it is not among them."""
+        """The faults that the run recovered from, without one that ended it."""
         faults = [fault for fault in self.faults if fault["policy"] != "stop"]
         if not faults:
             return ()
@@ -163,15 +163,15 @@ class TrainRunResult(Result):
         lost = format_number_of(sum(fault.get("steps_lost") or 0 for fault in faults), "step")
         took_s = sum(fault.get("recovered_s") or 0.0 for fault in faults)
         many = format_number_of(len(faults), "fault")
-        return (f"Recovered from {many} in {took_s:.1f} s, and took {lost} again: {_join(names)}.",)
+        return (f"Recovered from {many} in {took_s:.1f} s and repeated {lost}: {_join(names)}.",)
 
     def _describe_saves(self) -> Sequence[str]:
-        saves = [row for row in self.saves if "next_s" in row]  # by --save-every auto
+        saves = [row for row in self.saves if "next_s" in row]  # from --save-every auto
         if not saves:
             return ()
         stall_s, write_s = (statistics.fmean(row[name] for row in saves) for name in ("stall_s", "write_s"))
         many, next_s = format_number_of(len(saves), "save"), format_duration(saves[-1]["next_s"])
-        times = f"steps waited {format_ms(stall_s)} ms for each, and it was on disk {format_ms(write_s)} ms later"
+        times = f"steps waited {format_ms(stall_s)} ms for each, which was on disk {format_ms(write_s)} ms later"
         return (f"{many}: {times}; the interval is {next_s} (--save-every auto).",)
 
     def _describe_phases(self) -> Sequence[str]:
@@ -186,7 +186,7 @@ class TrainRunResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """With the load of the machine: its times are reported, too. That of a run on disk is in `config.json`."""
+        """Includes the machine's load, because the run reports times. For a run on disk it is in `config.json`."""
         return (*super().warnings, *(doubt.text for doubt in self.doubts))
 
     def tables(self) -> list[Table]:
@@ -223,11 +223,13 @@ class TrainRunResult(Result):
         return super().to_json() | facts | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
-        """The files of a run that wrote none: it can be loaded from there, but not resumed."""
+        """Write the files of a run that wrote none: it can be loaded from there, but not resumed."""
         if self.folder is not None and folder.resolve() == self.folder.resolve():
             return
         if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():
-            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
+            raise RecordError(
+                f"{folder} holds another run and is not overwritten: choose another folder", code="exists"
+            )
         settings = {name: value for name, value in self.config.items() if name not in ("outcome", "faults")}
         text = render_config(settings, self.run.environment, self.outcome, self.faults)
         write_new(folder / records.CONFIG_FILE, text)
@@ -244,13 +246,13 @@ def _join(words: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-_MOST_FAULTS = 3  # that are named one by one
-_SAME = 0.01  # the share of the mean loss by which the loss of a step may differ where runs learn the same
+_MOST_FAULTS = 3  # maximum number of faults listed individually
+_SAME = 0.01  # maximum loss difference, relative to the mean loss, between runs that learn the same
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRun:
-    """One of several runs of training, next to the first of them."""
+    """One of several training runs, compared with the first."""
 
     name: str
     run: TrainRunResult
@@ -258,8 +260,8 @@ class ComparedRun:
 
     @property
     def differences(self) -> list[float]:
-        """By how much the loss of each step that both took differs, as a share of the mean loss of the first run;
-        infinite where one has no loss that is a number."""
+        """The loss difference of each common step, relative to the first run's mean loss; infinite if a loss is not
+        finite."""
         there, here = ({row["step"]: row["loss"] for row in run.rows} for run in (self.first, self.run))
         mean = statistics.fmean([loss for loss in there.values() if _is_number(loss)] or [1.0])
         both = [(loss, there[step]) for step, loss in here.items() if step in there]
@@ -271,7 +273,7 @@ class ComparedRun:
 
     @property
     def speed_up(self) -> float:
-        """Samples per second over those of the first run; for equal steps, the time of the first over that of this."""
+        """Throughput relative to the first run; for equal steps, the ratio of their times."""
         assert self.run.total is not None and self.first.total is not None
         return self.run.total.samples_per_s / self.first.total.samples_per_s
 
@@ -293,9 +295,9 @@ _COMPARED = (
 
 
 class TrainComparisonResult(Result):
-    """`train --compare`, and a job that was trained on several numbers of ranks: runs, compared with the first.
+    """Result of `train --compare`, and of a job trained on several rank counts: runs compared with the first.
 
-    `parts` are the runs. Saved, it names their folders, relative to its own (`config["runs"]`).
+    `parts` are the runs. When saved, it stores their folders relative to its own (`config["runs"]`).
     """
 
     def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
@@ -313,12 +315,12 @@ class TrainComparisonResult(Result):
 
     @classmethod
     def of(cls, runs: Sequence[Result], environment: Environment) -> TrainComparisonResult:
-        """Compare runs of training with the first of them."""
+        """Compare training runs with the first."""
         for one in runs:
             found = f"{one.folder or 'a result'} is a run of `paceline {one.run.verb}`"
             refuse(
-                (not isinstance(one, TrainRunResult), f"{found}: give those of `paceline train`"),
-                (not getattr(one, "rows", ()), f"{found} that took no step: resume it, or give another"),
+                (not isinstance(one, TrainRunResult), f"{found}: use runs of `paceline train`"),
+                (not getattr(one, "rows", ()), f"{found} that has no steps: resume it, or use another"),
                 code="mismatch",
             )
         return cls(Run("train --compare", {}, environment, ()), None, runs)
@@ -329,7 +331,7 @@ class TrainComparisonResult(Result):
 
     @property
     def _num_equal(self) -> int:
-        """The first steps in which all runs have the same loss."""
+        """The number of initial steps in which all runs have the same loss."""
         return min(len([*itertools.takewhile(_SAME.__ge__, row.differences)]) for row in self.rows)
 
     @property
@@ -338,11 +340,11 @@ class TrainComparisonResult(Result):
         names, most = _join(row.name for row in self.rows), max(row.largest_difference for row in others)
         text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
         if not self.learned_the_same:
-            text = f"{names} learn something else from the first step on; "
+            text = f"{names} diverge from the first step on; "
             if self._num_equal:
                 text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
             by = f"the loss of a step differs by up to {most:.1%}."
-            text += by if math.isfinite(most) else "the loss of a step is no number in one of them."
+            text += by if math.isfinite(most) else "one of them has a loss that is not a finite number."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
@@ -352,16 +354,16 @@ class TrainComparisonResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        lines = [f"they differ in {name}: {_join(map(str, v))}" for name, v in self.differences.items()]
+        lines = [f"the runs differ in {name}: {_join(map(str, v))}" for name, v in self.differences.items()]
         if not self.learned_the_same:
             steps = f"the first {self._num_equal} of {self.rows[0].run.steps} steps"
             why = (
-                "; rounding depends on the number of ranks and grows from step to step; dropout and, without "
-                "--sync-batchnorm, BatchNorm depend on it, too"
+                "; rounding depends on the number of ranks and accumulates over steps; dropout and, without "
+                "--sync-batchnorm, BatchNorm depend on it as well"
             )
             is_of_ranks = len({row.run.world_size for row in self.rows}) > 1 and not self.differences
             lines.append(f"the losses agree within {_SAME:.0%} for {steps}{why if is_of_ranks else ''}")
-        return [*lines, "one run after the other, not in turns: differences of a few per cent may be the machine's"]
+        return [*lines, "the runs were not interleaved: differences of a few percent may be machine drift"]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -387,7 +389,7 @@ class TrainComparisonResult(Result):
         return super().to_json() | said
 
     def _save_run(self, folder: Path) -> None:
-        """Runs that wrote nothing are saved in its folder."""
+        """Save runs without a folder inside its own."""
         for number, part in enumerate(self.parts, 1):
             if part.folder is None:
                 part.save(folder / f"run-{number}")
@@ -422,7 +424,7 @@ def load_training(folder: str | Path) -> TrainRunResult:
 
 
 def plot_losses(rows: Sequence[ComparedRun], title: str, subtitle: str) -> Figure:
-    """The losses of several runs on one axis: of every step, thinner from run to run, and of the tests."""
+    """The losses of several runs on one axis: of every step, with thinner lines for later runs, and of the tests."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
     for number, row in enumerate(rows):
         for name, style, look in (
@@ -440,7 +442,7 @@ def plot_losses(rows: Sequence[ComparedRun], title: str, subtitle: str) -> Figur
 
 
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:
-    """The loss of every step, and the test loss and accuracy where they were measured."""
+    """The loss of every step, and the test loss and accuracy if measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
     steps, losses = ([row[name] for row in rows] for name in ("step", "loss"))
     axes.plot(steps, losses, color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss", gid="loss")

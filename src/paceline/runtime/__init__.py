@@ -1,1 +1,1 @@
-"""Ranks: who they are, how they meet, how they are started and ended. Nothing here moves gradients."""
+"""Ranks: identity, rendezvous, start and end. Nothing here moves gradients."""

@@ -1,4 +1,4 @@
-"""Who this rank is, read from the variables that launchers set. Needs no torch and touches no network."""
+"""This rank's place in the world, from the variables that launchers set. Needs neither torch nor the network."""
 
 import os
 import re
@@ -10,8 +10,8 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the world, as its launcher set it; what is None (Kubernetes sets RANK and WORLD_SIZE alone)
-    follows from the hosts that the ranks exchange."""
+    """A rank's place in the world, as set by its launcher. Fields that are None (Kubernetes sets only RANK and
+    WORLD_SIZE) are derived from the hosts that ranks exchange."""
 
     rank: int
     world_size: int
@@ -22,8 +22,8 @@ class Place:
     master_port: int | None = None
 
 
-# Its name, and the variables of rank, world size, local rank and local world size; of several for one size,
-# the first that is set counts.
+# Name, and the variables of rank, world size, local rank and local world size. If there are several for one value, the
+# first that is set counts.
 _Launcher = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
 # In order of precedence: torchrun may itself run inside a Slurm job.
 _LAUNCHERS: tuple[_Launcher, ...] = (
@@ -40,7 +40,7 @@ _LAUNCHERS: tuple[_Launcher, ...] = (
 
 
 def _find_launcher(variables: Mapping[str, str]) -> _Launcher | None:
-    if "WORLD_SIZE" in variables:  # without RANK it is reported rather than taken for a world of one
+    if "WORLD_SIZE" in variables:  # without RANK this is reported as an error, not treated as a world of one
         return _LAUNCHERS[0]
     return next((launcher for launcher in _LAUNCHERS if launcher[1] in variables), None)
 
@@ -60,7 +60,7 @@ def _read_int(variables: Mapping[str, str], name: str) -> int | None:
 
 
 def _tasks_on_node(text: str, node: int) -> int | None:
-    """Slurm's `2(x3),1` means 2 tasks on each of three nodes, then 1."""
+    """Parse Slurm's `2(x3),1`: 2 tasks on each of three nodes, then 1."""
     counts: list[int] = []
     for part in text.split(","):
         if not (match := re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)):
@@ -73,7 +73,7 @@ def first_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: `gpu[03-07,9],login` is `gpu03`."""
     match = re.match(r"[^,\[]+(?:\[[^\]]+\][^,\[]*)*", nodelist.strip())
     if not match:
-        raise ConfigError(f"the Slurm node list {nodelist!r} names no host: set MASTER_ADDR")
+        raise ConfigError(f"the Slurm node list {nodelist!r} has no host: set MASTER_ADDR")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
 
 
@@ -90,7 +90,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
     if rank is None or world_size is None:
         found, missing = (rank_name, size_name) if world_size is None else (size_name, rank_name)
         hint = f"start with torchrun or srun, or unset {found} to run alone"
-        raise ConfigError(f"{found} is set and {missing} is not: {hint}")
+        raise ConfigError(f"{found} is set but {missing} is not: {hint}")
     if world_size < 1 or rank >= world_size:
         raise ConfigError(f"{rank_name}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
 
@@ -108,7 +108,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
     if name == "slurm":
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
         master_addr = master_addr or (first_host(nodes) if nodes else None)
-        # All ranks of a job step derive it alike and two steps do not share it; Linux chooses ports from 32768 up.
+        # The same for all ranks of a job step and different for two steps; Linux picks ephemeral ports from 32768 up.
         job = _read_int(variables, "SLURM_JOB_ID") or _read_int(variables, "SLURM_JOBID") or 0
         step = _read_int(variables, "SLURM_STEP_ID") or 0
         master_port = master_port or 15000 + (job * 101 + step) % 17000

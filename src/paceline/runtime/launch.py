@@ -1,6 +1,7 @@
-"""Local ranks, started, watched, and ended without orphans.
+"""Local ranks: started, monitored, and ended without orphans.
 
-They see torchrun's variables, and are forked by a server that has imported torch, or spawned where that cannot be.
+They get torchrun's environment variables, and are forked by a server that has imported torch, or spawned if forking is
+not possible.
 """
 
 from __future__ import annotations
@@ -40,47 +41,50 @@ from paceline.runtime.recovery import Recovery
 from paceline.runtime.worker import SPARE, Failure, listen, make_error, serve_jobs_spawned
 from paceline.units import format_memory
 
-# What one more rank takes before it allocates anything, with some room: the interpreter and torch hold 145 MiB of their
-# own and share the rest of 226 MiB resident (torch 2.13 on CPU, aarch64).
+# Memory of one more rank before it allocates anything, with some margin: the interpreter and torch have 145 MiB of
+# private memory and share the rest of the 226 MiB resident (torch 2.13 on CPU, aarch64).
 RANK_BYTES = 200 * 2**20
-# After the first failure, how long to listen for others, so that a victim is not taken for the culprit.
+# After the first failure, how long to listen for others, so that a victim is not mistaken for the culprit.
 _AFTERMATH_S = 1.0
-_LOOK_S = 0.5  # how often to check that the ranks are alive while no message comes
-_LEAVE_S = 1.0  # how long an idle rank may take to end after its link is closed, before SIGTERM
+_LOOK_S = 0.5  # how often to check that ranks are alive while no message arrives
+_LEAVE_S = 1.0  # how long an idle rank may take to exit after its link is closed, before SIGTERM
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
-# Failures that no victim of another rank has: there is nothing to listen for, and the others can only wait.
+# Failures that cannot be a consequence of another rank's: there is no need to listen for more.
 _CERTAIN = ("killed", "hung")
-# After a fault, how long ranks that stay may take to leave their world; and to name the rank that they have lost.
+# After a fault, how long surviving ranks may take to leave their world, and to name the rank that they lost.
 _REGROUP_S, _STANDBY_S = 30.0, 5.0
-_SPARE_S = 120.0  # how long a spare may take to become ready, where none is
-_LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
-# A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
-# the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
+_SPARE_S = 120.0  # how long a spare may take to become ready if none is
+_LONG_S = 1e6  # no limit, for calls that do not accept infinity
+# A signal this soon after the first is the same request: `timeout` and service managers signal a whole process group,
+# and the launcher, which may be slow on a busy machine, forwards it to ranks that already have it.
 SAME_REQUEST_S = 1.0
-# Variables that no library reads when it is imported: a change of these does not make the server's imports stale.
+# Variables that no library reads on import: changing them does not make the server's imports stale.
 _HARMLESS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "PWD", "OLDPWD", "_"}
 _Hear = Callable[[int, Any], None] | None
 
 
 def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
-    """Refuse a number of local ranks that this host's memory cannot hold."""
+    """Raise ConfigError if this host's memory cannot hold so many local ranks."""
     if num_ranks < 1:
-        raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
+        raise ConfigError(f"{num_ranks} ranks: use at least 1")
     each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
     if num_ranks * each > have:
-        text = f"{num_ranks} ranks need about {format_memory(num_ranks * each)} and {format_memory(have)} are free"
+        text = f"{num_ranks} ranks need about {format_memory(num_ranks * each)} but {format_memory(have)} are free"
         raise ConfigError(f"{text}: use fewer ranks or smaller sizes (at most {have // each} ranks of this size)")
 
 
 class _Server:
-    """A process that has imported torch, and `modules`, and forks ranks on request (`worker.serve_forks`).
+    """A process that has imported torch and `modules`, and forks ranks on request (`worker.serve_forks`).
 
-    It ends with this process and, once another one has taken its place, with the last rank that it forked.
+    It ends with this process, or with its last rank once another server has replaced it.
     """
 
     def __init__(self, modules: frozenset[str]) -> None:
-        self.owner, self.imports = os.getpid(), _describe_imports()
-        self._lock, self._state, self.modules = threading.Lock(), b"", modules
+        self.owner = os.getpid()
+        self.imports = _describe_imports()
+        self.modules = modules
+        self._lock = threading.Lock()
+        self._state = b""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import worker; "
         source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()}, {sorted(modules)})"
@@ -91,14 +95,15 @@ class _Server:
         self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
     def fork(self, link: int, descriptors: Sequence[int]) -> _Forked:
-        """Request a rank; returns at once, also while the server is still importing torch."""
+        """Request a rank; returns immediately, even while the server is still importing torch."""
         status, far_status = multiprocessing.Pipe(duplex=False)
-        with far_status, self._lock, contextlib.suppress(OSError):  # a server that is gone: `is_ready` finds it
+        with far_status, self._lock, contextlib.suppress(OSError):  # `is_ready` detects a dead server
             socket.send_fds(self._control, [b"rank"], [link, far_status.fileno(), *descriptors])
         return _Forked(self, status)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Wait until the server forks; False if it cannot. A server that takes longer may still be able to."""
+        """Wait until the server can fork; False if it cannot. A server that takes longer than the timeout may still be
+        able to."""
         with self._lock:
             if not self._state:
                 if not multiprocessing.connection.wait([self._control], min(timeout_s, _LONG_S)):
@@ -111,26 +116,27 @@ class _Server:
 
 def _end_server(owner: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
     if os.getpid() == owner:
-        process.kill()  # it may be importing torch; what it forked ends with it
+        process.kill()  # it may be importing torch; the ranks it forked end with it
         process.wait()
-    control.close()  # last: a server that finds it closed has something to report
+    control.close()  # last: a server that finds it closed reports that
 
 
 class _Forked:
-    """A process that the server forked, with the methods of `multiprocessing.Process` that a pool uses."""
+    """A process forked by the server, with the methods of `multiprocessing.Process` that a pool uses."""
 
     def __init__(self, server: _Server, status: Connection) -> None:
-        self._server, self._status = server, status  # the server must live as long as the process
+        self._server, self._status = server, status  # keep the server alive as long as the process
         self._pid: int | None = None
         self._code: int | None = None
-        self._handle = -1  # signals go through it: a process id may belong to someone else by now
+        self._handle = -1  # used for signals, since a process id may have been reused
 
     def _read(self) -> None:
-        """Read the server's next report: the process id, then the exit code, which comes before the id is free again"""
+        """Read the server's next report: the process id, then the exit code, which arrives before the id can be
+        reused."""
         try:
             number = int(self._status.recv())
         except (EOFError, OSError):
-            self._code = -signal.SIGKILL  # the server is gone, and so is everything that it forked
+            self._code = -signal.SIGKILL  # the server is gone, and so are all processes that it forked
             return
         if self._pid is not None:
             self._code = number
@@ -141,7 +147,7 @@ class _Forked:
 
     @property
     def pid(self) -> int | None:
-        """Waits until the server has forked."""
+        """The process id; waits until the server has forked."""
         if self._pid is None and self._code is None:
             self._read()
         return self._pid
@@ -156,17 +162,17 @@ class _Forked:
         self.kill(signal.SIGTERM)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        # No exit code yet: so the handle was opened before the id was free, and is that of this process.
+        # Without an exit code the id was not free when the handle was opened, so the handle is for this process.
         if self.exitcode is None and self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
     def join(self, timeout_s: float = math.inf) -> None:
-        """Wait for its end, but not for one that the server has not forked yet: without its link it ends at once."""
+        """Wait until it ends, but not for a process that is not forked yet: without its link, that one ends at once."""
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and self._pid is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
-        if self._code is not None:  # the server closes its end once there is no zombie any more
+        if self._code is not None:  # the server closes its end once the zombie is reaped
             self._status.poll(max(0.0, min(deadline - time.monotonic(), _LONG_S)))
 
     def close(self) -> None:
@@ -177,7 +183,7 @@ class _Forked:
 
 
 def _describe_imports() -> tuple[object, ...]:
-    """What a library may read while it is imported: if it changes, the server's imports are stale."""
+    """Everything that a library may read on import: if it changes, the server's imports are stale."""
     variables = frozenset((name, value) for name, value in os.environ.items() if name not in _HARMLESS)
     return variables, frozenset(os.sched_getaffinity(0)), multiprocessing.spawn.get_executable()
 
@@ -188,8 +194,7 @@ _can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 def _find_server(modules: Sequence[str] = ()) -> _Server | None:
-    """The server of this process that has imported these modules, too, started if there is none; None where ranks must
-    be spawned."""
+    """This process's server with these modules imported, started if necessary; None if ranks must be spawned."""
     global _server
     if not _can_fork:
         return None
@@ -203,21 +208,21 @@ def _find_server(modules: Sequence[str] = ()) -> _Server | None:
 
 @dataclass(eq=False)
 class _Rank:
-    """The launcher's end of one rank."""
+    """The launcher's side of one rank."""
 
     process: Any  # a `multiprocessing.Process`, or a `_Forked`
     link: Connection
     stacks: Connection
     was_heard: bool = False
-    step: int | None = None  # it waits for a place in a new world, and has completed this step
-    is_lost: bool = False  # since it has lost another rank
+    step: int | None = None  # last completed step of a rank that waits for a new world
+    is_lost: bool = False  # it waits because it lost another rank
 
 
 def _signal(process: Any, number: int) -> None:
-    """Send a signal to the process of a rank; does nothing once it has ended."""
+    """Send a signal to a rank's process; does nothing once it has ended."""
     if isinstance(process, _Forked):
         process.kill(number)
-    elif process.exitcode is None:  # our own child: its id is not free before we have read its exit code
+    elif process.exitcode is None:  # our own child: its id stays reserved until we read its exit code
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
@@ -230,20 +235,20 @@ def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
 
 def _end_processes(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
-        rank.process.kill()  # if it is stopped, or busy in a handler of its own
+        rank.process.kill()  # even if it is stopped or busy in a signal handler
         rank.process.join()
         rank.process.close()
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others.
-    `modules` are imported once, before ranks are forked, where they can be."""
+    """Warm local ranks that run one job after another. After a failed job they are ended, and the next job starts new
+    ones. `modules` are imported once, before ranks are forked, if possible."""
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
         self.num_ranks, self._modules = num_ranks, modules
         self._ranks: list[_Rank] = []
-        self._size = 0  # of the world that is open, or was last; the others are spares
+        self._size = 0  # size of the current or last world; the remaining processes are spares
         self._server: _Server | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -256,18 +261,18 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
-        `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
-        The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
-        Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
-        raised is raised here as itself. With `hang_timeout_s`, or with PACELINE_MONITOR, the ranks are monitored
-        (`runtime/monitor.py`): one that is suspended, or hangs for so long, fails as well. With `recovery` ranks may
-        continue after a fault, or start again (`runtime/recovery.py`): the values are those of the last world.
+        `fn` may be given as "package.module:name", which only the ranks import, so the launcher needs no torch. The
+        function opens its own world (`paceline.init()`). `on_message(rank, message)` receives what ranks `post`. Raises
+        LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank is raised here
+        as itself. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored (`runtime/monitor.py`): a rank
+        that is suspended, or hangs for that long, counts as failed. With `recovery`, ranks may continue or restart
+        after a fault (`runtime/recovery.py`), and the values are those of the last world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         if hang_timeout_s is None and num_ranks > 1 and is_wanted():
-            # Here and not in the ranks: who ends a rank must be the one who reports its end.
+            # Here rather than in the ranks: the process that ends a rank must be the one that reports it.
             hang_timeout_s = find_hang_timeout()
         job, size = _pickle_job(fn, args), num_ranks
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
@@ -288,7 +293,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                             del self._ranks[size:]
                         return [values[rank] for rank in range(size)]
                     size = next_size
-                    if self._ranks[0].step is None and recovery is not None:  # other processes, from the last file
+                    # new processes, which load the last checkpoint
+                    if self._ranks[0].step is None and recovery is not None:
                         job = _pickle_job(fn, recovery.arguments)
                         self._await_ranks(size, deadline)
                         recovery.check_over()
@@ -300,8 +306,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear,
         hang_timeout_s: float | None, recovery: Recovery | None,
     ) -> tuple[dict[int, Any], int]:  # fmt: skip
-        """Give the first `size` ranks a world, in which they run the job, or stay in it. Returns their values; after a
-        fault from which they recover, or where more ranks are available, the size of the next world."""
+        """Give the first `size` ranks a world in which they start or continue the job. Returns their values or, after a
+        fault from which they recover or when more ranks are available, the size of the next world."""
         watched = None
         if hang_timeout_s is not None and not why_no_monitor():
             watched = Monitor(range(size), size, hang_timeout_s)
@@ -319,7 +325,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 stuck = [rank for rank in range(size) if rank not in values and not failures and not waiting]
                 policy = "stop"
                 if waiting and not failures and all(rank.is_lost for rank in waiting):
-                    failures = [Failure(None, time.monotonic(), "ranks have lost each other, and none is missing")]
+                    failures = [Failure(None, time.monotonic(), "ranks lost contact, though all are alive")]
                 if failures:
                     first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
                     error = make_error(first, size, sorted(values))
@@ -328,7 +334,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         policy = recovery.decide(first, error, size, bool(values), at)
                 elif waiting and recovery is not None:
                     policy = recovery.policy
-                # While there is a store: without it they would no longer be where they were stuck.
+                # While the store is up: without it they would move on from where they were stuck.
                 if policy == "restart" or (policy == "stop" and any(failure.code in _CERTAIN for failure in failures)):
                     self._kill()
                 places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
@@ -345,24 +351,25 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return values, 0
 
     def _place(self, rank: int, variables: dict[str, str], job: bytes) -> None:
-        """A rank that stands by continues its job in the new world; another one begins it there."""
+        """Send a rank to the new world: a rank on standby continues its job there, any other starts it."""
         end = self._ranks[rank]
         message = (sys.path, variables, job) if end.step is None else variables
         end.step, end.is_lost = None, False
-        with contextlib.suppress(OSError):  # a rank that died already is found by _collect
+        with contextlib.suppress(OSError):  # _collect detects a rank that is already dead
             end.link.send_bytes(pickle.dumps(message))
 
     def _regroup(
         self, policy: str, size: int, failures: Sequence[Failure], job: bytes, on_message: _Hear, recovery: Recovery,
         monitor: Monitor | None,
     ) -> int:  # fmt: skip
-        """Put those who will be in the next world first, in the order of their new ranks; returns their number. Where
-        nobody is left, all ranks are started anew. Those who stay and have got a signal stop in the next world."""
+        """Reorder the processes so that the ranks of the next world come first, in their new order; returns their
+        number. If none is left, all ranks are started again. Remaining ranks that received a signal stop in the next
+        world."""
         late, deadline = set(range(min(size, len(self._ranks)))), time.monotonic() + _REGROUP_S
         for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
             self._ranks[lost].process.kill()
             late.discard(lost)
-        if failures and monitor is not None:  # after it is gone: what it could still send would come too late
+        if failures and monitor is not None:  # after its death, since any later messages from it would be too late
             monitor.tell_lost()
         stay = {rank for rank in late if self._ranks[rank].step is not None}
         late -= stay
@@ -378,7 +385,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         self._ranks[rank].step = content[0]
                         stay.add(rank)
             if monitor is not None and (verdict := _look(monitor)) is not None and verdict.rank is not None:
-                late.discard(verdict.rank)  # it is lost, too
+                late.discard(verdict.rank)  # this rank is lost, too
         active, others = self._ranks[:size], self._ranks[size:]
         spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
         ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
@@ -403,17 +410,17 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return recovery.fit(min(len(kept), recovery.num_ranks))
 
     def _await_spare(self, job: bytes, recovery: Recovery, num_lost: int) -> list[_Rank]:
-        """The spares that stand by, after one more does, or one has failed."""
+        """The spares on standby, after waiting for one more to arrive or fail."""
         self._refill(job, recovery, num_lost)
         waiting = {rank for rank in range(self._size, len(self._ranks)) if self._ranks[rank].step is None}
         for rank, kind, content in self._hear(waiting, _LOOK_S, None):
             self._note_spare(rank, kind, content, recovery)
-            break  # the others may have other numbers now
+            break  # rank indices may have changed
         there = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is None]
         return [spare for spare in there if spare.step is not None]
 
     def _refill(self, job: bytes, recovery: Recovery, num_lost: int = 0) -> None:
-        """Start what is missing of the processes that may become ranks; ranks that are lost are still listed."""
+        """Start missing spares; `num_lost` lost ranks are still in the list."""
         dead = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is not None]
         self._ranks = [rank for rank in self._ranks if rank not in dead]
         self._end(dead)
@@ -432,8 +439,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             self._end([self._ranks.pop(rank)])
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message to the job that this rank runs (`worker.receive`); one that is gone gets nothing."""
-        with contextlib.suppress(OSError), defer_signals():  # half a message could never be understood
+        """Send a message to the job on this rank (`worker.receive`); ignored if the rank is gone."""
+        with contextlib.suppress(OSError), defer_signals():  # a partial message could not be decoded
             self._ranks[rank].link.send_bytes(pickle.dumps(message))
 
     @property
@@ -441,21 +448,20 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return self._ranks[: self._size or len(self._ranks)]
 
     def pids(self) -> list[int]:
-        """The process ids of the ranks, in rank order; waits for those that are just being started. For signals there
-        is `signal`."""
+        """The process ids of the ranks, in rank order; waits for those that are still starting. To send signals, use
+        `signal`."""
         return [rank.process.pid for rank in self._active if rank.process.pid is not None]
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank that has not ended; waits for those that are just being started."""
+        """Send a signal to every rank that has not ended; waits for those that are still starting."""
         for rank in self._active:
             if rank.process.pid is not None:
                 _signal(rank.process, number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the ranks and wait until they are gone; does nothing the second time.
+        """End the ranks and wait until they are gone; idempotent.
 
-        Unless `at_once`, those that wait for a job may end by themselves: killed ones leave their locks behind, and
-        tqdm has one.
+        Unless `at_once`, idle ranks may exit by themselves: killed ones leave their locks behind, and tqdm has one.
         """
         ranks, self._ranks, self._size = self._ranks, [], 0
         for rank in ranks:
@@ -469,7 +475,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         _end_processes(ranks)
 
     def _end(self, ranks: Sequence[_Rank]) -> None:
-        """Kill processes that are no ranks any more."""
+        """Kill processes that are no longer ranks."""
         for rank in ranks:
             rank.process.kill()
             rank.link.close()
@@ -477,14 +483,15 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         _end_processes(ranks)
 
     def _kill(self) -> None:
-        """End all ranks now, while there is a store: without it they would fill the screen with errors of their own."""
+        """Kill all ranks now, while the store is up: without it they would print errors of their own."""
         for rank in self._ranks:
             rank.process.kill()
         _join(self._ranks, _GRACE_S)
 
     def start(self, num_ranks: int | None = None) -> None:
-        """Start ranks now, so that torch is imported while the caller does something else; `run` would too."""
-        # First, for it raises in a script without a main guard, and no server may be started for that.
+        """Start ranks now, so that they import torch while the caller does other work; `run` would start them
+        otherwise."""
+        # First, because it raises in a script without a main guard, before any server is started.
         preparation = multiprocessing.spawn.get_preparation_data("")
         preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
@@ -493,14 +500,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             preparation["name"] = f"paceline-rank-{rank}"
             link, far_link = multiprocessing.Pipe()
             stacks, far_stacks = multiprocessing.Pipe(duplex=False)
-            # Deferred: half started, a rank would be neither waited for nor ended.
+            # Defer signals: a partly started rank would be neither joined nor killed.
             with far_link, far_stacks, defer_signals():
                 if self._server is None:
                     is_main = threading.current_thread() is threading.main_thread()
                     process: Any = multiprocessing.get_context("spawn").Process(
                         target=serve_jobs_spawned, args=(rank, far_link, far_stacks, is_main), name=preparation["name"]
                     )
-                    multiprocessing.resource_tracker.ensure_running()  # its start would unblock what is blocked below
+                    multiprocessing.resource_tracker.ensure_running()  # starting it would undo the signal mask below
                     with _sigint_blocked():
                         process.start()
                 else:
@@ -514,7 +521,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self._ranks.append(_Rank(process, link, stacks))
 
     def _await_ranks(self, num_ranks: int, deadline: float) -> None:
-        """Wait until every rank is ready, so that they begin together, has died, or time is up."""
+        """Wait until every rank is ready, so that they start together, or has died, or the deadline passes."""
         global _can_fork
         if self._server is not None and not self._server.is_ready(max(0.0, deadline - time.monotonic())):
             self.close()
@@ -531,7 +538,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         self, num_ranks: int, job: bytes, deadline: float, on_message: _Hear, monitor: Monitor | None,
         recovery: Recovery | None,
     ) -> tuple[dict[int, Any], list[Failure]]:  # fmt: skip
-        """Listen to all ranks until each has answered or stands by, one has failed, or time is up."""
+        """Listen to all ranks until each has answered or is on standby, one has failed, or the deadline passes."""
         values: dict[int, Any] = {}
         failures: list[Failure] = []
         pending, is_wanted = set(range(num_ranks)), False
@@ -546,12 +553,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     self._note_spare(rank, kind, content, recovery)
                     if kind in ("value", "failure"):
                         self._refill(job, recovery)
-                    break  # they may have other numbers now
+                    break  # rank indices may have changed
                 elif kind == "stepped" and recovery is not None:
                     first, when_s = content
                     recovery.note_step(first, when_s, num_ranks)
-                    self._refill(job, recovery)  # now, for it takes time of the cores
-                    break  # they may have other numbers now
+                    self._refill(job, recovery)  # now, while it does not delay a recovery
+                    break  # rank indices may have changed
                 elif kind == "standby":
                     pending.discard(rank)
                     self._ranks[rank].step, self._ranks[rank].is_lost = content
@@ -562,7 +569,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         values[rank] = content
                     else:
                         failures.append(content if monitor is None else _add_place(content, monitor.describe(rank)))
-            is_open = all(failure.is_secondary for failure in failures)  # the cause may be found yet
+            is_open = all(failure.is_secondary for failure in failures)  # the cause may still be found
             if is_open and monitor is not None and (verdict := _look(monitor)) is not None:
                 failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
             is_named = recovery is not None and any(not failure.is_secondary for failure in failures)
@@ -574,14 +581,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 there = [spare for spare in self._ranks[num_ranks:] if spare.process.exitcode is None]
                 ready = sum(spare.step is not None for spare in there)
                 if is_wanted := recovery.fit(min(num_ranks + ready, recovery.num_ranks)) > num_ranks:
-                    self.send(0, "more ranks can be had")
+                    self.send(0, "more ranks are available")
         return values, failures
 
     def _hear(self, ranks: set[int], timeout_s: float, monitor: Monitor | None) -> Iterator[tuple[int, str, Any]]:
-        """What these ranks have sent or, of those that have ended, how; waits until there is something."""
+        """Messages from these ranks, and how ranks have ended; waits until there is something."""
         links: dict[Any, int] = {self._ranks[rank].link: rank for rank in ranks}
         ready = multiprocessing.connection.wait(list(links), timeout_s)
-        # A dead rank is known by the end of its link or, where a grandchild holds the link open, by a look at it.
+        # A dead rank closes its link; if a grandchild holds the link open, its exit code shows it.
         dead = {rank for rank in ranks if self._ranks[rank].process.exitcode is not None}
         for rank in sorted({links[item] for item in ready} | dead):
             for kind, content in self._receive(rank, rank in dead, monitor):
@@ -590,7 +597,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     break
 
     def _receive(self, rank: int, is_gone: bool, monitor: Monitor | None) -> Iterator[tuple[str, Any]]:
-        """What a rank has sent and then, if it is gone, how it died: one that answered and then died has answered."""
+        """The messages of a rank and, if it is gone, how it died. A rank that answered before it died has answered."""
         end = self._ranks[rank]
         try:
             while end.link.poll():
@@ -610,16 +617,16 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if process.pid is None or not self._ranks[rank].was_heard:
             return "(still starting)"
         if process.exitcode is not None:
-            return "(it has ended)"
+            return "(ended)"
         _signal(process, signal.SIGUSR1)
         text = b""
         while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
             text += chunk
-        return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
+        return text.decode(errors="replace").strip() or "(no answer: suspended, or stuck in the kernel)"
 
 
 def _look(monitor: Monitor) -> Verdict | None:
-    """A fault that must end the job. A rank that is only slow is named on stderr."""
+    """A fault that must end the job. A rank that is only slow is reported on stderr."""
     verdict = monitor.look()
     if verdict is None or verdict.ends:
         return verdict
@@ -629,8 +636,7 @@ def _look(monitor: Monitor) -> Verdict | None:
 
 
 def _add_place(failure: Failure, where: str) -> Failure:
-    """The same, with the step, for an error of a collective or of the user's code; others have it in their own words,
-    or have none."""
+    """Add the step to the failure of a collective or of user code; other failures already name it or have none."""
     found = re.match(r"in step \d+", where)
     if found is None:
         return failure
@@ -643,7 +649,7 @@ def _add_place(failure: Failure, where: str) -> Failure:
 
 def _describe_death(rank: int, code: int, was_heard: bool, summary: str) -> Failure:
     if code >= 0 and not was_heard:
-        summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
+        summary += " while starting: a script must start ranks under `if __name__ == '__main__':`"
     return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "died")
 
 
@@ -694,13 +700,13 @@ def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
             return by_value.dumps((fn, tuple(args)))
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        text = f"{name} and its arguments cannot be sent to another process ({error})"
-        raise ConfigError(f"{text}: use a function at the top level of a module, and plain values") from None
+        text = f"{name} and its arguments cannot be pickled for another process ({error})"
+        raise ConfigError(f"{text}: use a module-level function and plain values") from None
 
 
 def _job_variables(num_ranks: int, store: str) -> dict[str, str]:
     with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]  # for programs that want one: our ranks meet in the store
+        port = unused.getsockname()[1]  # for programs that need one; our ranks rendezvous through the store
     variables = {
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -708,14 +714,14 @@ def _job_variables(num_ranks: int, store: str) -> dict[str, str]:
         "PACELINE_STORE": store,
     }  # fmt: skip
     if (loopback := machine.loopback_interface()) and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Left alone, gloo resolves the host's name, which on a laptop may be unreachable or nobody's.
+        # By default gloo resolves the host name, which on a laptop may be unreachable or unknown.
         variables["GLOO_SOCKET_IFNAME"] = loopback
     return variables
 
 
 @contextlib.contextmanager
 def handle_signals(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Signals) -> Iterator[None]:
-    """Let a function handle these signals inside the block; nothing changes in a thread other than the main one."""
+    """Handle these signals with a function inside the block; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -733,7 +739,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], Any], *numbers: si
 def handle_requests(
     first: Callable[[int], Any], again: Callable[[int], Any], *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Call `first` with the first of these signals that comes inside the block, and `again` with each later request."""
+    """Call `first` for the first of these signals inside the block, and `again` for each later request."""
     came_s: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -749,7 +755,7 @@ def handle_requests(
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait for the end of the block, for imports: torch's own does not survive an interrupt."""
+    """Defer SIGINT and SIGTERM to the end of the block, for imports: torch's import does not survive an interrupt."""
     came: list[tuple[int, FrameType | None]] = []
     with handle_signals(lambda *signal_and_frame: came.append(signal_and_frame), signal.SIGINT, signal.SIGTERM):
         yield
@@ -763,7 +769,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind this process as Ctrl-C does, instead of ending it on the spot."""
+    """Make SIGTERM and SIGHUP unwind this process like Ctrl-C, instead of ending it immediately."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
         forget_terminal(number)
@@ -775,7 +781,7 @@ def unwind_on_signals() -> Iterator[None]:
 
 
 def forget_terminal(number: int) -> None:
-    """After a SIGHUP the terminal is gone: what is still said must not fail."""
+    """After SIGHUP the terminal is gone, so redirect its outputs: later writes must not fail."""
     for descriptor in (1, 2) if number == signal.SIGHUP else ():
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
@@ -786,7 +792,7 @@ def forget_terminal(number: int) -> None:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """For the start of a process, which inherits it: Ctrl-C must not end that one before it ignores SIGINT."""
+    """Block SIGINT while a process starts, which inherits the mask: Ctrl-C must not end it before it ignores SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -796,11 +802,11 @@ def _sigint_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _serve_store() -> Iterator[str]:
-    """The name of a store for one job, which serves processes of this user alone."""
+    """The name of a store for one job, which serves only processes of this user."""
     with contextlib.ExitStack() as stack:
         if sys.platform == "linux":
             name = f"@paceline-{secrets.token_hex(16)}"
-        else:  # no abstract sockets, and no word of the kernel about the other end: a folder of this user
+        else:  # no abstract sockets and no peer credentials: use a private folder
             name = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")), "store")
         server = store_server.Server(store_server.bind(name))
         thread = server.start()

@@ -1,6 +1,6 @@
-"""What ranks send each other besides gradients: values as JSON and bytes, which cannot run code where they are read.
+"""Messages between ranks other than gradients: values as JSON and bytes, which cannot run code when they are decoded.
 
-Plain values, tensors, arrays, and Paceline's own records and errors can be sent; nothing of another rank is unpickled.
+Supports plain values, tensors, arrays, and Paceline's own records and errors; nothing from another rank is unpickled.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineError
 
-_TAG = "$"  # a JSON object with this key stands for what JSON lacks
-_HEAD = struct.Struct("<QQ")  # the bytes of the JSON, and how many blocks follow
+_TAG = "$"  # key of JSON objects that encode types JSON lacks
+_HEAD = struct.Struct("<QQ")  # size of the JSON in bytes, and number of blocks that follow
 _BLOCK = struct.Struct("<Q")
 _PLAIN = (bool, int, float, str, type(None))
 _INVALID = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, struct.error)
 
 
 class NotPlainError(ConfigError):
-    """A value cannot be sent between ranks as a message."""
+    """A value cannot be sent to other ranks."""
 
 
 def encode(value: Any) -> bytes:
@@ -38,7 +38,7 @@ def encode(value: Any) -> bytes:
     try:
         text = json.dumps(_pack(value, blocks)).encode()
     except RecursionError:
-        raise NotPlainError("a value that holds itself, or is nested too deep, cannot be sent to other ranks") from None
+        raise NotPlainError("a value that contains itself or is nested too deeply cannot be sent to ranks") from None
     parts = [_HEAD.pack(len(text), len(blocks)), text]
     for block in blocks:
         parts += [_BLOCK.pack(len(block)), block]
@@ -46,7 +46,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` took; CollectiveError for bytes of another making."""
+    """The value that was passed to `encode`; CollectiveError for malformed bytes."""
     try:
         length, count = _HEAD.unpack_from(data)
         at = _HEAD.size + length
@@ -56,11 +56,11 @@ def decode(data: bytes) -> Any:
             at += _BLOCK.size + size
             blocks.append(data[at - size : at])
         if at != len(data):
-            raise ValueError(f"{len(data)} bytes and not {at}")
+            raise ValueError(f"{len(data)} bytes instead of {at}")
         text = data[_HEAD.size : _HEAD.size + length].decode()
         return json.loads(text, object_hook=functools.partial(_unpack, blocks))
     except _INVALID as error:
-        raise CollectiveError(f"another rank sent what is no message: {error}", code="message") from None
+        raise CollectiveError(f"malformed message from another rank: {error}", code="message") from None
 
 
 def _pack(value: Any, blocks: list[bytes]) -> Any:
@@ -79,11 +79,11 @@ def _pack(value: Any, blocks: list[bytes]) -> Any:
 
 
 def _describe(value: Any) -> tuple[str, list[Any]]:
-    """What a value is, and what makes it."""
+    """The tag of a value, and its content."""
     kind = type(value)
     if kind in (tuple, torch.Size):
         return "tuple", list(value)
-    if isinstance(value, dict):  # of other keys, or an OrderedDict
+    if isinstance(value, dict):  # with other keys, or an OrderedDict
         return "dict", [part for pair in value.items() for part in pair]
     if kind in (set, frozenset):
         return kind.__name__, list(value)
@@ -115,7 +115,7 @@ def _describe(value: Any) -> tuple[str, list[Any]]:
             fields = dataclasses.fields(value)
             return "record", [_name(kind), {field.name: getattr(value, field.name) for field in fields}]
         return "record", [_name(kind), dict(zip(value._fields, value, strict=True))]
-    for plain in (str, int, float):  # of a class of its own, such as numpy's or an enum's
+    for plain in (str, int, float):  # subclasses, such as numpy's or an enum's
         if isinstance(value, plain):
             return "number", [plain(value)]
     kinds = "numbers, text, bytes, tensors, arrays, and lists, tuples, sets and dicts of these"
@@ -142,14 +142,14 @@ def _build_tensor(dtype: str, shape: list[int], content: bytes) -> torch.Tensor:
 def _read_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 
 def _build_array(dtype: str, shape: list[int], content: bytes) -> numpy.ndarray[Any, Any]:
     kind = numpy.dtype(dtype)
     if kind.kind not in "biufc":
-        raise TypeError(f"{dtype!r} is no type of numbers")
+        raise TypeError(f"{dtype!r} is not a numeric type")
     return numpy.frombuffer(content, kind).reshape(shape).copy()
 
 
@@ -197,7 +197,7 @@ _BUILD: dict[str, Callable[..., Any]] = {
 
 
 def _is_ours(cls: Any) -> bool:
-    """Whether a class is a record, an enum or an error of Paceline: building one runs no code of the sender."""
+    """Whether a class is a record, enum or error of Paceline: building one does not run code from the sender."""
     if not isinstance(cls, type) or cls.__module__.partition(".")[0] != "paceline":
         return False
     is_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
@@ -209,18 +209,18 @@ def _name(cls: Any) -> str:
 
 
 def _find(name: str) -> Any:
-    """A class of ours by its name. Nothing is imported: what ranks exchange, all of them have imported."""
+    """A Paceline class by name. Imports nothing: all ranks have already imported what they exchange."""
     module, _, path = name.partition(":")
     found: Any = sys.modules[module] if module.partition(".")[0] == "paceline" else None
     for part in path.split("."):
         found = vars(found)[part]
     if not _is_ours(found):
-        raise TypeError(f"{name} is no record of Paceline")
+        raise TypeError(f"{name} is not a Paceline record")
     return found
 
 
 def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's value, in the order of ranks. Collective: every rank of the group must call this."""
+    """Every rank's value, in rank order. Collective: every rank of the group must call this."""
     mine, sizes = _announce(value, group, device)
     everyone = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(everyone, _pad(mine, max(sizes), device), group=group)
@@ -228,7 +228,8 @@ def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[An
 
 
 def gather(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's value on the first rank of the group, and nothing on the others. Collective."""
+    """Every rank's value on the first rank of the group, and an empty list elsewhere. Collective: every rank of the
+    group must call this."""
     mine, sizes = _announce(value, group, device)
     rows = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes] if group.rank() == 0 else None
     dist.gather(_pad(mine, max(sizes), device), rows, group=group, group_dst=0)
@@ -236,7 +237,7 @@ def gather(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[A
 
 
 def _announce(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[bytes, list[int]]:
-    """The bytes of a value, and how many each rank has. A value that cannot be sent is an error on every rank."""
+    """The encoded value, and the size on each rank. A value that cannot be sent is an error on every rank."""
     problem = ""
     try:
         mine = encode(value)

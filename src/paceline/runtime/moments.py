@@ -1,7 +1,7 @@
-"""Moments of a device: readings of the host's clock or, on a GPU, events in its stream. Needs torch alone.
+"""Timestamps of a device: readings of the host's clock or, on a GPU, events in its stream. Needs only torch.
 
-The host launches work and runs ahead of the GPU, so that its clock says nothing about when that work is done. An event
-does, and nobody has to wait for it.
+The host launches work and runs ahead of the GPU, so its clock does not show when that work is done. An event does, and
+nobody has to wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """This moment; on a GPU, the one at which everything launched so far on the current stream is done."""
+    """The current time; on a GPU, when everything launched so far on the current stream is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -22,10 +22,10 @@ def mark(device: torch.device) -> Any:
 
 
 def is_past(moment: Any) -> bool:
-    """Whether `between_s` can read this moment. Does not wait."""
+    """Whether `between_s` can read this timestamp. Does not wait."""
     return isinstance(moment, float) or bool(moment.query())
 
 
 def between_s(begin: Any, end: Any) -> float:
-    """Seconds from one past moment to another; negative where the end was first."""
+    """Seconds between two past timestamps; negative if `end` came first."""
     return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3)

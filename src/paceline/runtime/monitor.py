@@ -1,12 +1,12 @@
-"""Which rank is dead, suspended or hung, where, since when and why: the monitor of one host.
+"""The monitor of one host: which rank is dead, suspended or hung, where, since when and why.
 
 `Monitor` takes snapshots of the ranks of one host, from their pages (`pulse`) and their processes in /proc, and
 `HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; elsewhere a separate process does
-(`monitored`), which outlives every rank. Imports no torch.
+(`monitored`), which outlives every rank. Does not import torch.
 
-One rule decides what follows. The job ends for what is proven: a rank is dead or suspended, or every rank waits and
-they wait for different things. Everything else may be a healthy rank that is slow: it is named within seconds, as a
-warning, and ended only after the hang timeout.
+One rule decides what follows. A proven fault ends the job: a rank is dead or suspended, or all ranks wait for different
+things. Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the
+hang timeout.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ from paceline.runtime import pulse
 from paceline.runtime.pulse import BETWEEN, LEFT, SLOW, START, WAIT
 from paceline.units import name_ranks, parse_duration
 
-# In the environment: whether to monitor the ranks of a program that does not ask for it, and its hang timeout.
+# Environment variables: whether to monitor a program that does not request it, and its hang timeout.
 VARIABLE, TIMEOUT_VARIABLE = "PACELINE_MONITOR", "PACELINE_HANG_TIMEOUT"
-# How long a rank may stay in one phase of a step before it is ended: as long as a collective may take by default
-# (`init`), which then fails on the other ranks anyway.
+# How long a rank may stay in one phase of a step before it is ended: the default timeout of a collective (`init`),
+# which would then fail on the other ranks anyway.
 HANG_S = 600.0
 LOOK_S = 0.1
-# Time counts only while the monitor gets to look: where the machine is too loaded for that, ranks get more of it.
+# Time counts only while the monitor runs: if the machine is too loaded for that, ranks get more time.
 _MOST_S = 2.5 * LOOK_S
-_STOPPED_S = 1.5  # a process may be stopped for a moment
-_OOM_S = 1.0  # a kill for memory within the last one or two of these seconds is blamed for the end of a rank
-# A process that goes on for so long after an error of its world has handled it; one that ends by it may take longer.
+_STOPPED_S = 1.5  # a process may be stopped briefly
+_OOM_S = 1.0  # an OOM kill within the last one or two of these periods is blamed for the end of a rank
+# A process that keeps running this long after an error of its world has handled the error; one that is exiting because
+# of it may take longer.
 _HANDLED_S, _ENDED_S = 1.0, 30.0
-# A rank is named once one phase of a step takes this many times as long as a slow step (p99), and at least this long.
+# A rank is named once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
-# The same before there are enough steps to learn from: before the first, and for the first few.
+# The same limit before the first step and for the first few, when there are not enough steps to learn from.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
-# Between steps a program loads, evaluates or saves, perhaps on one rank: at least this long, and longer where it
-# already did. Pickling a large state holds Python's lock.
+# Between steps a program loads, evaluates or saves, perhaps on one rank only. It may take at least this long, or longer
+# if it already did. Pickling a large state holds the GIL.
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
-_PATIENCE = 5.0  # times as long before a rank is named that no other rank waits for
-_CPU_S = 1.5  # CPU time of a rank, at least, before it is said to keep computing
-# The share of snapshots in which a blocked process sleeps. One that waits for a core is runnable, which is not a hang.
+_PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
+_CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
+# Share of snapshots in which a blocked process sleeps. A process that waits for a core is runnable, not hung.
 _BLOCKED = 0.8
-_MOST_FRAMES = 20  # of a stack that is printed
+_MOST_FRAMES = 20  # maximum number of printed frames
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Files of functions that wait for other ranks; and files that call such functions in torch's C++, as innermost frame.
+# Files of functions that wait for other ranks, and files that call such functions in torch's C++ as innermost frame.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
     "torch/distributed/_functional_collectives.py", "paceline/parallel/channel.py",
@@ -70,14 +71,14 @@ _FOUND = {
     "stopped": "has been stopped (SIGSTOP)", "gil": "has held Python's lock (the GIL)", "loop": "has been computing",
     "blocked": "has been blocked", "disk": "has waited for a disk or a driver (state D)",
     "kernel": "has a GPU that does not finish", "collective": "has waited in a collective of its own",
-    "desynchronised": "has started another number of collectives than the others",
+    "desynchronised": "has started a different number of collectives than the others",
     "left": "has left, and others have waited",
 }  # fmt: skip
-_MARK = "mark work that is meant to take long with paceline.slow()"
+_MARK = "mark long-running work with paceline.slow()"
 _ADVICE = {
     "ended": "see its own output, or the kernel's log (dmesg)",
     "stopped": "it was suspended and never resumed, by a person, a debugger or a job manager",
-    "gil": f"a call in this stack does not release the lock: it must release it, or return; {_MARK}",
+    "gil": f"a call in this stack does not release the lock: release it, or return earlier; {_MARK}",
     "loop": f"it is slow in this stack, or stuck in a loop; {_MARK}",
     "blocked": f"it waits for something other than a rank: a lock, a file, a child process; {_MARK}",
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
@@ -90,7 +91,7 @@ _ADVICE = {
 
 
 def why_not() -> str:
-    """Why this host cannot have a monitor; empty where it can."""
+    """Why this host cannot have a monitor; empty if it can."""
     has_all = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     return "" if has_all else "the monitor needs Linux 5.3 or later"
 
@@ -101,21 +102,21 @@ def is_wanted() -> bool:
 
 
 def find_hang_timeout(given: str | None = None) -> float:
-    """Seconds after which a hung rank is ended: as given by the option, by the environment, or the default."""
+    """Seconds after which a hung rank is ended: from the option, the environment, or the default."""
     text, name = given or os.environ.get(TIMEOUT_VARIABLE, ""), "--hang-timeout" if given else TIMEOUT_VARIABLE
     limit_s = parse_duration(text, name) if text else HANG_S
     if not limit_s > 0:
-        raise ConfigError(f"{name} {text}: above 0 is needed; to monitor without ending ranks, use a long one: 30d")
+        raise ConfigError(f"{name} {text}: must be above 0; to monitor without ending ranks, use one such as 30d")
     return limit_s
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened, to which rank, where it was, for how long, who waits for it, and where it is in its code.
+    """What happened to which rank, where, for how long, who waits for it, and its place in the code.
 
     `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "desynchronised", "left" or
-    "all-wait"; with the last one there is no rank to blame. `ends`: the job must end. It does for a fault that is
-    proven, and else for one that lasts longer than `limit`; before that, this is a warning.
+    "all-wait"; the last one has no rank to blame. `ends` means that the job must end: because the fault is proven, or
+    because it lasted longer than `limit`. Otherwise this is a warning.
     """
 
     kind: str
@@ -138,7 +139,7 @@ class Verdict:
         return f"{text}: {_ADVICE[self.kind]}{self._describe_end()}"
 
     def _describe_end(self) -> str:
-        """What Paceline does about it; a rank that has ended was not ended by us."""
+        """What Paceline does about it; empty for a rank that ended by itself."""
         who = {"ended": "", "left": "the ranks that wait", "all-wait": "all ranks"}.get(self.kind, "it")
         if not self.ends:
             return f"; Paceline ends {who} only if this lasts longer than {self.limit}" if self.limit else ""
@@ -147,7 +148,7 @@ class Verdict:
 
 
 class RankSnapshot(NamedTuple):
-    """One rank at one moment: the state of its process (R, S, D, T; "" where it is gone), and its page."""
+    """One rank at one moment: the state of its process (R, S, D, T; "" if it is gone), and its page."""
 
     state: str
     cpu_s: float
@@ -157,24 +158,27 @@ class RankSnapshot(NamedTuple):
     bucket: int = -1
     beat_ns: int = 0
     num_steps: int = 0
-    p99_s: float = 0.0  # of the recent steps, without the time between them
-    longest_s: float = 0.0  # the longest time between two steps so far
-    is_busy: bool = False  # the GPU of a rank that waits for other ranks
-    most_s: float = math.inf  # the limit of a marked pause
-    num_started: int = 0  # collectives, while it waits for other ranks; 0 where they are not counted
+    p99_s: float = 0.0  # of recent steps, excluding the time between them
+    longest_s: float = 0.0  # longest time between two steps so far
+    is_busy: bool = False  # whether the GPU of a waiting rank is busy
+    most_s: float = math.inf  # limit of a marked pause
+    num_started: int = 0  # collectives started by a waiting rank; 0 if not counted
 
 
 class _History:
-    """The snapshots of one rank. Times add up over snapshots: those of its present phase, and since its last beat."""
+    """The snapshots of one rank. Accumulates times over snapshots: in its current phase, and since its last
+    heartbeat."""
 
     def __init__(self, snapshot: RankSnapshot) -> None:
         self.snapshot = snapshot
         self.stopped_s = 0.0
         self.phase_s = self.phase_asleep_s = self.phase_disk_s = self.silent_s = self.silent_asleep_s = 0.0
-        self.is_in_collective = False  # in this phase, according to its stack: it waits for other ranks
-        self.phase_cpu_s = self.silent_cpu_s = snapshot.cpu_s  # when it began
+        self.is_in_collective = False  # its stack shows that it waits for other ranks in this phase
+        # CPU time at the start of the phase and at the last heartbeat
+        self.phase_cpu_s = self.silent_cpu_s = snapshot.cpu_s
         self._step_cpu_s = collections.deque[float](maxlen=31)  # per step, averaged over each second
-        self._window = 0.0, 0, 0.0  # seconds observed, and the number of steps and the CPU time at its beginning
+        # seconds observed, and the number of steps and the CPU time at the start of the window
+        self._window = 0.0, 0, 0.0
 
     def add(self, snapshot: RankSnapshot, took_s: float) -> None:
         before, self.snapshot = self.snapshot, snapshot
@@ -191,13 +195,13 @@ class _History:
         window_s, num_steps, cpu_s = self._window
         self._window = window_s + took_s, num_steps, cpu_s
         if window_s > 1.0 and snapshot.num_steps > num_steps:
-            if num_steps:  # leaves out what came before the first step
+            if num_steps:  # excludes the time before the first step
                 self._step_cpu_s.append((snapshot.cpu_s - cpu_s) / (snapshot.num_steps - num_steps))
             self._window = 0.0, snapshot.num_steps, snapshot.cpu_s
 
     @property
     def step_cpu_s(self) -> float:
-        """CPU time of a step. The median: one of the seconds may contain an evaluation."""
+        """CPU time per step: the median, because some windows may contain an evaluation."""
         return statistics.median(self._step_cpu_s) if self._step_cpu_s else 0.0
 
     @property
@@ -210,7 +214,7 @@ class _History:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for other ranks, or may: a program's own collectives are not marked."""
+        """Whether it waits, or may wait, for other ranks: a program's own collectives are not marked."""
         return self.phase_s > 1.0 and (self.waits or self.is_blocked)
 
     @property
@@ -219,8 +223,8 @@ class _History:
 
 
 class Suspicion(NamedTuple):
-    """A rank to blame, judging by the numbers. After `end_s` the job must end, and before that there is a warning; with
-    None the fault is proven. `is_certain` False: only if the rank's stack is inside a collective."""
+    """A suspected rank, judged by the numbers alone. The job must end after `end_s`, with a warning before that; None
+    means that the fault is proven. If `is_certain` is False, the rank's stack must also be inside a collective."""
 
     kind: str
     rank: int | None
@@ -234,15 +238,15 @@ class Suspicion(NamedTuple):
 
 
 class HangDetector:
-    """Decides from snapshots of all ranks of a host whether one of them is suspended, slow or hung. `has_others`: there
-    are ranks on other hosts, which may wait for the ranks here and the other way round. Nothing is reported twice
-    while a rank stays in one phase (`note_named`), unless it must end now."""
+    """Decides from snapshots of all ranks of a host whether one of them is suspended, slow or hung. `has_others` means
+    that ranks on other hosts may wait for the ranks here, and vice versa. Nothing is reported twice while a rank stays
+    in one phase (`note_named`), unless it must end now."""
 
     def __init__(self, has_others: bool = False, hang_timeout_s: float = HANG_S) -> None:
         self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
         self.seen: dict[int, _History] = {}
         self._looked_s = math.inf
-        self._named: dict[int | None, object] = {}  # and in which phase that was
+        self._named: dict[int | None, object] = {}  # rank to the phase in which it was named
 
     def look(self, now_s: float, snapshots: Mapping[int, RankSnapshot]) -> Suspicion | None:
         took_s, self._looked_s = min(max(0.0, now_s - self._looked_s), _MOST_S), now_s
@@ -257,7 +261,7 @@ class HangDetector:
         return self._find_stopped() or self._find_hung() or self._find_unmatched()
 
     def note_named(self, rank: int | None) -> None:
-        """This rank, or with None that all wait, was reported."""
+        """Record that this rank was reported; None stands for all ranks waiting."""
         self._named[rank] = self._find_serial(rank)
 
     def _find_serial(self, rank: int | None) -> object:
@@ -282,7 +286,7 @@ class HangDetector:
     def _find_stopped(self) -> Suspicion | None:
         there = self._there()
         stopped = {rank: one.stopped_s for rank, one in there.items() if one.stopped_s > _STOPPED_S}
-        # If all are stopped, also those that have left, then the job is suspended: by Ctrl-Z or by its manager.
+        # If all ranks are stopped, including those that left, the job is suspended: by Ctrl-Z or by a job manager.
         is_suspended = all(one.stopped_s > _STOPPED_S for one in self.seen.values() if one.snapshot.state)
         if not stopped or (is_suspended and not (self.has_others and len(there) == 1)):
             return None
@@ -304,7 +308,7 @@ class HangDetector:
         limits = {SLOW: (snapshot.most_s, snapshot.most_s), START: (_FIRST_S, _FIRST_S)}
         limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
         held_s, limit_s = (patience * each for each in limits.get(snapshot.phase, (step_s, step_s)))
-        # A program that never takes a step, as for inference, is healthy for hours.
+        # A program that never takes a step, such as inference, can be healthy for hours.
         end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
         silent_cpu_s, phase_cpu_s = snapshot.cpu_s - one.silent_cpu_s, snapshot.cpu_s - one.phase_cpu_s
@@ -318,12 +322,12 @@ class HangDetector:
             return self._suspect("blocked", rank, one.phase_s, end_s)
         if phase_cpu_s < cpu_s or snapshot.phase == START:
             return None
-        # Between steps nothing tells a loop from an evaluation, and ranks that wait for it have timeouts of their own.
+        # Between steps, a loop cannot be told from an evaluation, and ranks that wait for it have their own timeouts.
         return self._suspect("loop", rank, one.phase_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
-        """Ranks that wait for one whose GPU does not finish, for one that has left, for one that is in a collective of
-        its own, or for each other."""
+        """Find ranks that wait for one whose GPU does not finish, for one that left, for one in a collective of its
+        own, or for each other."""
         there, limit_s = self._there(), self.limit_s
         waiting = {rank: one for rank, one in there.items() if one.waits and one.phase_s > limit_s}
         for rank, one in waiting.items():
@@ -331,7 +335,7 @@ class HangDetector:
                 return self._suspect("kernel", rank, one.phase_s, self.hang_timeout_s)
         if not waiting or self.has_others:
             return None
-        spins = any(one.snapshot.num_started for one in waiting.values())  # a wait for NCCL does not sleep
+        spins = any(one.snapshot.num_started for one in waiting.values())  # waiting for NCCL does not sleep
         for rank, one in there.items():
             is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
             if is_outside and one.phase_s > limit_s and (spins or one.is_blocked):
@@ -342,20 +346,20 @@ class HangDetector:
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
-        if len(own) == 1 < len(there):  # in a collective that the wrapper does not make, and all others in its own
+        if len(own) == 1 < len(there):  # it is in a collective outside the wrapper, and all others are in the wrapper's
             return Suspicion("collective", own[0], waiting[own[0]].phase_s)
-        if (odd := self._find_odd(waiting)) is not None:  # or its buckets are only ready in another order
+        if (odd := self._find_odd(waiting)) is not None:  # or its buckets only became ready in another order
             return self._suspect("desynchronised", odd, waiting[odd].phase_s, self.hang_timeout_s)
         if len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
-            # Where all wait for the same, the message may only be large.
+            # If all ranks wait for the same message, it may just be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
             return self._suspect("all-wait", None, since_s, None if len(awaited) > 1 else self.hang_timeout_s)
         return None
 
     @staticmethod
     def _find_odd(waiting: Mapping[int, _History]) -> int | None:
-        """The rank that has started another number of collectives than most; of two ranks, the one with more. NCCL
-        matches calls by their order alone: after one too many, all ranks wait, each for something else."""
+        """The rank that has started a different number of collectives than most; of two ranks, the one with more. NCCL
+        matches calls by order alone: after one call too many, all ranks wait, each for something else."""
         counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
         if not all(counts.values()):
             return None
@@ -383,7 +387,7 @@ class _Process:
                 os.close(descriptor)
 
     def look(self) -> RankSnapshot | None:
-        """None before the rank has opened its page."""
+        """A snapshot; None before the rank has opened its page."""
         words = self._words
         if not self.pid:
             if not words[pulse.PID]:
@@ -409,16 +413,16 @@ class _Process:
         return phase, pulse.read_text(self.page, pulse.LABEL)
 
     def find_most_s(self) -> float:
-        """How long a marked pause may take; a compilation may take any time."""
+        """The time limit of a marked pause; a compilation has none."""
         most_ns = self._words[pulse.MOST_NS]
         return math.inf if self._words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
 
     def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
-        """The p99 of the last steps. Computed only where it is used, for a rank that stays in one phase."""
+        """The p99 of recent steps. Computed only when needed, for a rank that stays in one phase."""
         if num_steps != self._p99[0] and is_wanted:
             recent = list(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
             if num_steps <= pulse.NUM_RECENT:
-                recent = recent[_NUM_FIRST:]  # in the first ones ranks wait until all have started
+                recent = recent[_NUM_FIRST:]  # in the first steps, ranks wait until all have started
             recent.sort()
             self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
         return self._p99[1]
@@ -437,7 +441,7 @@ class _Process:
 
     @property
     def is_gone(self) -> bool:
-        # `select` takes no descriptor above 1023, and a launcher of many ranks has those; this polls.
+        # `select` does not support descriptors above 1023, which a launcher of many ranks may have; this polls.
         return self.pid > 0 and (self.handle < 0 or bool(multiprocessing.connection.wait([self.handle], 0)))
 
     def _read_process(self) -> tuple[str, float]:
@@ -450,8 +454,8 @@ class _Process:
         return fields[0], (int(fields[11]) + int(fields[12])) * _TICK_S
 
     def find_status(self) -> int | None:
-        """How it ended, as `os.wait` reports it: the kernel keeps that for a handle, or for a zombie. None: unknown."""
-        answer = bytearray(struct.pack("Q", 1 << 3).ljust(64, b"\0"))  # PIDFD_INFO_EXIT, from Linux 6.15 on
+        """The exit status as `os.wait` reports it, which the kernel keeps for a handle or a zombie; None if unknown."""
+        answer = bytearray(struct.pack("Q", 1 << 3).ljust(64, b"\0"))  # PIDFD_INFO_EXIT, since Linux 6.15
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.handle, 0xC040FF0B, answer)
             if struct.unpack_from("Q", answer)[0] & 1 << 3:
@@ -467,12 +471,12 @@ class _Process:
             signal.pidfd_send_signal(self.handle, number)
 
     def tell(self, text: str) -> None:
-        """Let the rank print this; it has a thread for that (`pulse`)."""
+        """Make the rank print this text; it has a thread for that (`pulse`)."""
         pulse.write_text(self.page, pulse.NOTICE, text)
         self._words[pulse.NUM_NOTICES] += 1
 
     def read_stack(self, limit_s: float = 1.0) -> str:
-        """The stacks of all its threads; nothing from one that is stopped or gone."""
+        """The stacks of all its threads; empty if it is stopped or gone."""
         if self.is_gone or self.has_left or self._read_process()[0] in ("T", "t", "Z", ""):
             return ""
         os.ftruncate(self.stacks_fd, 0)
@@ -489,15 +493,15 @@ class _Process:
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace").strip()
 
     def read_fatal(self) -> str:
-        """The stacks that a crash left."""
+        """The stacks that a crash wrote."""
         _, found, stack = self._read_stacks().rpartition("Fatal Python error: ")
         return stack if found else ""
 
 
 def find_frames(stack: str) -> list[tuple[str, str, str]]:
-    """File, line and function of the main thread's frames, the innermost first, from what faulthandler wrote."""
+    """File, line and function of the main thread's frames, innermost first, from faulthandler's output."""
     threads = [part for part in re.split(r"\n\s*\n", stack) if 'File "' in part] or [""]
-    # It lists the thread that started first last; what else it knows of a crash follows.
+    # The thread that started first comes last, followed by other details of a crash.
     return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', threads[-1])
 
 
@@ -512,7 +516,7 @@ def is_in_collective(stack: str) -> bool:
 
 
 def is_importing(stack: str) -> bool:
-    """Whether the main thread imports a module in the middle of a step: that takes as long as the disk does."""
+    """Whether the main thread is importing a module in the middle of a step, which takes as long as the disk needs."""
     for file, _, _ in find_frames(stack):
         if file.endswith("torch/nn/modules/module.py"):
             return False
@@ -522,30 +526,30 @@ def is_importing(stack: str) -> bool:
 
 
 def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
-    """How a process ended, by its exit code, which is minus the signal that killed it; `where` it was, whether the
-    kernel has killed a process because memory ran out, and what a crash left as its stack."""
+    """How a process ended, from its exit code, which is minus the signal that killed it. `where` is its step and phase,
+    `is_oom` whether the kernel recently killed a process for memory, and `stack` what a crash wrote."""
     where = f" {where}" if where else ""
     if code >= 0:
         return f"exited with code {code}{where}"
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
     why = ""
     if code == -signal.SIGKILL:
-        why = " (by the kernel, as memory ran out)" if is_oom else " (by hand, or by the kernel when memory ran out)"
+        why = " (by the kernel: out of memory)" if is_oom else " (manually, or by the kernel when memory ran out)"
     at = f"; it was at {describe_frames(stack)}" if find_frames(stack) else ""
     if code == -signal.SIGABRT and is_in_collective(stack):
-        at += "; gloo aborts a process that gets a message of another size from another rank: pass equal shapes"
+        at += "; gloo aborts a process that receives a message of unexpected size: use equal shapes on all ranks"
     return f"was killed by {name}{why}{where}{at}"
 
 
 def count_oom_kills() -> int:
-    """How many processes this system has killed because memory ran out, in control groups, too."""
+    """How many processes this system has killed for lack of memory, including those in control groups."""
     with contextlib.suppress(OSError, AttributeError):
         return int(re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])  # type: ignore
     return 0
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
-    """The ranks of one host. Call `look` ten times a second. A rank finds its page by `find_pages`."""
+    """The ranks of one host. Call `look` ten times a second. `find_pages` tells a rank where its page is."""
 
     def __init__(self, ranks: Sequence[int], world_size: int, hang_timeout_s: float = HANG_S) -> None:
         self.world_size = world_size
@@ -553,7 +557,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._detector = HangDetector(len(ranks) < world_size, hang_timeout_s)
         self._asked_s, self._left_s = 0.0, math.inf
         self._oom_kills = collections.deque([(time.monotonic(), count_oom_kills())] * 2, maxlen=2)
-        self._imports = False  # the rank that was last suspected was importing a module
+        self._imports = False  # the last suspected rank was importing a module
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
@@ -561,12 +565,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._processes = {}
 
     def find_pages(self, rank: int) -> tuple[str, str]:
-        """The paths of a rank's page and of the file for its stacks, for a process of this user on this host."""
+        """The paths of a rank's page and of the file for its stacks, valid for processes of this user on this host."""
         process, here = self._processes[rank], f"/proc/{os.getpid()}/fd"
         return f"{here}/{process.page_fd}", f"{here}/{process.stacks_fd}"
 
     def look(self) -> Verdict | None:
-        """A fault that must end the job, or a warning, which comes once (`Verdict.ends`)."""
+        """A fault that must end the job, or a warning, which is returned once (`Verdict.ends`)."""
         snapshots = {rank: one.look() for rank, one in self._processes.items()}
         there = {rank: snapshot for rank, snapshot in snapshots.items() if snapshot is not None}
         now_s = time.monotonic()
@@ -576,8 +580,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return None if found is None else self._make_verdict(found)
 
     def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
-        """Print this on stderr, with the stack of the main thread, and let ranks print it that write to another file,
-        so that it is in the log of every rank. This `rank` may not be able to, and is asked last."""
+        """Print this on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
+        it is in every rank's log. This `rank` may be unable to, so it is asked last."""
         frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
         print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
         outputs = {None, _find_output("self")}
@@ -588,7 +592,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 process.tell(text)
 
     def pids(self) -> dict[int, int]:
-        """The processes of the ranks that have been here."""
+        """The process ids of the ranks that have opened their pages."""
         return {rank: one.pid for rank, one in self._processes.items() if one.pid}
 
     def wait(self, limit_s: float) -> None:
@@ -597,13 +601,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         multiprocessing.connection.wait(handles, limit_s)
 
     def signal(self, ranks: Sequence[int] | None, number: int) -> None:
-        """Send a signal to ranks, or to all."""
+        """Send a signal to these ranks, or to all."""
         for rank in self._processes if ranks is None else ranks:
             if self._processes[rank].pid:
                 self._processes[rank].signal(number)
 
     def tell_lost(self) -> None:
-        """Tell the ranks that another one is lost: there are collectives that would wait for it for ever."""
+        """Tell the ranks that another one is lost: some collectives would wait for it forever."""
         for one in self._processes.values():
             memoryview(one.page).cast("q")[pulse.IS_LOST] = 1
 
@@ -611,39 +615,39 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return all(one.is_gone or not one.pid for one in self._processes.values())
 
     def have_all_left(self) -> bool:
-        """Whether no rank of this host takes part any more, each having ended as it should."""
+        """Whether every rank of this host has finished properly."""
         there = self._detector.seen
         if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
             self._left_s = math.inf
             return False
         self._left_s = min(self._left_s, time.monotonic())
-        # One that has an error may be about to end with it; one that does not has handled it.
+        # A rank with an error may be about to exit because of it; one that keeps running has handled it.
         failed = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
         limit_s = _ENDED_S if any(one.is_ending for one in failed) else _HANDLED_S
         return not failed or time.monotonic() - self._left_s > limit_s
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
-        """The ranks whose processes ended by a signal or an error: how, and whether it only reports a lost rank."""
+        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank."""
         found = {}
         for rank, one in self._processes.items():
             error = pulse.read_text(one.page, pulse.ERROR)
-            if not one.is_gone or (status := one.find_status()) == 0:  # an error of its world that it has handled
+            if not one.is_gone or (status := one.find_status()) == 0:  # it handled an error of its world
                 continue
             where, waiting = self.describe(rank), self.describe_waiting(rank)
             if status is None and not error and one.has_left:
                 continue
             if error:
                 how = f"{error} {where}"
-            elif status is None:  # before Linux 6.15, where its parent has asked for it already
-                how = f"has ended {where}, and its exit code is not known"
+            elif status is None:  # before Linux 6.15, if its parent has already reaped it
+                how = f"ended {where} with an unknown exit code"
             else:
                 how = self.describe_end(rank, os.waitstatus_to_exitcode(status))
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
 
     def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
-        """The step that a rank is in, or was when it ended, and how many were complete, by the one that is furthest;
-        None before the first step of this world. Without a rank, or before its first step, that of the furthest."""
+        """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
+        step of this world. Without a rank, or before its first step, the step of the furthest rank."""
         found = dict[int, tuple[int, int]]()
         for number, one in self._processes.items():
             page = memoryview(one.page).cast("q")
@@ -655,20 +659,20 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return (step if rank is None else found.get(rank, (step,))[0]), done
 
     def is_busy(self, rank: int) -> bool:
-        """Whether a rank that does not wait for others may take longer still: it has marked a pause, or is within the
-        limit that was learned."""
+        """Whether a rank that does not wait for others may need more time: it has marked a pause, or is within the
+        learned limit."""
         words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
         limit_s = self._processes[rank].find_most_s() if phase == SLOW else self._detector.limit_s
         return phase != WAIT and since_s <= limit_s
 
     def describe(self, rank: int) -> str:
-        """In which step and phase a rank is, or was when it ended; empty where it has not said."""
+        """The current or last step and phase of a rank; empty if unknown."""
         words = memoryview(self._processes[rank].page).cast("q")
         step, bucket, (phase, label) = words[pulse.STEP], words[pulse.BUCKET], self._processes[rank].find_phase()
         if phase == START:
             return "before the first step" if words[pulse.PID] else ""
-        if phase == LEFT:  # by an error, or at its end
+        if phase == LEFT:  # after an error or at its end
             is_begun = words[pulse.COUNTED] or words[pulse.NUM_STEPS]
             has_failed = bool(pulse.read_text(self._processes[rank].page, pulse.ERROR))
             return f"in step {step}" if has_failed and is_begun else f"after {step - 1} steps"
@@ -679,7 +683,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return f"in step {step}, {text}"
 
     def describe_end(self, rank: int, code: int) -> str:
-        """How a rank ended, by its exit code, and where it was."""
+        """How a rank ended, from its exit code, and where it was."""
         is_oom = count_oom_kills() > self._oom_kills[0][1]
         return describe_end(code, self.describe(rank), is_oom, self._processes[rank].read_fatal())
 
@@ -707,14 +711,14 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
         self._asked_s = time.monotonic()
-        where, waiting = self.describe(rank), self.describe_waiting(rank)  # first, for the signal may wake the rank
+        where, waiting = self.describe(rank), self.describe_waiting(rank)  # first, because the signal may wake the rank
         stack, history = self._processes[rank].read_stack(), self._detector.seen[rank]
         is_inside = is_in_collective(stack)
         if not is_certain or (kind == "blocked" and is_inside):  # torch's wrapper synchronises buffers in forward
             history.is_in_collective = is_inside
             again = self._detector.find() if is_inside and not is_certain else None
             return self._make_verdict(again) if again is not None and again.is_certain else None
-        if kind == "collective" and not is_inside:  # it has left the collective since it was asked
+        if kind == "collective" and not is_inside:  # it has left the collective since
             history.is_in_collective = False
             return None
         self._imports = kind in ("blocked", "loop", "disk") and since_s < _FIRST_S and is_importing(stack)
@@ -732,7 +736,7 @@ def _describe_limit(end_s: float | None, is_marked: bool = False) -> str:
 
 
 def _find_output(process: int | str) -> tuple[int, int] | None:
-    """The file that a process has as stderr."""
+    """The file behind a process's stderr."""
     with contextlib.suppress(OSError):
         found = os.stat(f"/proc/{process}/fd/2")
         return found.st_dev, found.st_ino

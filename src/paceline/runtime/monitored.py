@@ -1,9 +1,9 @@
 """A monitor for ranks that another launcher started: one process per host, which outlives every rank.
 
-`monitor` is the line for a program of one's own; PACELINE_MONITOR=1 calls it in any program that opens a process group.
-The first rank of a host starts the process, and the others find it through the store of their group. It names a rank
-that is dead, suspended, slow or hung, and ends all ranks where the job cannot go on (`monitor`). Monitors of several
-hosts are in touch over TCP (`Links`).
+Programs call `monitor`; PACELINE_MONITOR=1 calls it in any program that opens a process group. The first rank of a host
+starts the process, and the others find it through their group's store. It names a rank that is dead, suspended, slow or
+hung, and ends all ranks if the job cannot continue (`monitor`). Monitors of several hosts are connected over TCP
+(`Links`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from paceline.runtime.monitor import LOOK_S, VARIABLE, Monitor, Verdict, find_ha
 from paceline.runtime.worker import describe_failure
 from paceline.units import name_ranks
 
-_MEET_S = 60.0  # how long a rank waits for the others, and for its host's monitor
+_MEET_S = 60.0  # how long a rank waits for the others and for its host's monitor
 _AFTERMATH_S = 0.5
-# The culprit is killed first, so that its launcher reports it; then the others have this long to end, and to obey.
+# The culprit is killed first, so that its launcher reports it. The others then have this long to exit by themselves,
+# and to obey a signal.
 _TURN_S, _GRACE_S = 0.5, 3.0
-_BEAT_S, _SILENT_S = 0.5, 4.0  # between hosts
-# Of connections that have not proved that they are a monitor's: how many, how long, and how much they may say.
+_BEAT_S, _SILENT_S = 0.5, 4.0  # heartbeats between hosts
+# Limits for unauthenticated connections: number, time and bytes.
 _MOST_UNKNOWN, _UNKNOWN_S, _UNKNOWN_BYTES = 64, 5.0, 4096
 _started: subprocess.Popen[bytes] | None = None
 
@@ -46,16 +47,16 @@ _started: subprocess.Popen[bytes] | None = None
 
 
 def monitor(hang_timeout_s: float | None = None) -> None:
-    """Let a monitor watch the ranks of the open process group. A slow or hung rank is named within seconds, by a
-    warning with its step, phase and stack. All ranks are ended if one is dead or suspended, if they wait for different
-    collectives, or if one hangs for `hang_timeout_s`: by default PACELINE_HANG_TIMEOUT, or 10 minutes. Call this on
-    every rank, once the group is open; it sends no message."""
+    """Monitor the ranks of the open process group. A slow or hung rank is named within seconds, in a warning with its
+    step, phase and stack. All ranks are ended if one is dead or suspended, if they wait for different collectives, or
+    if one hangs for `hang_timeout_s` (by default PACELINE_HANG_TIMEOUT, or 10 minutes). Call this on every rank once
+    the group is open; it sends no message."""
     import torch.distributed as dist
 
     from paceline.torch_internals import get_default_store
 
     hang_timeout_s = find_hang_timeout() if hang_timeout_s is None else hang_timeout_s
-    refuse((not hang_timeout_s > 0, f"hang_timeout_s={hang_timeout_s}: above 0 is needed"), code="hang_timeout_s")
+    refuse((not hang_timeout_s > 0, f"hang_timeout_s={hang_timeout_s}: must be above 0"), code="hang_timeout_s")
     if why_not() or pulse.is_open() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -79,7 +80,7 @@ def monitor(hang_timeout_s: float | None = None) -> None:
 
 
 def name_place() -> str:
-    """A name that two ranks share exactly when one of them can see the other's process."""
+    """A name that two ranks share exactly if each can see the other's process."""
     from paceline import machine
 
     return f"{platform.node()} {machine.name_host()}"
@@ -89,7 +90,7 @@ def _await(store: Any, key: str) -> str:
     until_s = time.monotonic() + _MEET_S
     while not store.check([key]):
         if time.monotonic() > until_s:
-            text = f"the monitor's {key!r} is not there after {_MEET_S:g} s: call paceline.monitor() on every rank"
+            text = f"the monitor's {key!r} did not appear within {_MEET_S:g} s: call paceline.monitor() on every rank"
             raise LaunchError(text, code="timeout")
         time.sleep(0.005)
     return str(store.get(key), "utf-8")
@@ -98,7 +99,7 @@ def _await(store: Any, key: str) -> str:
 def _start_process(
     ranks: Sequence[int], places: Sequence[str], token: str, hub: str, hang_timeout_s: float
 ) -> dict[str, Any]:
-    """Start the process of this host, in a session of its own, and return its answer."""
+    """Start this host's monitor process in its own session, and return its answer."""
     global _started
     asked = {"ranks": list(ranks), "places": list(places), "token": token, "hub": hub}
     asked |= {"address": os.environ.get("MASTER_ADDR", ""), "hang_timeout_s": hang_timeout_s}
@@ -113,13 +114,13 @@ def _start_process(
         _started.stdin.close()
         line = _started.stdout.readline()
     if not line:
-        raise LaunchError("the monitor's process ended before it began", code="monitor")
+        raise LaunchError("the monitor process ended before it was ready", code="monitor")
     answer: dict[str, Any] = json.loads(line)
     return answer
 
 
 def _note_errors(rank: int) -> None:
-    """Tell the monitor of an error that ends this process."""
+    """Report an error that ends this process to the monitor."""
     before = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -132,7 +133,7 @@ def _note_errors(rank: int) -> None:
 
 
 def attach() -> None:
-    """What PACELINE_MONITOR=1 does when torch is imported: `monitor` with the first process group, and marks in the
+    """The effect of PACELINE_MONITOR=1 when torch is imported: `monitor` with the first process group, and marks in the
     steps of torch's own wrapper."""
     import torch
     import torch.distributed as dist
@@ -150,7 +151,7 @@ def attach() -> None:
         try:
             monitor()
         except Exception as error:
-            print(f"paceline: there is no monitor: {error}", file=sys.stderr, flush=True)
+            print(f"paceline: the monitor could not start: {error}", file=sys.stderr, flush=True)
 
     @functools.wraps(make)
     def make_marked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,9 +159,9 @@ def attach() -> None:
         self.register_forward_pre_hook(lambda *_: pulse.enter(pulse.FORWARD))
         self.register_forward_hook(lambda *_: pulse.enter(pulse.BETWEEN))
 
-    def wait_in_the_end(_: Any) -> None:
-        """In the first hook of a backward pass: after all gradients, and before torch's wrapper waits for its buckets,
-        which it asks for later."""
+    def mark_wait_at_end(_: Any) -> None:
+        """Runs in the first hook of a backward pass. The callback comes after all gradients and before torch's wrapper,
+        which queues its own later, waits for its buckets."""
         engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
 
     @functools.wraps(backward)
@@ -169,7 +170,7 @@ def attach() -> None:
         first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
         with contextlib.ExitStack() as undo:
             if pulse.is_open() and isinstance(first, torch.Tensor) and first.requires_grad:
-                undo.callback(first.register_hook(wait_in_the_end).remove)
+                undo.callback(first.register_hook(mark_wait_at_end).remove)
             backward(tensors, *args, **kwargs)
         pulse.enter(pulse.BETWEEN)
 
@@ -182,8 +183,8 @@ def attach() -> None:
 
 
 def serve() -> None:
-    """Watch the ranks of this host until all have left; the request is on stdin, and the answer goes to stdout."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's, which are for the ranks
+    """Monitor the ranks of this host until all have left; reads the request from stdin and answers on stdout."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal, for the ranks to handle
         signal.signal(number, signal.SIG_IGN)
     asked = json.loads(sys.stdin.buffer.read())
     ranks, places = asked["ranks"], asked["places"]
@@ -228,7 +229,7 @@ class _Host:
             self.monitor.wait(LOOK_S)
 
     def _find_ended(self) -> Verdict | None:
-        """The rank that failed first; an error that only reports a lost rank can wait a moment."""
+        """The rank that failed first; an error that only reports a lost rank has to wait a moment."""
         now_s, ended = time.monotonic(), self.monitor.find_ended()
         for rank in ended:
             self._failed_s.setdefault(rank, now_s)
@@ -239,7 +240,7 @@ class _Host:
         return None
 
     def _add_place(self, text: str) -> str:
-        """Adds where the ranks of this host are, which wait or have failed by now."""
+        """Add where this host's ranks are, which wait or have failed by now."""
         first = min(self.monitor.pids(), default=None)
         where = self.monitor.describe_waiting(None)
         if not where and first is not None:
@@ -270,21 +271,21 @@ class _Host:
 
 
 def _explain_end(pid: int, text: str) -> None:
-    """Tell torchrun why this process is about to end: its report shows that instead of "Signal 9 (SIGKILL)"."""
+    """Tell torchrun why this process is about to end: its report shows this instead of "Signal 9 (SIGKILL)"."""
     name = b"TORCHELASTIC_ERROR_FILE="
     with contextlib.suppress(OSError):  # the process is gone, or its launcher is not torchrun
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         for path in [os.fsdecode(one.removeprefix(name)) for one in variables if one.startswith(name)]:
             about = {"message": f"ended by Paceline: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
-            with open(path, "x") as file:  # one that is there is of the rank itself
+            with open(path, "x") as file:  # an existing file is the rank's own
                 json.dump({"message": about}, file)
 
 
 class Links(contextlib.AbstractContextManager["Links"]):
-    """Lines of JSON between the monitors of several hosts: that of rank 0 listens, and passes on what it hears.
+    """JSON lines between the monitors of several hosts; rank 0's monitor listens and forwards what it receives.
 
-    A connection begins with a secret, from the store of the ranks. Each end sends a beat; a host that was silent for a
-    while, and did not leave, is lost.
+    A connection begins with a secret from the ranks' store. Each end sends heartbeats; a host that was silent for a
+    while and did not leave is lost.
     """
 
     def __init__(self, hosts: dict[str, list[int]], asked: dict[str, Any]) -> None:
@@ -292,14 +293,14 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self._mine = next(number for number, ranks in enumerate(self._hosts) if ranks == asked["ranks"])
         self._names = [place.split()[0] for place in hosts]
         self._listener: socket.socket | None = None
-        self._peers: dict[int, socket.socket] = {}  # by the number of the host
-        self._unknown: dict[socket.socket, float] = {}  # and until when each has time to prove itself
+        self._peers: dict[int, socket.socket] = {}  # by host number
+        self._unknown: dict[socket.socket, float] = {}  # deadlines for authentication
         self._heard_s: dict[int, float] = {}
         self._data: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
         self._closed_s: dict[int, float] = {}
         self._warnings: list[str] = []
-        # How long to look for the cause of an error that may be another rank's.
+        # How long to look for the cause of an error that another rank may have caused.
         self.aftermath_s = _AFTERMATH_S if len(self._hosts) == 1 else _SILENT_S + 2 * _AFTERMATH_S
         self._sent_s, self.address = 0.0, ""
         if len(self._hosts) == 1:
@@ -318,11 +319,11 @@ class Links(contextlib.AbstractContextManager["Links"]):
             link.close()
 
     def _listen(self, address: str) -> None:
-        """On the address by which the other hosts find rank 0."""
+        """Listen on the address at which other hosts reach rank 0."""
         with contextlib.suppress(OSError):
             family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family)
-        if self._listener is None:  # an address that is not this host's own, behind a translation
+        if self._listener is None:  # not this host's own address: it is behind NAT
             self._listener = socket.create_server(("", 0))
         self.address = f"{address}:{self._listener.getsockname()[1]}"
 
@@ -338,12 +339,12 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self.send({"left": [self._mine]})
 
     def take_warnings(self) -> list[str]:
-        """The warnings that other hosts have sent since the last call."""
+        """The warnings received from other hosts since the last call."""
         found, self._warnings = self._warnings, []
         return found
 
     def look(self) -> str | None:
-        """Answer and listen, without waiting. Returns the verdict of another host, if there is one."""
+        """Send heartbeats and read messages without waiting. Returns the verdict of another host, if there is one."""
         if len(self._hosts) == 1:
             return None
         now_s = time.monotonic()
@@ -361,7 +362,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return None
 
     def _accept(self, now_s: float) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # it is already gone
             link = self._listener.accept()[0]  # type: ignore[union-attr]
             self._unknown[link] = now_s + _UNKNOWN_S
         if len(self._unknown) > _MOST_UNKNOWN:
@@ -373,17 +374,17 @@ class Links(contextlib.AbstractContextManager["Links"]):
         link.close()
 
     def find_lost(self) -> str | None:
-        """A host that is not there any more, and did not leave."""
+        """A host that is gone without having left."""
         now_s = time.monotonic()
         for number, heard_s in self._heard_s.items():
             if number in self._left:
                 continue
             text = f"the host {self._names[number]} ({name_ranks(self._hosts[number])}) is lost"
             if now_s - self._closed_s.get(number, now_s) > _AFTERMATH_S:
-                return f"{text}: its monitor is gone: all processes there were killed, or it is going down"
+                return f"{text}: its monitor is gone: all processes there were killed, or the host is shutting down"
             if now_s - heard_s > _SILENT_S:
                 why = f"it is down, or the network between it and {self._names[self._mine]} is cut"
-                return f"{text}: nothing was heard from it for {now_s - heard_s:.1f} s: {why}"
+                return f"{text}: no heartbeat for {now_s - heard_s:.1f} s: {why}"
         return None
 
     def _receive(self, link: socket.socket, now_s: float) -> str | None:
@@ -393,7 +394,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
             data = b""
         number = next((number for number, one in self._peers.items() if one is link), None)
         if not data:
-            if number is not None:  # if it did not leave, it is lost
+            if number is not None:  # lost, unless it has left
                 self._peers.pop(number)
                 self._closed_s[number] = now_s
             self._drop(link)
@@ -421,7 +422,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return None
 
     def _prove(self, line: bytes) -> int | None:
-        """The host whose monitor this is, by its first line; None: it does not know the secret."""
+        """The host number of the monitor that sent this first line; None if it does not know the secret."""
         try:
             message = json.loads(line)
             token, host = str(message["token"]), message["host"]

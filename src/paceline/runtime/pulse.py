@@ -1,6 +1,6 @@
-"""What a rank says of itself, on one shared page: its step, phase, bucket and heartbeat; the monitor reads it.
+"""A rank's status on a shared page: its step, phase, bucket and heartbeat, for the monitor.
 
-A mark is a few stores into memory, without a lock, a message or a system call. Where nobody reads, it does nothing.
+Updating it takes a few memory writes, with no lock, message or system call. Without a monitor it does nothing.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from typing import Any, TypeVar
 from paceline.errors import ConfigError
 
 PAGE_BYTES = 4096
-# The numbers of phases. BETWEEN is everything that is not marked: loading, logging, what a program does after a step.
+# Phase numbers. BETWEEN is everything unmarked: loading, logging, work between two steps.
 START, BETWEEN, FORWARD, BACKWARD, WAIT, OPTIMIZER, SLOW, LEFT = range(8)
 NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer", "slow", "end")
-# Places of words (int64) on the page.
+# Indices of words (int64) on the page.
 PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_SECONDARY, NUM_BUCKETS = range(11)
-LONGEST_NS = 16  # of each phase
-COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, 0 where nobody says where steps begin, and its values
-IS_BUSY = 12  # whether a GPU has work of this rank that is not done, while it waits for other ranks
-IS_COMPILING = 13  # whatever its phase is
-IS_ENDING = 14  # the interpreter ends, which may take seconds
-MOST_NS = 15  # how long a marked pause may take without progress; 0: as long as it takes
-IS_LOST = 25  # the launcher sets it: another rank of this world is lost, and whoever waits for it must leave
-NUM_STARTED = 26  # collectives that this rank has started, while it waits for others; 0 where they are not counted
-RECENT_NS, NUM_RECENT = 32, 128  # of the last steps, without what is between them
-NUM_NOTICES = 24  # how often the monitor has written a notice
-# Texts: their place and their size in bytes. A notice is what the monitor wants this rank to print.
+LONGEST_NS = 16  # for each phase
+COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, which is 0 if steps are not marked, and its other values
+IS_BUSY = 12  # whether the GPU has unfinished work of this rank while it waits for other ranks
+IS_COMPILING = 13  # in any phase
+IS_ENDING = 14  # the interpreter is exiting, which may take seconds
+MOST_NS = 15  # limit of a marked pause without progress; 0 means none
+IS_LOST = 25  # set by the launcher: another rank of this world is lost, and ranks that wait for it must leave
+NUM_STARTED = 26  # collectives started by this rank while it waits for others; 0 if not counted
+RECENT_NS, NUM_RECENT = 32, 128  # durations of the last steps, without the time between them
+NUM_NOTICES = 24  # number of notices that the monitor has written
+# Texts: their offset and size in bytes. A notice is a line for this rank to print.
 LABEL, ERROR, NOTICE = (2048, 128), (2176, 1024), (3200, 896)
-# Dumps the stacks of all threads, without Python's lock. Programs and job managers use SIGUSR1 and SIGUSR2.
+# Dumps the stacks of all threads without the GIL. Programs and job managers use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 BEAT_S = 0.2
 _WAITED_NS = 300_000_000
-_MOST_S = 1e9  # a word holds no more
-# For a rank's page and the file of its stacks, where the launcher is its monitor.
+_MOST_S = 1e9  # limit of a word
+# Environment variable with the paths of a rank's page and stacks file, if the launcher is its monitor.
 VARIABLE = "PACELINE_PULSE"
 
 _IN_STEP = frozenset((FORWARD, BACKWARD, WAIT, OPTIMIZER))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _words: Any = None  # the page as int64, while a monitor reads it
 _rank: _Rank | None = None
-_before: mmap.mmap | None = None  # the page of the world before
-_is_done: Callable[[], bool] | None = None  # of the GPU, once this rank has one
+_before: mmap.mmap | None = None  # page of the previous world
+_is_done: Callable[[], bool] | None = None  # whether the GPU is idle, once this rank has one
 _count_started: Callable[[], int] | None = None
 _on_lost: Callable[[], bool] | None = None
 
@@ -61,7 +61,7 @@ def map_page(descriptor: int) -> mmap.mmap:
 
 
 def enter(phase: int, bucket: int = -1) -> None:
-    """This rank is in this phase from now on; `bucket` is the one that it waits for."""
+    """Enter this phase; `bucket` is the one that the rank waits for."""
     words = _words
     if words is None:
         return
@@ -76,22 +76,21 @@ def enter(phase: int, bucket: int = -1) -> None:
 
 
 def watch_device(is_done: Callable[[], bool], count_started: Callable[[], int] | None = None) -> None:
-    """This rank's GPU works without other ranks, and has done all of it where `is_done` says so. `count_started` is how
-    many collectives it has started. Both are called in another thread, and only while this rank waits for others: then
-    no graph of kernels is being captured."""
+    """Watch a GPU that works independently of other ranks; `is_done` says whether it has finished. `count_started`
+    returns the number of collectives that this rank has started. Both are called from another thread, and only while
+    this rank waits for others, when no CUDA graph is being captured."""
     global _is_done, _count_started
     _is_done, _count_started = is_done, count_started
 
 
 def watch_lost(leave: Callable[[], bool]) -> None:
-    """Call this, in another thread, once the launcher says that another rank of this world is lost, and again until it
-    returns True."""
+    """Call `leave` from another thread once the launcher reports a lost rank in this world, until it returns True."""
     global _on_lost
     _on_lost = leave
 
 
 def begin_step(number: int) -> None:
-    """A step begins; steps count from 1. A program that does not say so has as many as its optimizers."""
+    """Mark the start of a step, counted from 1. Without this call, optimizer steps are counted."""
     if _words is not None and _rank is not None:
         _rank.counts_itself = True
         _end_step(number)
@@ -99,7 +98,7 @@ def begin_step(number: int) -> None:
 
 
 def complete_step() -> None:
-    """The step that has begun is complete; what follows it may take time."""
+    """Mark the current step as complete; the time after it does not belong to it."""
     if _words is not None:
         _words[COUNTED] = COMPLETE
 
@@ -114,7 +113,7 @@ def _end_step(number: int) -> None:
 
 @contextlib.contextmanager
 def within(phase: int, label: str = "") -> Iterator[None]:
-    """Inside, this phase; afterwards, the one before it."""
+    """Enter a phase for the duration of the block, then return to the previous one."""
     if _words is None:
         yield
         return
@@ -130,11 +129,11 @@ def within(phase: int, label: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow(label: str, at_most: float | None = None) -> Iterator[None]:
-    """Mark a pause that may take any time: an evaluation, a download, a save. The monitor does not take it for a hang,
-    nor the ranks that wait for this one. `at_most` limits it, in seconds. It changes nothing else, and works where
-    there is no monitor."""
+    """Mark a pause of any length: an evaluation, a download, a save. Neither the monitor nor the ranks that wait for
+    this one mistake it for a hang. `at_most` limits it, in seconds. Has no other effect, and works without a
+    monitor."""
     if at_most is not None and not at_most > 0:
-        raise ConfigError(f"at_most is a number of seconds above 0, and not {at_most!r}", code="at_most")
+        raise ConfigError(f"at_most must be a number of seconds above 0, not {at_most!r}", code="at_most")
     with within(SLOW, label):
         words, before = _words, 0
         if words is not None:
@@ -147,7 +146,7 @@ def slow(label: str, at_most: float | None = None) -> Iterator[None]:
 
 
 def progress() -> None:
-    """A part of a pause is done: its time counts from here."""
+    """Mark progress within a pause: its time limit starts again."""
     if _words is not None and _words[PHASE] == SLOW:
         enter(SLOW)
 
@@ -176,7 +175,7 @@ def read_text(page: mmap.mmap, place: tuple[int, int]) -> str:
 
 
 def fail(summary: str, is_secondary: bool) -> None:
-    """This rank ends with an error; a secondary one only reports that another rank is lost."""
+    """Record that this rank ends with an error; a secondary error only reports that another rank is lost."""
     if _words is not None and _rank is not None and not read_text(_rank.page, ERROR):
         _words[IS_SECONDARY] = int(is_secondary)
         write_text(_rank.page, ERROR, summary)
@@ -199,9 +198,9 @@ class _Rank:
         _words[PID], _words[STEP] = os.getpid(), 1
         _words[SINCE_NS] = _words[BEAT_NS] = time.monotonic_ns()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # after this one has left, it must not be killed by it
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the signal must not kill the process after it has left
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
-        if not faulthandler.is_enabled():  # where a crash happened is for the monitor, unless someone else asked for it
+        if not faulthandler.is_enabled():  # send crash stacks to the monitor, unless faulthandler is already in use
             faulthandler.enable(self.stacks)
             self._undo.callback(faulthandler.disable)
         if "torch" in sys.modules:
@@ -230,7 +229,7 @@ class _Rank:
         self._undo.callback(register_optimizer_step_post_hook(after).remove)
 
     def _beat(self) -> None:
-        """In a thread, which needs Python's lock: while this does not run, no Python does."""
+        """Heartbeat thread. It needs the GIL: while it does not run, no Python code does."""
         words, num_notices, has_left = _words, 0, False
         while not self._stop.wait(BEAT_S):
             if words[NUM_NOTICES] != num_notices:
@@ -242,30 +241,33 @@ class _Rank:
                 has_left = _on_lost()
             if _is_done is not None:
                 is_waiting = words[PHASE] == WAIT and now_ns - words[SINCE_NS] > _WAITED_NS
-                with contextlib.suppress(RuntimeError):  # an error of the GPU, which the main thread reports
+                with contextlib.suppress(RuntimeError):  # a GPU error, which the main thread reports
                     words[IS_BUSY] = int(is_waiting and not _is_done())
                     words[NUM_STARTED] = _count_started() if is_waiting and _count_started is not None else 0
             self._see_compiler(words, now_ns)
 
     def _see_compiler(self, words: Any, now_ns: int) -> None:
-        """Looks, for a program may remove torch's callbacks at any time: `torch._dynamo.reset` does."""
-        look = getattr(sys.modules.get("paceline.torch_internals"), "is_compiling", None)  # this thread imports nothing
+        """Poll for compilations, since a program may remove torch's callbacks at any time, as `torch._dynamo.reset`
+        does."""
+        # this thread must not import anything
+        look = getattr(sys.modules.get("paceline.torch_internals"), "is_compiling", None)
         is_compiling = look is not None and look()
         if is_compiling != bool(words[IS_COMPILING]):
-            words[IS_COMPILING], words[SINCE_NS] = int(is_compiling), now_ns  # what it took does not count
+            # restart the clock, so that compile time does not count
+            words[IS_COMPILING], words[SINCE_NS] = int(is_compiling), now_ns
             words[SERIAL] += 1
 
 
 def is_open() -> bool:
-    """Whether a monitor reads what this rank marks."""
+    """Whether a monitor reads this rank's page."""
     return _rank is not None
 
 
 def open_page(page: str, stacks: str) -> None:
-    """Write to this page from now on; does nothing where one is open."""
+    """Write to this page from now on; does nothing if one is open."""
     global _rank
     if _rank is None:
-        if _before is not None:  # a world has failed, and this process goes on in another one
+        if _before is not None:  # a world has failed, and this process continues in another one
             _before[ERROR[0] : sum(ERROR)] = bytes(ERROR[1])
         _rank = _Rank(page, stacks)
         _rank.start()
@@ -274,13 +276,13 @@ def open_page(page: str, stacks: str) -> None:
 
 
 def close_page() -> None:
-    """Leave: from now on nobody may wait for this rank."""
+    """Leave the world: from now on, no rank may wait for this one."""
     global _rank, _before, _is_done, _count_started
     if _rank is not None:
         enter(LEFT)
         _rank.stop()
         _before, _rank = _rank.page, None
-        _is_done = _count_started = None  # they hold a group, which must go with its world
+        _is_done = _count_started = None  # they hold a group, which must end with its world
 
 
 def _note_end() -> None:

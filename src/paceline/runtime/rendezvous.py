@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: a store that is open to them alone, and what they exchange on it before any group."""
+"""Rendezvous of ranks: a store that is open only to them, and what they exchange on it before any group exists."""
 
 import atexit
 import contextlib
@@ -37,15 +37,16 @@ from paceline.transport import proof
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
 _STORE_S, _LINGER_S = 120.0, 3.0
 _STALE = "{0} is left over from an earlier run, or in use by another: remove it and {0}.*, or use a new path"
-# By address and job, with how often each was opened. A second world at the same address reuses the store under a prefix
-# of its own: the keys of the first are still there, and a store that rank 0 opened again could be mistaken for the old.
+# Stores by address and job, with how often each was opened. A second world at the same address reuses the store under
+# its own prefix: the keys of the first are still there, and a store that rank 0 reopened could be mistaken for the old.
 _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
-# Where our own launcher serves the store, and what ranks of several hosts prove to know.
+# The address of our launcher's store, and the secret that ranks of several hosts prove to know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
-_BIND_S = 3.0  # how long the store of an earlier world may take to leave its name
-_ANSWER_S = 3.0  # how long an answer may take on its way, beyond the time that the store itself waits for a key
-_LONGEST_S = 1e6  # the kernel takes no infinity
-# A host that vanishes sends nothing. Probes find that: after this many seconds of silence, this far apart, this many.
+_BIND_S = 3.0  # how long the store of an earlier world may take to release its name
+_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the time that the store waits for a key
+_LONGEST_S = 1e6  # the kernel does not accept infinity
+# A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
+# the timeout in ms.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 11_000))
 _closers = contextlib.ExitStack()
 ABSENT = "did not arrive within {:g} s: check that they started (on Slurm: `srun`, not a bare call in the batch script)"
@@ -72,7 +73,7 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
 def gather(
     place: Place, make: Callable[[], Any], timeout_s: float | None, late: str = "did not return within {:g} s"
 ) -> list[Any]:
-    """What `make` returned on every rank, in rank order; once it has failed on one, all of them raise.
+    """What `make` returned on every rank, in rank order; if it fails on one, all ranks raise.
 
     Collective: every rank must call this. Its store outlives the worlds of a program.
     """
@@ -81,7 +82,7 @@ def gather(
         mine = _encode(make(), is_private(store))
     except BaseException as error:
         failure = describe_failure(place.rank, error)
-        # Another rank's failure may be the cause of this one.
+        # Another rank's failure may have caused this one.
         cause = _find_failure(store) if failure.is_secondary else b""
         with contextlib.suppress(RuntimeError):
             if store.add("failures", 1) == 1:
@@ -104,13 +105,14 @@ def gather(
 
 
 def _encode(value: Any, private: bool) -> bytes:
-    """A value of the user's. One that is no plain value is pickled, where only ranks of this job read and write."""
+    """Encode a user's value. Values that are not plain are pickled, but only if the store is restricted to ranks of
+    this job."""
     try:
         return b"m" + messages.encode(value)
     except messages.NotPlainError as error:
         if not private:
             hint = f"or give all ranks of the job the same random {SECRET}, as `paceline run` does"
-            text = f"ranks that have not proved who they are send plain values alone: {error}; {hint}"
+            text = f"unauthenticated ranks can send only plain values: {error}; {hint}"
             raise ConfigError(text, code="not-plain") from None
         return b"p" + pickle.dumps(value)
 
@@ -124,24 +126,24 @@ def _decode(content: bytes, private: bool) -> Any:
 def _encode_failure(failure: Failure) -> bytes:
     try:
         return messages.encode(failure)
-    except messages.NotPlainError:  # an error of a class of the user's: its text and traceback are there
+    except messages.NotPlainError:  # a user's error class; its text and traceback remain
         return messages.encode(dataclasses.replace(failure, error=None))
 
 
 def _read_failure(content: bytes) -> Failure:
     found = messages.decode(content)
     if not isinstance(found, Failure):
-        raise LaunchError("another rank failed, and said why in no form that is known here")
+        raise LaunchError("another rank failed, but its error report could not be decoded")
     return found
 
 
 def _find_failure(store: Any) -> bytes:
-    """What the first rank to fail reported."""
+    """The report of the first rank that failed."""
     return bytes(store.get("failed")) if store.check(["failed"]) else b""
 
 
 def _leave(store: Any, place: Place) -> None:
-    """Rank 0 may serve the store, and then must not exit before the others have read it."""
+    """Rank 0 may serve the store, so it must not exit before the others have read it."""
     left, deadline = store.add("left", 1), time.monotonic() + _LINGER_S
     while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -149,8 +151,8 @@ def _leave(store: Any, place: Place) -> None:
 
 
 def close_stores() -> None:
-    """Close every store that this process opened; does nothing the second time. Rank 0 removes the file that ranks meet
-    at, and the last rank that of the store."""
+    """Close every store that this process opened; idempotent. Rank 0 removes the rendezvous file, and the last rank the
+    store's file."""
     atexit.unregister(close_stores)
     for store, _ in _stores.values():
         if isinstance(store, PrivateStore):
@@ -160,13 +162,15 @@ def close_stores() -> None:
 
 
 class PrivateStore(dist.Store):
-    """A connection to a `store_server`, with the methods of a store of torch. `connect` gives a checked socket."""
+    """A connection to a `store_server`, with the methods of a torch store. `connect` returns an authenticated
+    socket."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         super().__init__()
-        self._connect, self._lock = connect, threading.Lock()
+        self._connect = connect
+        self._lock = threading.Lock()
         self._link: socket.socket | None = connect()
-        # C++ holds the store as long as it likes, and calls its methods, which live in Python.
+        # C++ may hold the store indefinitely and calls its methods, which live in Python.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def close(self) -> None:
@@ -176,8 +180,8 @@ class PrivateStore(dist.Store):
             self._link, self._connect = None, _refuse_closed
 
     def _ask(self, kind: int, *fields: str | bytes, limit_s: float = 0.0) -> list[bytes]:
-        """The answer of the store, which may wait for a key itself for `limit_s`. A store that says nothing at all is
-        given up after the timeout of this store."""
+        """The store's answer; the store itself may wait `limit_s` for a key. A store that does not respond at all is
+        abandoned after this store's timeout."""
         request = store_server.pack(kind, [field.encode() if isinstance(field, str) else field for field in fields])
         with self._lock:
             try:
@@ -254,7 +258,7 @@ class PrivateStore(dist.Store):
         _closers.callback(found.close)
         return found
 
-    # By these names torch's C++ asks for them.
+    # Names that torch's C++ uses.
     deleteKey, getNumKeys = delete_key, num_keys
 
 
@@ -263,27 +267,27 @@ def _refuse_closed() -> socket.socket:
 
 
 def is_private(store: Any) -> bool:
-    """Whether only processes that have proved to be ranks of this job read and write a store."""
+    """Whether only authenticated ranks of this job can read and write a store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, PrivateStore | dist.FileStore | dist.HashStore)
 
 
 def find_key(store: dist.PrefixStore) -> bytes:
-    """A key of the world that meets in this store, random and known to its ranks alone; empty where the store is open
-    to others. The same on every rank, whichever asks first."""
+    """A random key of the world that uses this store, known only to its ranks; empty if the store is open to others.
+    The same on every rank, whichever asks first."""
     if not is_private(store):
         return b""
     return bytes(store.compare_set("key", "", secrets.token_hex(32)))
 
 
 def serve_env_for_torch() -> None:
-    """Let `torch.distributed.init_process_group()` in ranks of our own launcher meet on its private store, too."""
+    """Make `torch.distributed.init_process_group()` use the private store, too, in ranks of our own launcher."""
     from paceline.torch_internals import rendezvous_handlers as handlers
 
     by_torch = handlers["env"]
 
-    def meet(url: str, timeout: timedelta = timedelta(seconds=_STORE_S), **options: Any) -> Iterator[Any]:
+    def connect(url: str, timeout: timedelta = timedelta(seconds=_STORE_S), **options: Any) -> Iterator[Any]:
         if STORE not in os.environ:
             yield from by_torch(url, timeout=timeout, **options)
             return
@@ -292,7 +296,7 @@ def serve_env_for_torch() -> None:
         proof.use_key(find_key(store), store)
         yield store, place.rank, place.world_size
 
-    handlers["env"] = meet
+    handlers["env"] = connect
 
 
 def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
@@ -301,32 +305,32 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
         if place.world_size == 1:
             return dist.HashStore()
         if name := os.environ.get(STORE):  # our own launcher's
-            # It is there before any rank: one that is not there any more belonged to a world that is over.
+            # It exists before any rank: if it is gone, it belonged to a world that has ended.
             return PrivateStore(lambda: _call(name, place, 0.0, "the store of the launcher", code="peer-lost"))
         host, port = place.master_addr, place.master_port
         if host is None or port is None:
             missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
-            text = f"rank {place.rank} of {place.world_size} has no rendezvous, for {missing} is not set: start it with"
-            raise ConfigError(f"{text} torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'")
-        # torchrun's agent serves a store on this port, and every rank is a client of it.
+            text = f"rank {place.rank} of {place.world_size} has no rendezvous because {missing} is not set"
+            raise ConfigError(f"{text}: use torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'")
+        # torchrun's agent serves a store on this port, and every rank is a client.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return _open_at(host, port, place, served, timeout_s)
     if url.scheme == "tcp":
-        with contextlib.suppress(ValueError):  # a port that is none
+        with contextlib.suppress(ValueError):  # not a valid port
             if url.hostname and url.port:
                 return _open_at(url.hostname, url.port, place, False, timeout_s)
-        raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: write tcp://HOST:PORT")
+        raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: use tcp://HOST:PORT")
     if url.scheme == "file":
         if not url.path or url.netloc or url.fragment or url.query or Path(url.path).is_dir():
-            raise ConfigError(f"rendezvous {rendezvous!r} names no file: write file:///PATH, absolute, without # and ?")
+            raise ConfigError(f"rendezvous {rendezvous!r} is not a file: use file:///PATH, absolute, without # and ?")
         return _open_file(Path(url.path), place, timeout_s)
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
 
 def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float) -> dist.Store:
-    """The store of the world that meets at an address: private on one host, and between hosts with a secret.
+    """The store of a world at an address: private on one host, and with a secret between hosts.
 
-    Without a secret it is torch's own, which serves everybody who reaches it; `paceline doctor` says so.
+    Without a secret it is torch's own, which serves anyone who can reach it; `paceline doctor` reports that.
     """
     where, secret = f"{host}:{port}", os.environ.get(SECRET, "").encode()
     is_local = place.local_world_size == place.world_size or host in ("localhost", "::1") or host.startswith("127.")
@@ -353,7 +357,8 @@ def _find_port_key() -> str:
 
 
 def _read_port(known: dist.Store | None, port: int) -> int:
-    """Where rank 0 listens. Anybody can have written it: what answers there must prove that it is rank 0."""
+    """The port on which rank 0 listens. Anyone may have written it, so the process there must prove that it is rank
+    0."""
     if known is None:
         return port
     text = known.get(_find_port_key()).decode(errors="replace")
@@ -375,7 +380,7 @@ def _bind(name: str, where: str) -> socket.socket:
 
 
 def _find_holder(name: str) -> int | None:
-    """The other user whose process listens at this name, if one does."""
+    """The uid of another user whose process listens at this name, or None."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(store_server.address(name))
         found = store_server.peer_user(link)
@@ -395,7 +400,7 @@ def _listen(port: int, where: str) -> socket.socket:
 
 
 def _serve(listener: socket.socket, secret: bytes) -> None:
-    """Serve a store from a process of its own: this rank may hang, and the others must still be able to ask."""
+    """Serve a store from a separate process: this rank may hang, and the others must still be able to use it."""
     with listener:
         command = [sys.executable, "-I", "-S", store_server.__file__]
         process = subprocess.Popen(
@@ -410,7 +415,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def _end_server(process: "subprocess.Popen[bytes]") -> None:
-    """Let the server go when the last rank has gone, and wait for it if that is this one."""
+    """Let the server exit with the last rank, and wait for it if that is this one."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -418,7 +423,7 @@ def _end_server(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "timeout") -> socket.socket:
-    """A connection to the store of this name, whose server is of this user; `code` is that of the error where there is
+    """A connection to the store of this name, if its server belongs to this user; `code` is the error code if there is
     none."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -430,19 +435,19 @@ def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "ti
             link.close()
             if time.monotonic() > deadline:
                 text = f"rank {place.rank} could not reach {where} within {timeout_s:g} s"
-                hint = "is rank 0 running, and may this host reach it?"
+                hint = "is rank 0 running and reachable from this host?"
                 raise LaunchError(f"{text} ({error.strerror}): {hint}", code=code) from None
         time.sleep(0.02)
     found = store_server.peer_user(link)
     if found is not None and found[0] != os.geteuid():
         link.close()
-        text = f"{where} is served by a process of another user (uid {found[0]}), which is no rank of this job"
-        raise LaunchError(f"refused a stranger: {text}; choose another MASTER_PORT", code="stranger")
+        text = f"{where} is served by a process of another user (uid {found[0]}), not by a rank of this job"
+        raise LaunchError(f"connection refused: {text}; choose another MASTER_PORT", code="stranger")
     return link
 
 
 def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: float) -> socket.socket:
-    """A connection to the store of another host; both ends have proved that they know the secret."""
+    """A connection to a store on another host, after both ends have proved that they know the secret."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -452,7 +457,7 @@ def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: flo
             if time.monotonic() > deadline:
                 reason = error.strerror or str(error)
                 text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s ({reason})"
-                raise LaunchError(f"{text}: is rank 0 running, and may this host reach it?", code="timeout") from None
+                raise LaunchError(f"{text}: is rank 0 running and reachable from this host?", code="timeout") from None
         time.sleep(0.05)
     try:
         link.settimeout(store_server.HELLO_S)
@@ -463,12 +468,12 @@ def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: flo
         answer = b""
     if not hmac.compare_digest(answer, store_server.prove(secret, b"store", theirs, mine) if answer else b"-"):
         link.close()
-        text = f"what listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
-        raise LaunchError(f"{text}: give all ranks of the job the same", code="stranger")
+        text = f"the process that listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
+        raise LaunchError(f"{text}: give all ranks of the job the same {SECRET}", code="stranger")
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:
-        if hasattr(socket, name):  # Linux has all of them
+        if hasattr(socket, name):  # all exist on Linux
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return link
 
@@ -484,7 +489,7 @@ def _receive(link: socket.socket, num_bytes: int) -> bytes:
 
 def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
     deadline, reason = time.monotonic() + timeout_s, ""
-    while not serve:  # until rank 0 listens; torch would wait too, and end with a page of text
+    while not serve:  # until rank 0 listens; torch would also wait, but end with a page of output
         try:
             socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
             break
@@ -494,11 +499,11 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
                 reason = f"the name does not resolve: {reason}"
         if time.monotonic() > deadline:
             text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s"
-            raise LaunchError(f"{text} ({reason}): is rank 0 running, and may this host reach it?")
+            raise LaunchError(f"{text} ({reason}): is rank 0 running and reachable from this host?")
         time.sleep(0.05)
     limit = timedelta(seconds=timeout_s)
     try:
-        # `await_ranks` waits for the others, and names the missing ranks.
+        # `await_ranks` waits for the others and names the missing ranks.
         return dist.TCPStore(host, port, place.world_size, serve, limit, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         text = str(error).splitlines()[0]
@@ -509,7 +514,7 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
 
 
 def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
-    """A store in a file next to `path`. Rank 0 holds a lock on `path`, so that a stale file is found at once."""
+    """A store in a file next to `path`. Rank 0 holds a lock on `path`, so that a stale file is detected immediately."""
     deadline = time.monotonic() + timeout_s
     if place.rank == 0:
         token = _claim(path)
@@ -519,14 +524,14 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
                 text = f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}"
                 raise LaunchError(f"{text}: is rank 0 running, and does it see the same file system?")
             time.sleep(0.02)
-    # A name of its own for every claim: a late rank of an old store cannot touch a new one.
+    # Each claim has its own name, so that a late rank of an old store cannot touch a new one.
     own = path.with_name(f"{path.name}.paceline-{token}")
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # torch would let the umask decide
+        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # torch would leave the mode to the umask
     _check_owner(own)
     store = dist.FileStore(str(own), place.world_size)
-    # Of two FileStores that are freed at the same moment, each may leave the file to the other, or make it again. So
-    # this one is never freed, and the last rank to close its stores removes the file.
+    # If two FileStores are freed at the same moment, each may leave the file to the other or recreate it. So this one
+    # is never freed, and the last rank to close its stores removes the file.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     _closers.callback(_leave_file, store, own, place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -534,23 +539,24 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse a file that another user made or may write."""
+    """Raise LaunchError if another user owns a file or can write to it."""
     about = path.stat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
-        text = f"{path} is of uid {about.st_uid}, mode {about.st_mode & 0o777:o}, and must be this user's alone"
-        raise LaunchError(f"refused a stranger: {text}; use a path in a folder of your own", code="stranger")
+        found = f"{path} belongs to uid {about.st_uid} with mode {about.st_mode & 0o777:o}"
+        text = f"{found}, but only this user may write to it"
+        raise LaunchError(f"{text}; use a path in a folder of your own", code="stranger")
 
 
 def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:
     store.set_timeout(timedelta(seconds=1))
-    with contextlib.suppress(RuntimeError, OSError):  # the disk is full, or the folder may not be written any more
-        # A store makes its file again: it is gone with its folder, or rank 0 has opened the next one at this place.
+    with contextlib.suppress(RuntimeError, OSError):  # the disk is full, or the folder is no longer writable
+        # A store recreates its file: it may be gone with its folder, or rank 0 may have opened the next one here.
         if file.exists() and store.add("closed", 1) >= world_size:
             file.unlink(missing_ok=True)
 
 
 def _claim(path: Path) -> str:
-    """Create and lock the file, until the stores are closed; the token in it is written when it is locked."""
+    """Create and lock the file until the stores are closed. Its token is written once it is locked."""
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except FileExistsError:
@@ -560,7 +566,7 @@ def _claim(path: Path) -> str:
     _closers.callback(os.close, handle)
     _closers.callback(path.unlink, missing_ok=True)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    # Files of processes that died. Before the token is written: from then on another rank may have opened the new one.
+    # Remove files of dead processes. Before the token is written: after that, another rank may open the new one.
     for old in path.parent.glob(f"{glob.escape(path.name)}.paceline-*"):
         old.unlink(missing_ok=True)
     token = secrets.token_hex(4)
@@ -569,7 +575,7 @@ def _claim(path: Path) -> str:
 
 
 def _read_claim(path: Path) -> str:
-    """The token of a living rank 0, or nothing while there is none; raises for a file that a dead one left."""
+    """The token of a living rank 0, or "" while there is none; raises if a dead one left the file."""
     try:
         with path.open("rb") as file:
             try:
@@ -577,16 +583,16 @@ def _read_claim(path: Path) -> str:
             except BlockingIOError:
                 _check_owner(path)
                 return file.read().decode(errors="replace")
-            is_stale = bool(file.read())  # else rank 0 is just about to lock it
+            is_stale = bool(file.read())  # otherwise rank 0 is about to lock it
     except FileNotFoundError:
         return ""
-    if is_stale and path.exists():  # else it was removed by a run that ended just now
+    if is_stale and path.exists():  # otherwise a run that just ended removed it
         raise LaunchError(_STALE.format(path))
     return ""
 
 
 def find_host_id() -> str:
-    """A name that two ranks share exactly when they run on one booted host."""
+    """A name that two ranks share exactly if they run on the same booted host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -601,15 +607,15 @@ def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
     if place.rank == 0:
         store.set("size", str(place.world_size))
     elif store.check(["size"]) and (size := store.get("size").decode()) != str(place.world_size):
-        raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} and rank 0 has {size}: they must agree")
+        raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} but rank 0 has {size}: they must agree")
     mine, late = find_host_id().encode(), ABSENT.format(timeout_s)
     return [host.decode() for host in _exchange(store, place, "here", mine, timeout_s, late)]
 
 
 def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str, timeout_s: float) -> None:
-    """Return only if no rank refuses and all chose one backend; otherwise raise the same error on every rank.
+    """Return only if no rank refuses and all chose the same backend; otherwise raise the same error on every rank.
 
-    Without this, the others would wait in torch for the one that refused. Collective: every rank must call this.
+    Without this, the others would wait in torch for the rank that refused. Collective: every rank must call this.
     """
     late = f"arrived and then sent nothing for {timeout_s:g} s: check its own output"
     mine = f"{backend}\n{refusal}".encode()
@@ -620,18 +626,19 @@ def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str
             raise ConfigError(reason if place.world_size == 1 else f"{reason} (on rank {rank} of {place.world_size})")
     if len(set(choices)) > 1:
         different = ", ".join(f"{choice} on rank {choices.index(choice)}" for choice in dict.fromkeys(choices))
-        raise ConfigError(f"the ranks chose different backends ({different}): name one with backend=")
+        raise ConfigError(f"the ranks chose different backends ({different}): set one with backend=")
 
 
 def _exchange(
     store: Any, place: Place, topic: str, mine: bytes, timeout_s: float, late: str,
     is_over: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:  # fmt: skip
-    """Every rank's bytes, in rank order, over the store alone; nothing once it `is_over`. `late` ends the error."""
+    """Every rank's bytes, in rank order, using only the store; empty once it `is_over`. `late` is the end of the error
+    text."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
-    # Polled: `wait` would log a page of its own on a time-out, and cannot say which key is missing.
+    # Polled: on a timeout, `wait` would log a page of its own and cannot say which key is missing.
     while not store.check(keys):
         if is_over():
             return []

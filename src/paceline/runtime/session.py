@@ -1,4 +1,4 @@
-"""One run of a verb: it starts ranks or joins the launched world, shows progress, saves, and survives interrupts."""
+"""One run of a verb: starts ranks or joins the launched world, shows progress, saves, and handles interrupts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from paceline.report.result import Result
 
-# Where there is no terminal to draw on, how often a log gets a line.
+# Seconds between lines in a log, without a terminal to draw on.
 _LINE_S = 10.0
 
 # What ranks call: a function, or "package.module:name", which only the ranks import.
@@ -61,10 +61,10 @@ Describe = Callable[[Sequence[Record]], str]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank posts on its way: `done` of `total` cells or steps (one in progress counts in part).
+    """Progress posted by a rank: `done` of `total` cells or steps (one in progress counts in part).
 
-    `records` are those of a cell that is now finished; an interrupted run saves them, with what `config` adds to its
-    own. `line` is shown on a line of its own, wherever the output goes. `files` are written into the run's folder now.
+    `records` belong to a cell that has just finished; an interrupted run saves them, with `config` added to its own.
+    `line` is printed on its own line, wherever the output goes. `files` are written to the run's folder immediately.
     """
 
     done: float
@@ -80,8 +80,8 @@ class Progress:
 class Task:
     """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work.
 
-    `follow` makes its arguments from the records of the tasks before it. `on_death` makes its records where its ranks
-    were killed; where that is None, or returns None, the error ends the run.
+    `follow` builds its arguments from the records of earlier tasks. `on_death` provides its records if its ranks were
+    killed; if it is None or returns None, the error ends the run.
     """
 
     name: str
@@ -95,13 +95,13 @@ class Task:
 
 @dataclass
 class Session:
-    """One run under way. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and shows.
+    """A run in progress. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and prints.
 
-    `place` is None where the ranks are started here, or where this process alone is measured (`here`). `folder` is None
-    where nothing is to be written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished`
-    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `is_timed` is
-    False where no time is a result, so that the load of the machine says nothing. `saved` is set by a verb that saves
-    in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
+    `place` is None if ranks are started here, or if only this process is measured (`here`). `folder` is None if nothing
+    is written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished` means that a resumed
+    run has all of its records. `warnings` are doubts added by the verb. `is_timed` is False if no result is a time, so
+    that the machine's load does not matter. A verb that saves on its own sets `saved`, which describes what is on disk
+    ("step 40") for the message of an interrupt.
     """
 
     verb: str
@@ -118,8 +118,8 @@ class Session:
     warnings: list[str] = field(default_factory=list)
     is_timed: bool = True
     saved: Callable[[], str] | None = None
-    signal: int = 0  # the one for which ranks were asked to save and stop
-    _posted: list[tuple[Record, ...]] = field(default_factory=list)  # by cells
+    signal: int = 0  # signal on which ranks were asked to save and stop
+    _posted: list[tuple[Record, ...]] = field(default_factory=list)  # per cell
     _cells: tuple[str, ...] = ()
     _num_cells: float = 0
     _parts: list[Session] = field(default_factory=list)
@@ -136,23 +136,23 @@ class Session:
         self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, saves: bool = False,
         hang_timeout_s: float | None = None, recovery: Recovery | None = None,
     ) -> Any:  # fmt: skip
-        """Call the function on the ranks and return the value of rank 0 (in a launched world: of this rank).
+        """Call the function on the ranks and return the value of rank 0 (in a launched world, of this rank).
 
-        Records that it posts are saved if the run is interrupted. A function that `saves` gets the first Ctrl-C,
-        SIGTERM or SIGUSR1 itself, as SIGTERM, and returns (`signal` notes it); a second one ends the ranks at once.
-        With `hang_timeout_s`, a rank that is suspended, or hangs for so long, ends them, too; `recovery` says what
-        follows instead.
+        Records that it posts are saved if the run is interrupted. A function that `saves` receives the first Ctrl-C,
+        SIGTERM or SIGUSR1 as SIGTERM and returns (recorded in `signal`); a second one ends the ranks immediately. With
+        `hang_timeout_s`, a rank that is suspended or hangs for that long ends them as well, unless `recovery` continues
+        the job.
         """
         with ProgressDisplay(self.verb, self.progress) as display:
             return self._call(Task("", function, args, ranks or self.ranks), display, saves, hang_timeout_s, recovery)
 
     def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
-        """The records of all tasks, in order: of those that are saved already, and of the others, run and saved now.
+        """The records of all tasks, in order: loaded if they were saved before, otherwise run and saved now.
 
-        `at_once` tasks run at a time, each on ranks of its own. `describe` says a few words about a finished task.
+        `at_once` tasks run concurrently, each on its own ranks. `describe` summarises a finished task in a few words.
         """
         if self.place is not None and at_once > 1:
-            text = f"--at-once {at_once} in a launched world: its ranks run one task after the other; leave it out"
+            text = f"--at-once {at_once} in a launched world: its ranks run one task after another; omit the option"
             raise ConfigError(text, code="launched")
         self._cells, self._num_cells = tuple(task.name for task in tasks), len(tasks)
         found = {} if self.study is None else {name: self.study.find(name) for name in self._cells}
@@ -174,7 +174,7 @@ class Session:
                 self.study.keep(task.name, records, self.environment.machine_and_torch)
             display.finish(task.name, records)
 
-        def settle(task: Task) -> Task:
+        def resolve(task: Task) -> Task:
             if task.follow is None:
                 return task
             before = self._cells[: self._cells.index(task.name)]
@@ -182,7 +182,7 @@ class Session:
 
         if at_once == 1:
             for task in tasks:
-                finish(task, self._call(settle(task), display))
+                finish(task, self._call(resolve(task), display))
             return
         with concurrent.futures.ThreadPoolExecutor(at_once) as workers:
             started = dict[concurrent.futures.Future[list[Record]], Task]()
@@ -196,7 +196,7 @@ class Session:
                 for task in tasks:
                     if task.follow is not None:
                         finish_started()
-                    started[workers.submit(self._call, settle(task), display)] = task
+                    started[workers.submit(self._call, resolve(task), display)] = task
                 finish_started()
             except BaseException:
                 workers.shutdown(wait=False, cancel_futures=True)
@@ -207,10 +207,10 @@ class Session:
         self, task: Task, display: ProgressDisplay, saves: bool = False, hang_timeout_s: float | None = None,
         recovery: Recovery | None = None,
     ) -> Any:  # fmt: skip
-        """The value of the task's function: here, or of rank 0 on warm ranks that belong to this thread."""
+        """The value of the task's function: called here, or on rank 0 of this thread's warm ranks."""
 
         def hear(rank: int, message: Progress) -> None:
-            if not task.name:  # of a run without tasks, the cells are those that the ranks post
+            if not task.name:  # without tasks, the cells are those that ranks post
                 self._posted += [message.records] if message.records else []
                 self._num_cells = message.total
             self.config |= message.config
@@ -228,7 +228,7 @@ class Session:
                 options: dict[str, Any] = {"on_message": hear, "hang_timeout_s": hang_timeout_s, "recovery": recovery}
                 return pool.run(task.function, task.arguments, num_ranks=task.ranks, **options)[0]
             except LaunchError as error:
-                if self.signal:  # it came before the ranks had begun to listen for it
+                if self.signal:  # the signal arrived before the ranks listened for it
                     raise SystemExit(128 + self.signal) from None
                 records = task.on_death(error) if task.on_death is not None else None
                 if records is None:
@@ -257,24 +257,24 @@ class Session:
         def forward(number: int) -> None:
             self.signal = number
             forget_terminal(number)
-            self._say("stopping after this step, with a checkpoint; interrupt once more after a second to stop at once")
+            self._say("stopping after this step with a checkpoint; interrupt again after a second to stop immediately")
             pool.signal(signal.SIGTERM)  # our own ranks ignore SIGINT
 
         def end(number: int) -> None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
             numbers.append(signal.SIGHUP)
         with handle_requests(forward, end, *numbers):
             yield
 
     def share_load(self, whole: Session) -> None:
-        """Of a part of a run, the load is the one before the whole: later it is that of the parts before it."""
+        """Use the load before the whole run for this part: later, the load is that of the earlier parts."""
         self.environment = dataclasses.replace(self.environment, load_average=whole.environment.load_average)
 
     def close(self, at_once: bool = False) -> None:
-        """End all ranks, also busy ones `at_once`; a thread that is about to start some is refused."""
+        """End all ranks, including busy ones if `at_once`; threads can no longer start new ones."""
         with self._lock:
             self._is_closed = True
             for pool in self._pools.values():
@@ -282,18 +282,19 @@ class Session:
             self._pools.clear()
 
     def observe(self) -> Environment:
-        """The environment, with the share of the cores' time that the host of a virtual machine took so far."""
+        """The environment, with the CPU steal share of a virtual machine so far."""
         if not self.is_timed:
             return dataclasses.replace(self.environment, load_average=None)
-        if self.place is not None:  # its ranks would find different shares
+        if self.place is not None:  # its ranks would measure different shares
             return self.environment
         stolen = max(self.environment.stolen or 0.0, self._stolen.read_share())
         return dataclasses.replace(self.environment, stolen=stolen)
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
-        """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
+        """The finished run, saved as `run.json` if this session writes. Its warnings are the reasons to doubt it.
 
-        `details` is what only a rank knows of the environment. A resumed run that was finished is the saved one.
+        `details` is what only a rank knows about the environment. If a resumed run was already finished, returns the
+        saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
@@ -308,12 +309,12 @@ class Session:
         return run
 
     def write(self, result: Result) -> None:
-        """Write the tables and figures of the saved run into its folder, where this session writes."""
+        """Write the saved run's tables and figures into its folder, if this session writes."""
         if self.folder is not None and self.is_leader:
             result.save(self.folder)
 
     def _find_machine_warnings(self) -> list[str]:
-        """The environment of a run is that of its last machine; this names the others."""
+        """Name the other machines of a run, since its environment is that of the last one."""
         if self.study is None:
             return []
         here = self.environment.machine_and_torch
@@ -322,13 +323,13 @@ class Session:
             return []
         if len(counts) == 1:
             (name,) = counts
-            return [f"measured on {name}; the environment in this run is that of {here}, where nothing was measured"]
+            return [f"measured on {name}; the environment in this run is {here}, where nothing was measured"]
         made = "; ".join(f"{format_number_of(count, 'cell')} on {name}" for name, count in counts.items())
-        return [f"measured on more than one machine: {made}. A mean may mix them; the run names the last."]
+        return [f"measured on more than one machine: {made}; means may mix them, and the run names only the last"]
 
     @contextlib.contextmanager
     def open_part(self, name: str, verb: str, config: dict[str, Any], same_machine: bool = False) -> Iterator[Session]:
-        """A run that is part of this one, in the folder `name` inside of its folder: resumed where it was started."""
+        """A run that is part of this one, in the subfolder `name`; resumed if it was already started."""
         assert self.folder is not None
         place, environment = self.folder / name, self.environment
         place.mkdir(exist_ok=True)
@@ -340,20 +341,22 @@ class Session:
                 same_machine=same_machine, is_part=True,
             ) as part:  # fmt: skip
                 self._parts.append(part)
-                # What a resumed run starts belongs to the command that started it.
+                # A resumed run's parts belong to the command that started it.
                 self.environment = dataclasses.replace(environment, command_line=part.environment.command_line)
                 yield part
         finally:
-            with contextlib.suppress(OSError):  # it stays unless it is empty
+            with contextlib.suppress(OSError):  # removed only if empty
                 place.rmdir()
 
     def _say_cells(self) -> str:
         count = len(self._posted) if self.study is None else self.study.count()
-        total = f" of {self._num_cells:.0f}" if self._num_cells else ""  # resumed, and interrupted before it is known
+        # unknown if a resumed run was interrupted early
+        total = f" of {self._num_cells:.0f}" if self._num_cells else ""
         return f"{count}{total} cells" if count else ""
 
     def _save_unfinished(self) -> str:
-        """Save what was posted by an unfinished run, or discard an empty study; say what there is."""
+        """Save the records posted by an unfinished run, or discard an empty study; returns a description of what is
+        saved."""
         if self.folder is None or not self.is_leader:
             return ""
         if self.is_finished:
@@ -377,13 +380,13 @@ class Session:
 
 
 def joins_world(ranks: int) -> bool:
-    """Whether a session of this many ranks runs in the launched world, rather than on ranks that it starts."""
+    """Whether a session of this many ranks runs in the launched world rather than on ranks that it starts."""
     return is_launched() and not (read_place().world_size == 1 and ranks > 1)
 
 
 def find_place() -> Place | None:
-    """This process's place in the process group that it has opened, else in the launched world; None in neither."""
-    distributed = sys.modules.get("torch.distributed")  # not imported: who has a group has imported it
+    """This process's place in its open process group, else in the launched world; None if there is neither."""
+    distributed = sys.modules.get("torch.distributed")  # not imported here: a process with a group has imported it
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return Place(distributed.get_rank(), distributed.get_world_size(), None, None, "torch.distributed")
     return read_place() if is_launched() else None
@@ -395,16 +398,16 @@ def open_session(
     resume: str | Path | None = None, progress: bool | None = None, cells: bool = False, can_resume: bool = False,
     same_machine: bool = False, here: bool = False, is_part: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
+    """The one way to run a verb: ranks, the run's folder, progress on stderr, and a message on interrupt.
 
-    Without `out` nothing is written. With it, the run gets a folder `out/TIME-verb`, or `out/name`, made before the
-    work and removed again if it stays empty; `resume` is the folder of an interrupted run instead. With `cells`, every
-    finished task is saved, and the run can be resumed, by default on any machine; `can_resume` says that the verb
-    itself can resume it.
-    `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
-    `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
-    of its process group if it has opened one, of the launched world if there is one, and else alone.
-    A part of another run (`Session.open_part`) leaves the word to that one.
+    Without `out` nothing is written. With it, the run gets a folder `out/TIME-verb` or `out/name`, created before the
+    work and removed if it stays empty; `resume` is the folder of an interrupted run instead. With `cells`, every
+    finished task is saved and the run can be resumed, by default on any machine; `can_resume` means that the verb
+    itself can resume it. `progress` True shows a bar on a terminal and lines elsewhere, None only a bar, False nothing.
+    `here` starts no ranks, for objects that cannot be sent to them (a user's own model): this process runs the tasks,
+    as a rank of its open process group, of the launched world, or alone. A part of another run (`Session.open_part`)
+    leaves the message to that run.
+
     Inside a launched world this is collective: every rank opens the session.
     """
     place = find_place() if here else read_place() if joins_world(ranks) else None
@@ -412,7 +415,7 @@ def open_session(
         text = f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer"
         raise ConfigError(text, code="launched")
     environment = capture_environment()  # now, because our own ranks will raise the load
-    if place is not None and place.world_size > 1:  # every rank returns the same result, its warnings included
+    if place is not None and place.world_size > 1:  # every rank returns the same result, including its warnings
         from paceline.runtime.world import share_first
 
         environment = share_first(place, environment)
@@ -423,14 +426,14 @@ def open_session(
             if is_leader:
                 folder = stack.enter_context(create_folder(out, verb, name))
             else:
-                check_folder(out)  # here too: if rank 0 cannot write, the others must not wait for it
+                check_folder(out)  # if rank 0 cannot write, the other ranks must fail, too, instead of waiting for it
         if folder is not None and cells:
             machine = environment.machine_and_torch
             if resume is not None:
                 study = Study.load(folder, verb)
                 begun = study.config["machine"]
                 if same_machine and begun != machine and find_file(folder / RUN_FILE) is None:
-                    text = f"it was started on {begun}, and this is {machine}: times cannot be mixed"
+                    text = f"it was started on {begun}, but this is {machine}: times cannot be mixed"
                     raise ConfigError(f"--resume {folder}: {text}", code="other-machine")
             else:
                 study = Study.begin(folder, verb, config | {"machine": machine}, environment.command_line)
@@ -450,7 +453,7 @@ def open_session(
             what = session._save_unfinished()
             if not is_part:
                 if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (0, 129, 130, 138, 143):
-                    if what or not getattr(error, "was_reported", False):  # a run inside of this one may have said it
+                    if what or not getattr(error, "was_reported", False):  # a nested run may have reported it
                         session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]
                 elif what and not isinstance(error, SystemExit):
@@ -459,7 +462,8 @@ def open_session(
 
 
 def lock_folder(folder: Path, timeout_s: float = 0.1) -> int:
-    """Refuse a folder in which another process runs; the lock lasts until the handle is closed or this process ends."""
+    """Lock a folder for this process, or raise ConfigError if another one uses it. The lock lasts until the handle is
+    closed or this process ends."""
     handle, until_s = os.open(folder, os.O_RDONLY), time.monotonic() + timeout_s
     while True:
         try:
@@ -468,28 +472,30 @@ def lock_folder(folder: Path, timeout_s: float = 0.1) -> int:
         except BlockingIOError:
             if time.monotonic() >= until_s:
                 os.close(handle)
-                text = f"{folder} is used by another process: wait until it ends, or stop it"
+                text = f"{folder} is used by another process: wait for it to end, or stop it"
                 raise ConfigError(text, code="locked") from None
             time.sleep(0.05)
-        except OSError:  # a file system without locks
+        except OSError:  # the file system does not support locks
             return handle
 
 
 class ProgressDisplay:
-    """How far a run is, on stderr: a bar with the time left on a terminal, lines elsewhere; see `open_session`.
+    """Progress of a run on stderr: a bar with the remaining time on a terminal, lines elsewhere; see `open_session`.
 
-    Without tasks, the cells are those that the messages of the ranks count.
+    Without tasks, cells are counted by the ranks' messages.
     """
 
     def __init__(
         self, verb: str, progress: bool | None, tasks: Sequence[Task] = (), finished: Sequence[str] = (),
         describe: Describe | None = None,
     ) -> None:  # fmt: skip
-        self._verb, self._describe, self._lock = verb, describe, threading.Lock()
+        self._verb = verb
+        self._describe = describe
+        self._lock = threading.Lock()
         self._has_bar = progress is not False and sys.stderr.isatty()
         self._has_lines = bool(progress) and not self._has_bar
         self._weights = {task.name: task.weight for task in tasks}
-        self._parts = {name: self._weights[name] for name in finished}  # what is done of each task
+        self._parts = {name: self._weights[name] for name in finished}  # completed weight of each task
         self._count, self._done_before = len(finished), sum(self._parts.values())
         self._begin_s = self._line_s = time.monotonic()
         self._bar: rich.progress.Progress | None = None
@@ -503,13 +509,13 @@ class ProgressDisplay:
                 progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20),
                 progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
                 progress.TextColumn("left"), console=rich.console.Console(stderr=True, highlight=False), transient=True,
-                redirect_stdout=False, speed_estimate_period=3600.0,  # stdout is for the result alone
+                redirect_stdout=False, speed_estimate_period=3600.0,  # stdout is only for the result
             )  # fmt: skip
             self._bar.start()
             self._bar.add_task("", total=None)
             self._update("starting ranks")
         elif self._count:
-            self._print(f"saved already: {self._count} of {len(self._weights)} cells")
+            self._print(f"{self._count} of {len(self._weights)} cells already saved")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -517,7 +523,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def hear(self, name: str, message: Progress) -> None:
-        """What a rank posted in the task of this name; "" is a run without tasks."""
+        """Handle a rank's message from the task of this name; "" is a run without tasks."""
         with self._lock:
             weight = self._weights.setdefault(name, message.total)
             self._parts[name] = min(1.0, message.done / (message.total or 1)) * weight
@@ -531,7 +537,7 @@ class ProgressDisplay:
                 self._print(f"{share:.0%} ({label}){self._say_left()}")
 
     def finish(self, name: str, records: Sequence[Record]) -> None:
-        """The task of this name is finished, and saved where it can be."""
+        """Record that the task of this name is finished and, if possible, saved."""
         with self._lock:
             self._parts[name] = self._weights[name]
             self._count += 1
@@ -549,7 +555,7 @@ class ProgressDisplay:
         return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> float:
-        """Redraw the bar; the share that is done."""
+        """Redraw the bar; returns the completed share."""
         done, total = sum(self._parts.values()), sum(self._weights.values())
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, description=label)

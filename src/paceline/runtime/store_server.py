@@ -1,8 +1,8 @@
-"""The store on which ranks meet, open to ranks of one job alone: the kernel or a secret vouches for every connection.
+"""The rendezvous store, open only to the ranks of one job: every connection is authenticated by the kernel or a secret.
 
-On one host it is a Unix socket, and only processes of the same user are served. Between hosts it is a TCP socket, and
-both ends prove that they know the secret of the job before anything else is read. Others are refused and reported.
-This file needs the standard library alone: rank 0 runs it as a process of its own, which a rank that hangs cannot stop.
+On one host it is a Unix socket that serves only processes of the same user. Between hosts it is a TCP socket, and both
+ends prove that they know the job's secret before anything else is read. Other connections are refused and reported.
+This file needs only the standard library: rank 0 runs it as a separate process, which a hanging rank cannot block.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from collections.abc import Callable, Sequence
 SET, GET, ADD, CHECK, WAIT, DELETE, COMPARE_SET, APPEND, COUNT, MULTI_SET = range(10)
 DONE, LATE = 0, 1
 NONCE_BYTES = PROOF_BYTES = 32
-HELLO_S = 5.0  # how long a stranger may take to prove that it is none
-_MOST_UNKNOWN = 256  # of those at a time
+HELLO_S = 5.0  # handshake timeout
+_MOST_UNKNOWN = 256  # maximum number of unauthenticated connections
 _HEAD, _LENGTH = struct.Struct("<IB"), struct.Struct("<I")
 _MOST_REPORTED = 5
 _CHUNK = 1 << 18
 
 
 def pack(kind: int, fields: Sequence[bytes]) -> bytes:
-    """A request or an answer: its length, its kind, and its fields, each with its length."""
+    """A request or an answer: its length, its kind, and its length-prefixed fields."""
     parts = [part for field in fields for part in (_LENGTH.pack(len(field)), field)]
     return b"".join([_HEAD.pack(1 + sum(map(len, parts)), kind), *parts])
 
 
 def unpack(buffer: bytes | bytearray) -> tuple[int, list[bytes], int] | None:
-    """The kind and the fields of the first message in a buffer, and its bytes; None while it is not whole."""
+    """The kind and fields of the first message in a buffer, and its size; None while it is incomplete."""
     if len(buffer) < _HEAD.size:
         return None
     length, kind = _HEAD.unpack_from(buffer)
@@ -51,25 +51,25 @@ def unpack(buffer: bytes | bytearray) -> tuple[int, list[bytes], int] | None:
         fields.append(bytes(buffer[at : at + size]))
         at += size
     if at != end:
-        raise ValueError("a message of another making")
+        raise ValueError("malformed message")
     return kind, fields, end
 
 
 def prove(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
-    """What only one who knows the secret can answer to these nonces."""
+    """The answer to these nonces that requires knowing the secret."""
     return hmac.new(secret, b"\0".join([b"paceline", who, *nonces]), hashlib.sha256).digest()
 
 
 def peer_user(link: socket.socket) -> tuple[int, int] | None:
-    """The user and the process at the other end of a Unix socket, by the kernel's word; None where it gives none."""
+    """The user and process at the other end of a Unix socket, according to the kernel; None if it cannot tell."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return None  # the folder of the socket is closed to other users
+        return None  # the socket's folder is closed to other users
     pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return user, pid
 
 
 def address(name: str) -> str:
-    """The address of a Unix socket by its name; with @ in front it is an abstract one, which no file stands for."""
+    """The address of a named Unix socket; a leading @ makes it abstract, without a file."""
     return "\0" + name[1:] if name.startswith("@") else name
 
 
@@ -86,7 +86,7 @@ def bind(name: str) -> socket.socket:
 
 
 class _Peer:
-    """One connection: what was read and not yet understood, and what is still to be written."""
+    """One connection: unparsed input and unsent output."""
 
     def __init__(self, link: socket.socket, is_known: bool) -> None:
         self.link, self.is_known = link, is_known
@@ -101,15 +101,18 @@ class _Waiter:
 
 
 class Server:
-    """Serves a listening socket until `stop`; with `secret`, to those who prove that they know it."""
+    """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes = b"", report: Callable[[str], None] | None = None
     ) -> None:
-        self._listener, self._secret, self._report = listener, secret, report or _print
+        self._listener = listener
+        self._secret = secret
+        self._report = report or _print
         self._values: dict[bytes, bytes] = {}
         self._waiters: dict[bytes, list[_Waiter]] = {}
-        self._selector, self._num_refused = selectors.DefaultSelector(), 0
+        self._selector = selectors.DefaultSelector()
+        self._num_refused = 0
         self._peers: set[_Peer] = set()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -126,7 +129,7 @@ class Server:
         self._near.close()
 
     def serve(self, lingers: bool = False) -> None:
-        """Serve until `stop`, and where it `lingers`, until nobody is connected any more."""
+        """Serve until `stop` and, if it `lingers`, until nobody is connected."""
         is_stopped = False
         try:
             while not is_stopped or (lingers and self._peers):
@@ -167,7 +170,7 @@ class Server:
                 return
             is_known = True
         elif sum(not peer.is_known for peer in self._peers) >= _MOST_UNKNOWN:
-            self._refuse(link, f"{address[0]}, for too many prove nothing")
+            self._refuse(link, f"{address[0]}: too many unauthenticated connections")
             return
         link.setblocking(False)
         peer = _Peer(link, is_known)
@@ -181,7 +184,7 @@ class Server:
         link.close()
         self._num_refused += 1
         if self._num_refused <= _MOST_REPORTED:
-            more = "; more of these are refused in silence" if self._num_refused == _MOST_REPORTED else ""
+            more = "; further refusals are not reported" if self._num_refused == _MOST_REPORTED else ""
             self._report(f"refused {who}: it is not a rank of this job{more}")
 
     def _drop(self, peer: _Peer) -> None:
@@ -291,10 +294,10 @@ class Server:
         self._send(peer, pack(DONE, answer))
 
     def _end_late(self) -> None:
-        """Answer those whose time is up, and turn strangers away who prove nothing."""
+        """Answer waiters that timed out, and refuse connections that missed the handshake timeout."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers if not peer.is_known and peer.until_s <= now_s]:
-            self._turn_away(peer, f"proved nothing within {HELLO_S:g} s")
+            self._turn_away(peer, f"did not authenticate within {HELLO_S:g} s")
         late = {waiter for waiters in self._waiters.values() for waiter in waiters if waiter.until_s <= now_s}
         gone = {w for waiters in self._waiters.values() for w in waiters if w.peer not in self._peers}
         for key in list(self._waiters) if late or gone else ():
@@ -306,7 +309,7 @@ class Server:
 
 
 def _probe(link: socket.socket) -> None:
-    """Let the kernel ask whether the other host is still there: one that was cut off closes no connection."""
+    """Enable keepalive: a host that was cut off does not close its connections."""
     if link.family != socket.AF_UNIX:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("KEEPIDLE", 1), ("KEEPINTVL", 1), ("KEEPCNT", 4), ("USER_TIMEOUT", 5000)):
@@ -319,7 +322,7 @@ def _print(text: str) -> None:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor stands in the first line of the input, until the input and all ranks end."""
+    """Serve the socket given in the first line of stdin, until stdin is closed and all ranks are gone."""
     about = json.loads(sys.stdin.readline())
     server = Server(socket.socket(fileno=about["listener"]), bytes.fromhex(about["secret"]))
 

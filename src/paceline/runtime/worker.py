@@ -27,7 +27,7 @@ from typing import Any
 from paceline.errors import LaunchError, PacelineError
 from paceline.runtime import pulse
 
-# What gloo, NCCL and torch's stores say of a peer that is gone or late. They have no codes.
+# Phrases that gloo, NCCL and torch's stores use for a peer that is gone or late. They have no error codes.
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
 _PEER_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting",
@@ -39,17 +39,17 @@ _PEER_LOST = (
 class Failure:
     """Why a rank returned no value, in a form that outlives the rank."""
 
-    rank: int | None  # None: no single one
+    rank: int | None  # None if no single rank is to blame
     when_s: float
     summary: str
     trace: str = ""
     error: PacelineError | None = None
-    is_secondary: bool = False  # it only reports that another rank failed
+    is_secondary: bool = False  # only reports that another rank failed
     code: str = ""
 
 
 def find_code(error: BaseException | None) -> str:
-    """The code of an error, or of its cause; "peer-lost" for torch's backends' own texts about a lost peer."""
+    """The code of an error or its cause; "peer-lost" for messages of torch's backends about a lost peer."""
     while error is not None:
         if isinstance(error, PacelineError) and error.code:
             return error.code
@@ -61,19 +61,19 @@ def find_code(error: BaseException | None) -> str:
 
 
 def describe_failure(rank: int, error: BaseException) -> Failure:
-    when_s = time.monotonic()  # first: what follows takes time, and the earliest failure is the one to report
+    when_s = time.monotonic()  # first: the rest takes time, and the earliest failure is the one to report
     trace, lines = "".join(traceback.format_exception(error)), str(error).splitlines()
     summary = f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
     ours = error if isinstance(error, PacelineError) else None
     try:
         pickle.loads(pickle.dumps(ours))
-    except Exception:  # an error that cannot be pickled is reported by its traceback alone
+    except Exception:  # report an error that cannot be pickled only by its traceback
         ours = None
     return Failure(rank, when_s, summary, trace, ours, find_code(error) in ("peer-lost", "timeout"))
 
 
 def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
-    """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
+    """The error of the rank that failed first; if it only lost a peer, that may be a rank that `returned`."""
     lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
     if failure.error is not None and not lost:
         failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
@@ -93,7 +93,7 @@ _listener: Callable[[Any], None] | None = None
 
 
 def post(message: Any) -> None:
-    """Send a message to this process's listener, where a session runs in it, or else to the launcher of this rank."""
+    """Send a message to this process's listener, if a session runs here, otherwise to this rank's launcher."""
     if _listener is not None:
         _listener(message)
     elif _link is not None:
@@ -101,23 +101,24 @@ def post(message: Any) -> None:
 
 
 def send_to_launcher(message: Any) -> None:
-    """What `post` does where nothing in this process listens."""
+    """Send a message to the launcher, even if something in this process listens."""
     _answer("message", message)
 
 
 def receive() -> Any:
-    """Wait for what the launcher sends to the job that runs here (`RankPool.send`); EOFError when it has gone."""
+    """Wait for a message from the launcher to the job here (`RankPool.send`); EOFError if the launcher is gone."""
     assert _link is not None
     return pickle.loads(_link.recv_bytes())
 
 
-# Set in a process that has no place yet, and makes itself ready to take one.
+# Set in a process that prepares to take a rank's place.
 SPARE = "PACELINE_SPARE"
 
 
 def stand_by(step: int, is_lost: bool = False) -> None:
-    """Wait for a place in a new world, and take it, after this rank has left the one before. `step` is the last that it
-    has completed; -1 where it has no state. `is_lost`: it has lost another rank, and was not asked to leave."""
+    """Wait for a place in a new world, and take it, after this rank has left the previous one. `step` is the last
+    completed step, -1 without any state. `is_lost` means that the rank left because it lost another one, not because it
+    was asked to."""
     import torch.distributed as dist
 
     from paceline.runtime import rendezvous
@@ -127,18 +128,18 @@ def stand_by(step: int, is_lost: bool = False) -> None:
     rendezvous.close_stores()
     _answer("standby", (step, is_lost))
     while not isinstance(variables := receive(), dict):
-        pass  # a request that the world before did not read
+        pass  # a request that the previous world did not read
     os.environ.update(variables)
     _open_page(variables)
 
 
 def is_wanted() -> bool:
-    """Whether the launcher asks this rank to leave its world for a new one, of more ranks."""
+    """Whether the launcher asks this rank to leave its world for one with more ranks."""
     return _link is not None and _link.poll() and receive() is not None
 
 
 def report_step(first: int) -> None:
-    """The world has taken its first step, after this one."""
+    """Report that the world has taken its first step, after step `first`."""
     if _link is not None:
         _answer("stepped", (first, time.monotonic()))
 
@@ -161,7 +162,7 @@ def listen(listener: Callable[[Any], None]) -> Iterator[None]:
 
 def _answer(kind: str, content: Any) -> None:
     assert _link is not None
-    data = pickle.dumps((kind, content))  # plain pickle: tensors go by value, and outlive the rank
+    data = pickle.dumps((kind, content))  # plain pickle: tensors are sent by value and outlive the rank
     with _link_lock:
         _link.send_bytes(data)
 
@@ -169,16 +170,16 @@ def _answer(kind: str, content: Any) -> None:
 def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
     """Take a job, answer with a value or a failure, and wait for the next, until the launcher closes the link."""
     global _link
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the launcher decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach all processes of a terminal; the launcher decides
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while this process started
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link
-    from paceline.runtime.rendezvous import serve_env_for_torch  # with torch, which makes a rank warm
+    from paceline.runtime.rendezvous import serve_env_for_torch  # imports torch, which makes a rank warm
 
     serve_env_for_torch()
 
-    with contextlib.suppress(OSError):  # a launcher that gave up meanwhile is noticed below
+    with contextlib.suppress(OSError):  # a launcher that has given up is noticed below
         _answer("ready", None)
     while True:
         try:
@@ -195,7 +196,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
             _close_groups()
             _answer("value", value)
         except BaseException as error:
-            # First the answer, then the groups: closing them is what makes the peers fail, and later.
+            # Answer before closing the groups, which makes the peers fail, too.
             with contextlib.suppress(OSError):  # the launcher has given up
                 _answer("failure", describe_failure(int(os.environ.get("RANK", rank)), error))
             with contextlib.suppress(Exception):
@@ -207,7 +208,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
 
 
 def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_thread: bool) -> None:
-    """`serve_jobs` in a process of its own, where ranks cannot be forked; it ends with its parent."""
+    """`serve_jobs` in a spawned process, if ranks cannot be forked; it ends with its parent."""
     parent: Any = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -215,7 +216,7 @@ def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()
-    if by_main_thread and sys.platform == "linux":  # the kernel's signal follows the thread that started this process
+    if by_main_thread and sys.platform == "linux":  # the kernel ties the signal to the thread that started this process
         _die_with_parent(parent.pid)
     serve_jobs(rank, link, stacks)
 
@@ -227,7 +228,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def find_function(fn: Callable[..., Any] | str) -> Callable[..., Any]:
-    """The function itself, imported where it is given as "package.module:name"."""
+    """The function itself, imported if given as "package.module:name"."""
     found: Callable[..., Any] = pkgutil.resolve_name(fn) if isinstance(fn, str) else fn
     return found
 
@@ -245,15 +246,15 @@ def _close_groups() -> None:
 
 # -- the fork server --------------------------------------------------------------------------------------------------
 #
-# One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. It has one
-# thread, has not initialised CUDA, and has run no OpenMP region, so that its forks are sound. It ends with the
-# launcher, which it watches by a pidfd, and ranks end with it. A rank's link brings what `multiprocessing` would send
+# One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. Forking is
+# safe because it has one thread, has not initialised CUDA, and has run no OpenMP region. It ends with the launcher,
+# which it watches through a pidfd, and ranks end with it. The link to a rank carries what `multiprocessing` would send
 # to a spawned process.
 
 
 def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ()) -> None:
-    """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
-    # A signal to all processes of a job is for the launcher and the ranks to handle: without this one they would die.
+    """Fork a process for each request of the launcher, and report each exit code, until the launcher ends."""
+    # Signals to all processes of a job are for the launcher and the ranks, which would die without this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
     control = socket.socket(fileno=control_fd)
     try:
@@ -263,14 +264,14 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
         for name in modules:
             importlib.import_module(name)
         gc.collect()
-        gc.freeze()  # collections in ranks then write to fewer shared pages
-        # Python warns of other threads, but numpy's BLAS stops its own before a fork; so they are counted after one.
+        gc.freeze()  # garbage collection in ranks then writes to fewer shared pages
+        # Python warns about other threads, but numpy's BLAS stops its own before a fork, so count them after one.
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         if not (pid := os.fork()):
             os._exit(0)
         os.waitpid(pid, 0)
         control.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"threads")
-    except OSError:  # the launcher is gone; or the kernel has no such call, and it will spawn ranks instead
+    except OSError:  # the launcher is gone, or the kernel lacks the call and the launcher will spawn ranks instead
         os._exit(1)
     poller = select.poll()
     poller.register(launcher_fd, select.POLLIN)
@@ -285,14 +286,15 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
                 with status:
                     with contextlib.suppress(OSError):  # the launcher may no longer be interested
                         status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-                    os.waitpid(pid, 0)  # last: now another process may get this id, and signals meant for this one
+                    # last: afterwards the id may be reused, and signals for this process would reach another one
+                    os.waitpid(pid, 0)
                 os.close(fd)
                 continue
             kind = b""
             if fd == control_fd:
-                with contextlib.suppress(OSError):  # its launcher was interrupted before it read everything
+                with contextlib.suppress(OSError):  # the launcher was interrupted before it read everything
                     kind, descriptors, _, _ = socket.recv_fds(control, 16, 8)
-            if not kind:  # the launcher is gone; the ranks follow
+            if not kind:  # the launcher is gone, and the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
             if not (pid := os.fork()):
@@ -313,7 +315,7 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
 
 
 def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
-    """The life of a forked process; does not return."""
+    """Run a forked process; does not return."""
     code = 1
     try:
         _die_with_parent(os.getppid())
@@ -331,21 +333,21 @@ def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launc
 
 def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> int:
     stacks = Connection(descriptors[0], readable=False)
-    for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's, as they are now
+    for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's current ones
         os.dup2(descriptor, standard)
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
     try:
         rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
-    except (EOFError, OSError):  # the launcher has given up meanwhile
+    except (EOFError, OSError):  # the launcher has given up
         return 0
     os.environ.clear()
     os.environ.update(variables)
     os.umask(mask)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # Python's own generator does this after a fork, and torch's has a fixed seed
+        numpy.random.seed()  # Python reseeds its own generator after a fork, and torch's has a fixed seed
     current: Any = multiprocessing.current_process()
-    current._inheriting = True  # a script without a main guard fails with multiprocessing's own words
+    current._inheriting = True  # makes a script without a main guard fail with multiprocessing's own message
     multiprocessing.spawn.prepare(preparation)
     del current._inheriting
     name = preparation["name"]
@@ -355,5 +357,5 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     try:
         return int(process._bootstrap(parent_sentinel=launcher_fd))
     finally:
-        # Python 3.13 leaves this to who starts the process; before, it is done and does nothing.
+        # Python 3.13 leaves this to the caller; in older versions it has already run and does nothing.
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A process group on the right device, from a launcher's variables (`init`), and who this process is in it (`get`)."""
+"""A process group on the right device, from a launcher's variables (`init`), and this process's ranks in it (`get`)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
-_DESTROY_S, _ABORT_S = 2.0, 10.0  # how long a failed rank waits for its groups to be destroyed, and for NCCL's
+_DESTROY_S, _ABORT_S = 2.0, 10.0  # timeouts for a failed rank's groups to be destroyed, and for NCCL's to be aborted
 # Backends whose collectives fail when a rank is lost. Those of other backends wait forever and must be aborted.
 _NOTICE_LOSS = frozenset(("gloo", "shm", "paceline"))
-_LOOK_S = (0.02, 1.0)  # how often it is looked whether anybody still has a group: at first, and later
+_LOOK_S = (0.02, 1.0)  # poll intervals for references to a group: initially, and later
 
 
 @dataclass(frozen=True)
 class World(contextlib.AbstractContextManager["World"]):
-    """This rank's world, open. Leaving the `with` block, `close()` and the end of the process all destroy it."""
+    """This rank's open world. Leaving the `with` block, `close()` and the end of the process all destroy it."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
     @property
     def shares_clock(self) -> bool:
-        """Whether all ranks run on one host, so that their monotonic clocks can be compared."""
+        """Whether all ranks run on one host, so that their monotonic clocks are comparable."""
         return len(set(self.hosts)) == 1
 
     @pulse.waits
@@ -67,7 +67,8 @@ class World(contextlib.AbstractContextManager["World"]):
 
     @pulse.waits
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on rank 0, and nothing on the others. Collective: call it on all ranks."""
+        """Every rank's value in rank order on rank 0, and an empty list elsewhere. Collective: every rank must call
+        this."""
         return messages.gather(value, self.control, torch.device("cpu"))
 
     @pulse.waits
@@ -76,7 +77,7 @@ class World(contextlib.AbstractContextManager["World"]):
         dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Destroy the process groups; does nothing the second time."""
+        """Destroy the process groups; idempotent."""
         self.__exit__(None, None, None)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -98,11 +99,11 @@ class World(contextlib.AbstractContextManager["World"]):
 
 
 _open: World | None = None
-_lost = threading.Event()  # another rank is lost, and collectives of this world were aborted
+_lost = threading.Event()  # another rank is lost, and this world's collectives were aborted
 
 
 def current_world() -> World | None:
-    """The world that `init` opened in this process, if it is open."""
+    """The world that `init` opened in this process, if it is still open."""
     return _open
 
 
@@ -133,11 +134,11 @@ def init(
     limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"
     refuse(
         (_open is not None, "a world is already open in this process: call paceline.shutdown() first"),
-        # Opened by the program or by Ray Train, so that `shutdown` does not close it.
-        (dist.is_initialized(), "a process group is already open: leave paceline.init() out, paceline.DDP uses it"),
+        # Opened by the program or by Ray Train, so `shutdown` does not close it.
+        (dist.is_initialized(), "a process group is already open: remove paceline.init(), paceline.DDP uses it"),
         (timeout_s <= 0 or rendezvous_timeout_s <= 0, f"{limits}: both must be above 0"),
     )
-    place, backend = _settle_place(rank, world_size), machine.canonical_backend(backend)
+    place, backend = _find_place(rank, world_size), machine.canonical_backend(backend)
     register()
     _lost.clear()
     pulse.watch_lost(abort_collectives)
@@ -156,16 +157,16 @@ def init(
             refusal = str(error)
         meeting.agree_on_backend(store, place, chosen, refusal, rendezvous_timeout_s)
         if torch_device.type == "cuda":
-            # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
+            # Before any collective: NCCL and object collectives use the current device, and hang on the wrong one.
             torch.cuda.set_device(torch_device)
-            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # here, or in a group of its own
+            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # for this group or a later one
                 separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
         proof.use_key(meeting.find_key(store), store)
         dist.init_process_group(chosen, store=default, rank=place.rank, world_size=place.world_size, timeout=limit)
         proof.check_group(dist.group.WORLD)
-        # Apart from the data's group, so that control traffic never queues behind gradients, and never needs a GPU.
+        # A separate group, so that control traffic never queues behind gradients and never needs a GPU.
         control = dist.new_group(backend="gloo", timeout=limit)
         proof.check_group(control)
     except BaseException:
@@ -184,15 +185,16 @@ def init(
 
 @contextlib.contextmanager
 def join_world(backend: str = "auto", device: str = "auto", threads: int | None = None) -> Iterator[World]:
-    """The world that is open; else the one of a process group that the program opened itself; else a new one.
+    """The open world; else one around the process group that the program opened; else a new one.
 
-    What was open before stays open, on its backend: another one is refused. Collective: every rank must call this.
+    A group that was already open stays open, on its backend; requesting another backend raises ConfigError. Collective:
+    every rank must call this.
     """
     global _open
     if _open is not None or dist.is_initialized():
         found = _open.backend if _open is not None else machine.canonical_backend(str(dist.get_backend()))
         if machine.canonical_backend(backend) not in ("auto", found):
-            text = f"backend {backend} in a process whose group is on {found}: leave it out, or close that group first"
+            text = f"backend {backend} requested, but the open group uses {found}: omit it, or close that group first"
             raise ConfigError(text, code="already-open")
     if _open is not None:
         yield _open
@@ -210,7 +212,8 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
 
 
 def share_first(place: Place, value: Any) -> Any:
-    """Rank 0's value, on every rank, over the open group or else the launcher's store. Collective."""
+    """Rank 0's value on every rank, over the open group or else the launcher's store. Collective: every rank must call
+    this."""
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
@@ -218,7 +221,7 @@ def share_first(place: Place, value: Any) -> Any:
 
 
 def _adopt(device: str) -> World:
-    """A world around torch's open default group, with a control group of its own."""
+    """A world around torch's open default group, with its own control group."""
     rank, world_size, control = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
     hosts = messages.share(meeting.find_host_id(), control, torch.device("cpu"))
     local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
@@ -231,31 +234,31 @@ def _adopt(device: str) -> World:
 
 
 def shutdown() -> None:
-    """Close the world that `init` opened; does nothing when none is open."""
+    """Close the world that `init` opened, if any."""
     if _open is not None:
         _open.close()
 
 
 def abandon() -> None:
-    """Destroy all groups, also those that wait for collectives that nobody will join any more, within seconds."""
+    """Destroy all groups within seconds, including those that wait for collectives that nobody will join."""
     if _open is not None:
         _open.__exit__(LaunchError, LaunchError("this world was abandoned"), None)
     _destroy_groups(failed=True)
 
 
 def has_lost_rank() -> bool:
-    """Whether another rank of this world (of the last one, if none is open) was lost and collectives were aborted. An
-    aborted collective raises nothing: its kernel ends and leaves memory half written."""
+    """Whether another rank of this world (or the last one, if none is open) was lost and collectives were aborted. An
+    aborted collective raises nothing: its kernel ends and leaves its memory half written."""
     return _lost.is_set()
 
 
 def abort_collectives() -> bool:
-    """Another rank is lost: abort the collectives that would wait for it forever, which releases whatever waits for
-    them on the GPU and on the host. Their results are invalid (`has_lost_rank`). The GPU stays usable; the groups do
-    not. False if there is no such group yet."""
+    """Abort the collectives that would wait forever for a lost rank, which releases everything that waits for them on
+    the GPU and the host. Their results are invalid (`has_lost_rank`). The GPU stays usable; the groups do not. Returns
+    False if there is no such group yet."""
     groups = [group for group in list_groups() if not _notices_loss(group)]
     if groups:
-        _lost.set()  # first, because whoever returns from a wait checks it
+        _lost.set()  # first, because threads that return from a wait check it
     abort_groups(groups)
     return bool(groups)
 
@@ -266,8 +269,8 @@ def _notices_loss(group: Any) -> bool:
 
 
 def abort_groups(groups: Iterable[Any]) -> None:
-    """Abort the communicators of these groups, in threads of their own: while one frees its memory, the kernels of
-    another must not wait for a lost rank."""
+    """Abort the communicators of these groups in separate threads: while one frees its memory, the kernels of another
+    must not wait for a lost rank."""
     for group in groups:
         threading.Thread(target=_abort_group, args=(group,), daemon=True, name="paceline-abort").start()
 
@@ -278,11 +281,11 @@ def _abort_group(group: Any) -> None:
 
 
 def find_departed_ranks() -> dict[int, str]:
-    """The ranks that closed the open world, and why; ranks that died are not known here."""
+    """The ranks that closed the open world, with the reason; does not include ranks that died."""
     if _open is None:
         return {}
     departed = {}
-    with contextlib.suppress(RuntimeError):  # the store is gone with the rank that served it
+    with contextlib.suppress(RuntimeError):  # the store is gone, together with the rank that served it
         for rank in range(_open.world_size):
             if rank != _open.rank and _open.departures.check([str(rank)]):
                 departed[rank] = _open.departures.get(str(rank)).decode()
@@ -290,8 +293,8 @@ def find_departed_ranks() -> dict[int, str]:
 
 
 def _destroy_groups(failed: bool) -> None:
-    """Destroy all groups. After a failure that may wait for collectives that nobody will join any more; the error that
-    is being raised must not wait with it."""
+    """Destroy all groups. After a failure this may wait for collectives that nobody will join, and the error being
+    raised must not wait with it."""
     if not dist.is_initialized():
         return
     keep_groups(list_groups())
@@ -308,19 +311,19 @@ def _destroy_groups(failed: bool) -> None:
 
 
 def keep_groups(groups: Iterable[Any]) -> None:
-    """Hold these groups, which are about to be destroyed, until nobody else does. A callback that still runs on a
-    thread of gloo may hold its group; were it the last to do so, the thread would wait for itself, and the process
-    abort. This may be called anywhere, also where objects are collected, and waits for no lock."""
+    """Hold references to these groups, which are about to be destroyed, until they are the last ones. A callback on a
+    gloo thread may still reference its group; if that were the last reference, the thread would join itself and the
+    process would abort. Safe to call anywhere, even during garbage collection: it takes no lock."""
     for part in _list_parts(groups):
         _arriving.put(part)
     _start_keeper()
 
 
 def _list_parts(groups: Iterable[Any]) -> list[Any]:
-    """The groups, and what they are made of, each once."""
+    """The distinct groups and their backends."""
     found: dict[int, Any] = {id(group): group for group in groups}
     for group in list(found.values()):
-        for device in group._device_types:  # several may have one
+        for device in group._device_types:  # several devices may share a backend
             with contextlib.suppress(RuntimeError):
                 backend = group._get_backend(device)
                 found[id(backend)] = backend
@@ -328,19 +331,19 @@ def _list_parts(groups: Iterable[Any]) -> list[Any]:
 
 
 def _start_keeper() -> None:
-    """One thread at a time, which has `_keeping` while it runs."""
+    """Start the keeper unless it runs; it holds `_keeping` while it does."""
     if _keeping.acquire(blocking=False):
         try:
-            threading.Thread(target=_let_go, daemon=True, name="paceline-groups").start()
-        except RuntimeError:  # Python 3.12 starts no thread at the exit of a process
+            threading.Thread(target=_run_keeper, daemon=True, name="paceline-groups").start()
+        except RuntimeError:  # Python 3.12 does not start threads at interpreter exit
             _keeping.release()
 
 
-def _let_go() -> None:
+def _run_keeper() -> None:
     looks = 0
     while not _is_leaving.wait(_LOOK_S[looks > 100]):
         looks = 0 if _take_arrived() else looks + 1
-        _drop_alone()
+        _drop_unreferenced()
         if not _kept:
             break
     _keeping.release()
@@ -349,7 +352,8 @@ def _let_go() -> None:
 
 
 def _take_arrived() -> bool:
-    """Whether there were any. Each group is held once, or it would never be alone."""
+    """Take over queued groups; returns whether there were any. Each group is held once, or it would never be the
+    last."""
     is_any = False
     while not _arriving.empty():
         group, is_any = _arriving.get(), True
@@ -358,9 +362,9 @@ def _take_arrived() -> bool:
     return is_any
 
 
-def _drop_alone() -> None:
-    """Drop the groups that nobody else holds, each on its own thread: the destructor of gloo's waits for a running
-    collective, which may fail only when other ranks see that another group is gone."""
+def _drop_unreferenced() -> None:
+    """Drop the groups without other references, each on its own thread: the destructor of a gloo group waits for a
+    running collective, which may fail only when other ranks see that another group is gone."""
     (alone,) = _count_holders([object()])
     counts = _count_holders(_kept)
     dropped = [[group] for group, held in zip(_kept, counts, strict=True) if held <= alone]
@@ -370,7 +374,7 @@ def _drop_alone() -> None:
         thread = threading.Thread(target=group.clear, daemon=True, name="paceline-group")
         try:
             thread.start()
-        except RuntimeError:  # at the exit of a process, as above
+        except RuntimeError:  # at interpreter exit, as above
             group.clear()
         else:
             _ending.append(thread)
@@ -381,41 +385,41 @@ def _count_holders(items: list[Any]) -> list[int]:
 
 
 def _leave() -> None:
-    """At the exit of the process: it must not end a thread in the middle of a group's end."""
+    """At interpreter exit: do not end a thread in the middle of a group's destruction."""
     _is_leaving.set()
-    if _keeping.acquire(timeout=_DESTROY_S):  # for good: no keeper starts any more
+    if _keeping.acquire(timeout=_DESTROY_S):  # kept, so that no keeper starts again
         _take_arrived()
-        _drop_alone()
+        _drop_unreferenced()
     deadline = time.monotonic() + _DESTROY_S
     for thread in _ending:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-_arriving, _kept = queue.SimpleQueue[Any](), list[Any]()  # the second is the keeper's, and so is the next
+_arriving, _kept = queue.SimpleQueue[Any](), list[Any]()  # `_kept` and `_ending` belong to the keeper
 _ending = list[threading.Thread]()
 _keeping, _is_leaving = threading.Lock(), threading.Event()
-os.register_at_fork(after_in_child=_keeping._at_fork_reinit)  # type: ignore[attr-defined]  # it has no keeper
-atexit.register(_leave)  # the worlds that are open are closed before: `init` registers that later
+os.register_at_fork(after_in_child=_keeping._at_fork_reinit)  # type: ignore[attr-defined]  # the child has no keeper
+atexit.register(_leave)  # runs after open worlds are closed, since `init` registers later
 
 
-def _settle_place(rank: int | None, world_size: int | None) -> Place:
+def _find_place(rank: int | None, world_size: int | None) -> Place:
     if rank is None and world_size is None:
         return read_place()
     if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise ConfigError(f"init got rank={rank} and world_size={world_size}: give both, with 0 <= rank < world_size")
+        raise ConfigError(f"init got rank={rank} and world_size={world_size}: pass both, with 0 <= rank < world_size")
     master_addr, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     return Place(rank, world_size, None, None, "arguments", master_addr, int(port) if port.isdigit() else None)
 
 
 def _find_local(place: Place, hosts: list[str]) -> tuple[int, int]:
-    """The rank among those on its host, and their number, where the launcher did not set them."""
+    """The rank among those on its host, and their number, if the launcher did not set them."""
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
     local_rank = here.index(place.rank) if place.local_rank is None else place.local_rank
     return local_rank, len(here) if place.local_world_size is None else place.local_world_size
 
 
 def _choose_device(device: str, backend: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """The device, and what to add to the announcement."""
+    """The device, and a suffix for the announcement."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         if "nccl" in backend or "cuda" in backend or (backend == "auto" and machine.can_serve_nccl(gpus, local_size)):
@@ -439,8 +443,9 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
 
 
 def separate_hosts() -> None:
-    """Let NCCL ranks share a GPU. NCCL refuses two ranks with the same host and bus id, so each process becomes a host
-    of its own, connected by sockets over loopback. NCCL reads these variables when it makes its first communicator."""
+    """Let NCCL ranks share a GPU. NCCL refuses two ranks with the same host and bus id, so each process poses as a
+    separate host, connected through loopback sockets. NCCL reads these variables when it creates its first
+    communicator."""
     os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"
     os.environ["NCCL_SHM_DISABLE"] = "1"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -454,9 +459,9 @@ def _choose_backend(device: torch.device, local_size: int, hosts: list[str]) -> 
 
 
 def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
-    """Raise for a backend that cannot work with these devices, before torch fails later.
+    """Raise ConfigError for a backend that cannot work with these devices, before torch fails later.
 
-    `cpu:gloo,cuda:nccl` names one for each device; a bare name stands for every device.
+    `cpu:gloo,cuda:nccl` names one backend per device; a bare name applies to every device.
     """
     backend, gpus = machine.canonical_backend(backend), torch.cuda.device_count()
     listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
@@ -469,14 +474,14 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
             raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
         if name == "nccl":
             if not (torch.cuda.is_available() and dist.is_nccl_available()):
-                raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
+                raise ConfigError("backend nccl needs CUDA, but torch sees no GPU here: use the backend gloo")
             if not machine.can_serve_nccl(gpus, local_world_size):
                 found = f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here"
                 shared = f"{machine.SHARE_GPUS}=1 to share GPUs"
                 hint = f"use at most {gpus}, the backend gloo with the device cuda, or {shared}"
                 raise ConfigError(f"{found}; {hint}")
             if backend == "nccl" and device_type != "cuda":
-                raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
+                raise ConfigError("backend nccl works only on GPUs, but the device is cpu: use the backend gloo")
         if name == "shm" and (why := why_not()):
             raise ConfigError(f"backend shm is not available here: {why}; use the backend gloo")
 
@@ -487,7 +492,7 @@ def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
             raise ConfigError(f"threads={threads}: a rank needs at least 1")
         return threads, "as requested"
     requested = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 whenever the user set nothing, so there 1 is not a request.
+    # torchrun sets 1 if the user set nothing, so there 1 is not a request.
     by_torchrun = requested == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if requested.isdigit() and int(requested) > 0 and not by_torchrun:
         return int(requested), "OMP_NUM_THREADS"
@@ -497,7 +502,7 @@ def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others. On a mesh, `rank` (-1 outside of it) and `world_size` count inside its group."""
+    """This process's ranks. On a mesh, `rank` (-1 outside it) and `world_size` count inside its group."""
 
     rank: int
     world_size: int
@@ -511,7 +516,7 @@ def _need_world() -> None:
 
 
 def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it is the world."""
+    """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it spans the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
@@ -521,7 +526,7 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def ranks(mesh: DeviceMesh | None = None) -> Ranks:
-    """This process's ranks, in the world or inside a mesh (all of it, whatever its dimensions)."""
+    """This process's ranks, in the world or inside a mesh of any dimensions."""
     _need_world()
     mesh = get.mesh if mesh is None else mesh
     text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
@@ -532,7 +537,7 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     members = mesh.mesh.flatten().tolist()
     rank = members.index(global_rank) if global_rank in members else -1
     if rank >= 0 and (group := _find_group(mesh)) is not None:
-        rank = dist.get_rank(group)  # as collectives count, whatever the order of the mesh
+        rank = dist.get_rank(group)  # as collectives count, regardless of the mesh's order
     return Ranks(rank, len(members), global_rank, local_rank)
 
 
@@ -540,11 +545,11 @@ _FACTS = {"ws": "world_size", "rank": "rank", "grank": "global_rank", "lrank": "
 
 
 class _Get:
-    """`get(what, mesh=None)`: one fact about this process.
+    """`get(what, mesh=None)` returns one fact about this process.
 
-    `ws`: ranks in the mesh, or in the world. `rank`: this process's number inside the mesh, or in the world.
-    `grank`: its number in the world. `lrank`: its number on its host, whatever the mesh.
-    `pg`: the process group of the mesh, or None for the world, as torch's calls take it.
+    `ws`: ranks in the mesh or the world. `rank`: this process's rank in the mesh or the world. `grank`: its rank in the
+    world. `lrank`: its rank on its host, regardless of the mesh. `pg`: the process group of the mesh, or None for the
+    world, as torch's functions accept it.
     """
 
     def __init__(self) -> None:
@@ -553,7 +558,7 @@ class _Get:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The registered mesh, while the world that it was registered in is open."""
+        """The registered mesh, while the world in which it was registered is open."""
         return self._mesh if dist.is_initialized() and self._world is dist.group.WORLD else None
 
     def __call__(self, what: str, mesh: DeviceMesh | None = None) -> Any:
@@ -573,7 +578,7 @@ class _Get:
         return group
 
     def register_mesh(self, mesh: DeviceMesh | None) -> _Get:
-        """Use this mesh whenever none is given; None goes back to the world."""
+        """Use this mesh by default; None resets to the world."""
         _need_world()
         self._mesh, self._world = mesh, dist.group.WORLD
         return self
@@ -585,10 +590,10 @@ get = _Get()
 def set_seed(seed: int, per_rank: bool = False) -> int:
     """Seed torch (every device), numpy and random, and return the seed used.
 
-    `per_rank` adds the global rank, for noise that must differ between ranks; the default makes equal models.
+    `per_rank` adds the global rank, for noise that must differ between ranks; the default gives equal models.
     """
     if not 0 <= seed < 2**32:
-        raise ConfigError(f"seed {seed}: numpy takes 0 to 2^32 - 1")
+        raise ConfigError(f"seed {seed}: use 0 to 2^32 - 1, numpy's range")
     if per_rank:
         _need_world()
         seed = (seed + dist.get_rank()) % 2**32
