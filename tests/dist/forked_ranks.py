@@ -1,8 +1,8 @@
-"""Ranks by the dozen, for tests that kill them: one process imports torch, and each rank is forked from it.
+"""Dozens of ranks for tests that kill them: one process imports torch, and each rank is forked from it.
 
-`forked("module:function", ...)` runs a function in a fork of that process; the function starts `Ranks`, does to them
-what it wants, and returns or raises. A rank of the launcher's costs an import of torch, which is seconds; these cost
-milliseconds. Nothing in the parent has used a thread, so that its forks are sound.
+`forked("module:function", ...)` runs a function in a fork of that process. The function starts `Ranks`, acts on them,
+and returns or raises. Ranks of the launcher import torch, which takes seconds; these take milliseconds. The parent
+never uses a thread, so that forking it is safe.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
 
 
 def serve() -> None:
-    """Fork for every request that comes, and answer with what the function returned or raised."""
+    """Fork for every request, and answer with the function's result or error."""
     import torch.distributed  # noqa: F401
 
     from paceline.transport import group, register
@@ -81,14 +81,14 @@ def serve() -> None:
             os.write(1, (json.dumps(answer) + "\n").encode())
             os._exit(0)
         os.waitpid(pid, 0)
-        os.write(1, b"gone\n")  # no test ends before its processes
+        os.write(1, b"gone\n")  # no test ends before its processes do
 
 
 class Ranks:
-    """Forked ranks of one job, each with the default group open on backend shm.
+    """Forked ranks of one job, each with an open default group on the shm backend.
 
-    `work(rank, say, *args)` runs on each; what it says and returns comes back. Afterwards every rank destroys its group
-    and reports what is left of it. Leaving the block ends those that are still there.
+    `work(rank, say, *args)` runs on each rank; what it says and returns is sent back. Afterwards every rank destroys
+    its group and reports leftovers. Leaving the block ends the remaining ranks.
     """
 
     def __init__(self, size: int, work: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> None:
@@ -116,10 +116,10 @@ class Ranks:
                 os.waitpid(pid, 0)
         for link in self._links:
             os.close(link)
-        Path(self._meeting).unlink(missing_ok=True)  # the last rank's store may have done so
+        Path(self._meeting).unlink(missing_ok=True)  # the last rank's store may already have done so
 
     def hear(self, rank: int, timeout_s: float = TIMEOUT_S) -> Any:
-        """The next thing that a rank says; what goes wrong there is raised here."""
+        """The next message of a rank. Errors there are raised here."""
         import select
 
         deadline = time.monotonic() + timeout_s
@@ -139,7 +139,7 @@ class Ranks:
         return [self.hear(rank) for rank in range(self.size)]
 
     def conclude(self, *except_ranks: int) -> dict[int, Any]:
-        """What the ranks returned; fails if anything of a group is left in one of them."""
+        """The results of the ranks; fails if a rank still holds anything of a group."""
         answers = {rank: self.hear(rank) for rank in range(self.size) if rank not in except_ranks}
         for rank, answer in answers.items():
             assert not answer["left"], f"rank {rank} still has {answer['left']}"
@@ -172,13 +172,13 @@ def _be_rank(
 def list_descriptors() -> dict[str, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own
+        with contextlib.suppress(OSError):  # of the listing itself
             found[name] = os.readlink(f"/proc/self/fd/{name}")
     return found
 
 
 def find_leftovers(before: dict[str, str]) -> list[str]:
-    """Descriptors that were not there before, and shared memory that is still mapped."""
+    """New file descriptors, and shared memory that is still mapped."""
     gc.collect()
     now = list_descriptors()
     left = [f"descriptor {name} -> {now[name]}" for name in now if before.get(name) != now[name]]

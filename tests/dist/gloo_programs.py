@@ -1,6 +1,6 @@
-"""What programs written for gloo do. None of them knows on which backend it runs; each returns what it found.
+"""Programs written for gloo. None of them knows its backend; each returns its results.
 
-`test_transport_torch` runs every one on gloo and on paceline, and compares.
+`test_transport_torch` runs each on gloo and on paceline, and compares.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ERRORS = (ValueError, TypeError, RuntimeError)
 
 
 def numbers(size: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Others on every rank, and exact in every type, so that no order of summation shows."""
+    """Values that differ between ranks and are exact in every type, so that summation order does not matter."""
     return (torch.arange(size) % 5 + dist.get_rank() + 1).to(dtype)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the kind of error that it raises."""
+    """The result of a call, or the type of the error that it raises."""
     try:
         return call()
     except (RuntimeError, ValueError, TypeError) as error:
@@ -34,7 +34,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def build_model() -> nn.Module:
-    torch.manual_seed(dist.get_rank())  # another one on every rank: a missing broadcast shows
+    torch.manual_seed(dist.get_rank())  # differs on every rank, so that a missing broadcast shows
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
@@ -60,7 +60,7 @@ def ddp() -> Any:
 
 
 def ddp_with_hooks() -> Any:
-    # Without PowerSGD: its callbacks hold the group, and gloo aborts when its own thread frees it last.
+    # Without PowerSGD: its callbacks hold the group, and gloo aborts if its own thread frees it last.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     found = []
@@ -88,7 +88,7 @@ def compiled_ddp() -> Any:
 
 
 def compiled_step() -> Any:
-    """A step that reduces itself, compiled as a whole: forward, backward, all-reduce, update."""
+    """A step with its own reduction, compiled as a whole: forward, backward, all-reduce, update."""
     torch._dynamo.reset()
     torch.manual_seed(4)
     model, size = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), dist.get_world_size()
@@ -103,7 +103,7 @@ def compiled_step() -> Any:
             param.grad.div_(size)
         optimizer.step()
         optimizer.zero_grad()
-        wrapped(batch).sum().backward()  # torch's own C++ calls the group from inside
+        wrapped(batch).sum().backward()  # torch's C++ code calls the group
         mean = loss.detach().clone()
         dist.broadcast(mean, 0)
         return mean
@@ -181,7 +181,7 @@ def objects() -> Any:
 
 
 def reductions() -> Any:
-    """What can be reduced; more may be on one backend than on another."""
+    """The dtypes that can be reduced, which may differ between backends."""
     found = {}
     for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND"):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.int8,
@@ -342,7 +342,7 @@ def empty() -> Any:
 
 
 def scattered_in_memory() -> Any:
-    """Tensors whose elements do not follow each other."""
+    """Tensors whose elements are not contiguous."""
     size = dist.get_world_size()
 
     def turned(rows: int = 3) -> torch.Tensor:
@@ -402,7 +402,7 @@ def meshes() -> Any:
 
 
 def reopened() -> Any:
-    """The world is closed and opened again, each time where nobody has met before."""
+    """Close and reopen the world, each time at a new rendezvous."""
     backend, rank, size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as mine:
         place, found = [mine], []

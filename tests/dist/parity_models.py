@@ -1,4 +1,4 @@
-"""The models and the cases of the parity matrix: small, and each with one thing that a wrapper gets wrong."""
+"""The models and cases of the parity matrix: small, each with one feature that wrappers get wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRANCHES = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples, and the branches of the model that they go through."""
+    """Samples, and the model branches that they use."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -39,7 +39,7 @@ class Case:
     build: Callable[[], nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, 0.1)
-    steps: int = 3  # the first has no plan yet, the second the first that overlaps
+    steps: int = 3  # the first has no plan yet, the second is the first that overlaps
     micro: int = 1
     quiet: str = "whole"
     zero: str = "to none"
@@ -51,7 +51,7 @@ class Case:
     memory_format: Callable[[int], torch.memory_format] = lambda rank: torch.contiguous_format
 
     def batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
-        """The micro-batches of one rank in one step: the same wherever they are asked for."""
+        """The micro-batches of one rank in one step; always the same."""
         found = []
         for micro in range(self.micro):
             place = (step, rank, micro, world_size)
@@ -63,7 +63,7 @@ class Case:
 
 
 def measure_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean over samples; a rank without any has a loss of zero."""
+    """The mean over samples; zero on a rank without samples."""
     out = model(batch.x, batch.used) if batch.used else model(batch.x)
     return (out - batch.y).square().sum() / max(1, batch.y.numel())
 
@@ -96,7 +96,7 @@ def build_frozen() -> nn.Module:
 
 
 class Branch(nn.Module):
-    """One of its parameters lies transposed in memory."""
+    """One of its parameters is transposed in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Branch(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches that only some samples take."""
+    """Branches that only some samples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def use_here_and_there(step: int, rank: int, micro: int, world_size: int) -> tup
 
 
 def use_in_turn(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
-    """One branch per micro-batch: after three of them every branch has a gradient."""
+    """One branch per micro-batch: after three, every branch has a gradient."""
     return (BRANCHES[(step + rank + micro) % 3],)
 
 
@@ -139,7 +139,7 @@ def use_a_few(step: int, rank: int, micro: int, world_size: int) -> tuple[str, .
 
 
 class AddAliased(torch.autograd.Function):
-    """Adds, and hands over one memory as the gradient of both."""
+    """Adds, and returns the same memory as the gradient of both inputs."""
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Aliased(nn.Module):
 
 
 class TwoTypes(nn.Module):
-    """Two towers that do not touch: what rounds in one leaves the other as exact as its dtype."""
+    """Two independent towers: rounding in one does not affect the other."""
 
     def __init__(self, second: torch.dtype) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class LowPrecision(nn.Sequential):
 
 
 class Normed(nn.Module):
-    """Two BatchNorms: one keeps a moving average, the other the average since the start; a side way of any dtype."""
+    """Two BatchNorms, one with a moving and one with a cumulative average; and a side branch of any dtype."""
 
     def __init__(self, norms: torch.dtype = torch.float32, side: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Normed(nn.Module):
 
 
 class NormedTwice(nn.Module):
-    """BatchNorms of two dtypes that do not touch, the less precise one first."""
+    """Independent BatchNorms of two dtypes, the less precise one first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Images(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Its middle is computed again in backward."""
+    """Its middle part is recomputed in backward."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Checkpointed(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex weights, with real ones or alone."""
+    """Complex weights, with or without real ones."""
 
     def __init__(self, dtype: torch.dtype, with_real: bool) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Complex(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters without dimensions and without elements, at both ends and in between; one is part of a larger one."""
+    """Scalar and empty parameters at both ends and in between; one is part of a larger one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,17 +285,17 @@ def build_momentum(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def build_adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # A large eps: by default Adam turns the rounding of a gradient near zero into a whole step.
+    # A large eps: the default turns the rounding error of a gradient near zero into a full Adam step.
     return torch.optim.Adam(params, 0.01, eps=1e-3)
 
 
 def size_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
-    """Uneven, and the third batch more so: there the last rank has nothing at all."""
+    """Uneven batches. The third is so uneven that the last rank has no samples."""
     return 0 if step == 2 and rank == world_size - 1 else 2 + rank + step % 2
 
 
 def size_for_norms(step: int, rank: int, micro: int, world_size: int) -> int:
-    """Enough for a variance that stays away from zero, where rounding would be magnified."""
+    """Enough samples to keep the variance away from zero, where rounding would be magnified."""
     return 8
 
 

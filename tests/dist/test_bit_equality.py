@@ -1,4 +1,4 @@
-"""On paceline a gradient's average is the same to the bit on every rank, in every run and for every plan of buckets."""
+"""On paceline, averaged gradients are bit-identical on every rank, in every run and for every bucket plan."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
 
-STEPS = 3  # in the first the order is learnt; from the second on buckets leave during backward
+STEPS = 3  # the first learns the order; from the second on, buckets are sent during backward
 CAPS_BYTES = (1, 1000, 20_000, 200_000, 10_000_000)
 
 
 class Layers(nn.Module):
-    """Tensors from one element to some that every rank reduces in several parts."""
+    """Tensors from a single element to several chunks per rank."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def list_plans(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def buckets_elsewhere() -> Iterator[None]:
-    """In this process's own memory, where the transport has to fetch what it reduces."""
+    """Gradients in private memory, which the transport must copy to reduce."""
     allocate = Channel.allocate
     Channel.allocate = lambda self, numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device)
     try:
@@ -66,7 +66,7 @@ def buckets_elsewhere() -> Iterator[None]:
 
 
 def find_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
-    """The bits of all gradients, by step; every rank draws its own numbers, in which the order of a sum shows."""
+    """The bits of all gradients, by step. Every rank draws its own numbers, which reveal the order of summation."""
     torch.manual_seed(1)
     model = paceline.DDP(Layers(dtype), **options)
     bits = []
@@ -88,12 +88,13 @@ def collect(dtype: torch.dtype, is_full: bool) -> dict[str, list[str]]:
             if is_full or name in FETCHED:
                 with buckets_elsewhere():
                     found[f"{name}, not in shared memory"] = find_bits(world.rank, dtype, options)
-        # Another run, of which only the default is enough.
+        # One more run, for the default only.
         found["again"] = find_bits(world.rank, dtype, {})
     return found
 
+    # Private memory takes different paths for one message, for many, and for pieces of gradients.
 
-# What is fetched from a process's own memory takes other ways for one message, for many and for parts of gradients.
+
 FETCHED = ("default", "in 7 KB", "flat")
 SLOW = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Programs written for torch's DistributedDataParallel run on ours in its place, and end where they would with it."""
+"""Programs written for torch's DistributedDataParallel give the same results with our wrapper in its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(on_ranks):
 
 @contextlib.contextmanager
 def swapped(is_ours: bool = True) -> Iterator[None]:
-    """What torch's class makes in this process; a warm rank is used again, so it is put back."""
+    """Swap the wrapper in this context, and restore it, because warm ranks are reused."""
     paceline.swap_wrapper(is_ours)
     try:
         yield
@@ -41,7 +41,7 @@ def swapped(is_ours: bool = True) -> Iterator[None]:
 
 
 def parameters_after(program: Any, *args: Any) -> list[list[torch.Tensor]]:
-    """The parameters that a program ends with, with torch's wrapper and with ours."""
+    """The final parameters of a program, with torch's wrapper and with ours."""
     ends = []
     for is_ours in (False, True):
         torch.manual_seed(3)
@@ -64,7 +64,8 @@ def compare(program: Any, *args: Any, atol: float = 1e-6) -> None:
 
 
 def gan(rank: int, freezes: bool) -> list[nn.Module]:
-    """The loop of torch's DCGAN example: two losses for D, then one through D for G; some freeze D meanwhile."""
+    """The loop of torch's DCGAN example: two losses for D, then one through D for G. Some programs freeze D
+    meanwhile."""
     ddp = nn.parallel.DistributedDataParallel
     generator = ddp(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4)))
     critic = ddp(nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1)))
@@ -103,7 +104,7 @@ def accumulate(rank: int) -> list[nn.Module]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    # As Accelerate and Lightning do it.
+    # As in Accelerate and Lightning.
     model.require_backward_grad_sync = False
     loss(model, rank, 100).backward()
     model.require_backward_grad_sync = True
@@ -148,12 +149,12 @@ def retain_synchronised() -> None:
 
 
 def test_several_synchronised_losses_of_one_forward(job):
-    """torch allows one synchronised backward for each forward; here every one counts."""
+    """torch allows one synchronised backward per forward; here every one is synchronised."""
     job(2, retain_synchronised)
 
 
 def hooked(rank: int, name: str) -> list[nn.Module]:
-    # In several buckets torch's PowerSGD can stand still on gloo, with its own wrapper, too: it waits in callbacks.
+    # With several buckets, torch's PowerSGD can hang on gloo even with torch's wrapper: it waits in callbacks.
     model = nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=1 if name == "power" else 0.0002)
     state: Any = None
     hook = {
@@ -165,12 +166,12 @@ def hooked(rank: int, name: str) -> list[nn.Module]:
         "local": post_localSGD_hook.post_localSGD_hook,
     }[name]
     if name == "power":
-        # With the same buckets and seeds, and without state kept by bucket, both do the same arithmetic.
+        # With the same buckets and seeds, and without per-bucket state, both compute the same.
         state = powerSGD_hook.PowerSGDState(None, 4, 2, 1, use_error_feedback=False, warm_start=False)
     if name == "local":
         alone, _ = dist.new_subgroups(1)
         state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=100)
-    if name != "bf16" or isinstance(model, DDP):  # torch refuses this one on CPU: then it has none
+    if name != "bf16" or isinstance(model, DDP):  # torch rejects this hook on CPU, so its wrapper gets none
         model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(5):
@@ -196,7 +197,7 @@ def test_torchs_communication_hooks(job, name, atol):
 
 
 def look_into_buckets() -> None:
-    """Every gradient is in one bucket that the hook is given, the large ones too."""
+    """Every gradient, large ones included, is in one bucket that the hook receives."""
     with paceline.init(announce=None) as world:
         wide = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4))
         model = DDP(wide, bucket_cap_mb=0.001)
@@ -207,7 +208,7 @@ def look_into_buckets() -> None:
             assert [grad.shape for grad in grads] == [param.shape for param in params]
             assert sum(grad.numel() for grad in grads) <= bucket.buffer().numel()
             seen.append((bucket.index(), bucket.is_last(), [tuple(param.shape) for param in params]))
-            for grad in grads:  # through the gradients, not the buffer
+            for grad in grads:  # through the gradients rather than the buffer
                 dist.all_reduce(grad)
                 grad.div_(world.world_size)
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -296,7 +297,7 @@ class Result:
 
 
 class ModelOutput(OrderedDict):
-    """As Hugging Face's: an ordered dict whose entries are attributes, too."""
+    """Like Hugging Face's outputs: an ordered dict whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]

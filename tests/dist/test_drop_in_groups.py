@@ -49,7 +49,7 @@ def train_in_groups() -> None:
                     def loss_of(m: Any, number: int, step: int = step, peers: list[int] = peers) -> torch.Tensor:
                         return loss(m, peers[number], step)
 
-                    # Each group has values of its own: their sums must not meet.
+                    # Each group has its own values, and their sums must not mix.
                     wanted = average_alone(model.module, loss_of, len(peers))
                     loss(model, world.rank, step).backward()
                     check_close(model, wanted, (kind, reducer, step))
@@ -68,11 +68,11 @@ def test_groups_and_meshes(job):
 
 
 class Owner:
-    """Of a group that goes with it."""
+    """A model whose group is destroyed with it."""
 
 
 def open_groups_of_a_part() -> list[float]:
-    """Several groups of the same two ranks, one after the other and at once; then groups of the whole world."""
+    """Several groups of the same two ranks, one after another and at once; then groups of the whole world."""
     groups, sums = list[Any](), list[float]()
     with paceline.init(announce=None) as world:
         pair, owners = dist.new_group([0, 1]), [Owner(), Owner()]
@@ -121,7 +121,7 @@ def test_ignored_parameters_and_buffers_are_left_alone(job, how):
 
 
 def follow_the_seed() -> None:
-    """The loop of the seed document: accumulate without, then with synchronisation, and ask for it by hand."""
+    """The loop of the seed document: accumulate without and with synchronisation, then synchronise explicitly."""
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:
             model = DDP(Net(), manual=True, **reducer)
@@ -150,7 +150,7 @@ def follow_the_seed() -> None:
                 check_close(model, mine, "no_sync")
                 model.sync_gradients()
                 check(world, model, wanted, (reducer, step))
-                model.sync_gradients()  # there is nothing left to do
+                model.sync_gradients()  # there is nothing left to synchronise
                 check(world, model, wanted, (reducer, step))
 
 
@@ -213,7 +213,7 @@ def wait_for_the_slow() -> None:
             report = model.report()
             assert f"(one bucket per {rule})" in str(report), reducer
             waited_s = [bucket.waited_s for bucket in report.times.buckets]
-            assert waited_s[0] > 0.1 or world.rank == 1, (reducer, waited_s)  # the others then come at once
+            assert waited_s[0] > 0.1 or world.rank == 1, (reducer, waited_s)  # so that the others then arrive at once
 
 
 def test_a_report_has_the_wait_for_a_slow_rank(job):
@@ -260,7 +260,7 @@ def alone() -> None:
             gc.disable()
             del caught, model
             gc.enable()
-            assert gone() is None  # the error left no cycle, which would keep the group open
+            assert gone() is None  # the error left no reference cycle, which would keep the group open
 
 
 def test_a_world_of_one_takes_the_same_way(job):

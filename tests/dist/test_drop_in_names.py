@@ -1,4 +1,4 @@
-"""Names that programs written for torch's DistributedDataParallel use besides its documented ones, and its `Join`."""
+"""Undocumented names of torch's DistributedDataParallel that programs use, and its `Join`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ATTRIBUTES = (
     "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "modules_buffers",
     "bucket_bytes_cap_default", "skip_all_reduce_unused_params", "named_module_buffers",
 )  # fmt: skip
-# Those that torch 2.13 and 2.15 added.
+# Attributes that torch 2.13 and 2.15 added.
 NEW = (
     "forward_sync_buffers", "batched_grad_copy", "bucket_bytes_cap_list", "lazy_bucket_allocation",
     "require_manual_backward_finalization", "should_finalize_after_backward",
@@ -65,7 +65,7 @@ def compare_names() -> None:
         for number in range(2):
             theirs_say, we_say = theirs._get_ddp_logging_data(), ours._get_ddp_logging_data()
             different = {name: (value, theirs_say[name]) for name, value in we_say.items() if theirs_say[name] != value}
-            # torch counts an iteration when its forward begins.
+            # torch counts an iteration at the start of its forward.
             different.pop("iteration", None)
             assert not different, number
             assert ("rebuilt_bucket_sizes" in we_say) == bool(number)
@@ -147,7 +147,7 @@ def test_built_in_hooks_reduce_in_the_wrappers_group(job, name):
 
 
 class Stepping(nn.Module):
-    """As Lightning's manual optimization: its forward runs a backward, and returns nothing."""
+    """Like Lightning's manual optimization: its forward runs a backward and returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def prepare_as_frameworks_do() -> None:
         model.module.prepare = lambda: model.reducer.prepare_for_backward([])
         assert model.reducer._rebuild_buckets() is False
         for step in range(6):
-            number = (step + 1) % 3  # first the one that has neither the first nor the last parameter
+            number = (step + 1) % 3  # first the branch with neither the first nor the last parameter
             net = model.module.nets[number]
             model.zero_grad()
             wanted = average_alone(net, functools.partial(loss, step=step), 2)
@@ -209,7 +209,7 @@ def sum_buffers(waits: bool, before: bool) -> list[list[float]]:
             for step in range(3):
                 loss(model, world.rank, step).backward()
             with model.no_sync():
-                for step in range(2):  # here torch does not wait for the Futures
+                for step in range(2):  # torch does not wait for the Futures here
                     loss(model, world.rank, step).backward()
             found.append(model.module.count.tolist())
     return found
@@ -325,7 +325,7 @@ def ask_for_names() -> None:
         with pytest.raises(AttributeError) as caught:
             _ = model.broken
         assert caught.value.name == "broken" and "'Guarded' object" in str(caught.value.__cause__)
-        bare = DDP.__new__(DDP)  # as copying and unpickling begin
+        bare = DDP.__new__(DDP)  # as in copying and unpickling
         for name in ("module", "wrong", "_options", "__deepcopy_me__"):
             assert error_of(lambda name=name: getattr(bare, name))[0] == "AttributeError"
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
@@ -335,7 +335,7 @@ def ask_for_names() -> None:
         gc.disable()
         del model
         gc.enable()
-        assert gone() is None  # nor did any question leave a cycle, which would keep the group open
+        assert gone() is None  # no lookup left a reference cycle, which would keep the group open
 
 
 def test_a_missing_attribute_is_blamed_on_the_right_class(job):

@@ -1,4 +1,4 @@
-"""Gradients of embeddings, sent as rows: equal to those of torch's wrapper, whatever the model does with the weight."""
+"""Embedding gradients sent as rows equal those of torch's wrapper, whatever the model does with the weight."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import paceline
 from paceline.parallel import DDP
 from tests.dist.wrapped import check_equal, error_of, here
 
-# 256 KiB: the least that is worth a message of its own.
+# 256 KiB: the smallest table that is worth a message.
 ROWS, WIDTH = 2048, 32
-# A bucket for the head: with one for all, a tied table is sent whole.
+# A separate bucket for the head: with a single bucket, a tied table is sent whole.
 SMALL_BUCKETS = 0.1
 
 
@@ -31,7 +31,7 @@ def job(on_ranks):
 
 
 class Words(nn.Module):
-    """An embedding, a layer, a head; each option is one thing that a model may do otherwise."""
+    """An embedding, a layer and a head. Each option varies one thing that models do differently."""
 
     def __init__(self, tied: str = "", tables: int = 1, heads: int = 1, num_rows: int = ROWS, **options: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Bag(nn.Module):
 
 
 class Twice(Words):
-    """The table is looked up twice, once where activations are computed again."""
+    """The table is looked up twice, once in a checkpointed segment."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         again = checkpoint(lambda tokens: torch.tanh(self.words[0](tokens)), ids.flip(0), use_reentrant=False)
@@ -90,7 +90,7 @@ def build_llama() -> nn.Module:
 
 
 HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {"gpt2": build_gpt2, "llama": build_llama}
-# How each table travels: what the report says of it.
+# How each table is sent, according to the report.
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "untied": (Words, "sends rows"),
     "tied": (functools.partial(Words, "parameter"), "in the buckets"),
@@ -125,11 +125,11 @@ def to_dense(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def compare(world: Any, name: str, build: Callable[[], nn.Module], ids_of: Any = draw_ids, **options: Any) -> DDP:
-    """Both wrappers on the same batches. Collective."""
+    """Run both wrappers on the same batches. Collective."""
     torch.manual_seed(world.rank)
-    # torch's wrapper fails where a weight with sparse gradients has another use.
+    # torch's wrapper fails if a weight with sparse gradients has another use.
     plain = MODELS["tied"][0] if name == "sparse and tied" else build
-    # `max_norm` changes each rank's parameters in forward, by its own tokens.
+    # `max_norm` changes each rank's parameters in forward, depending on its tokens.
     ours = DDP(build(), check_replicas_every=0, **options)
     theirs = DistributedDataParallel(plain())
     theirs.module.load_state_dict(ours.module.state_dict())
@@ -177,7 +177,7 @@ def test_tied_models_of_hugging_face_are_split(job):
 
 
 def draw_unevenly(rank: int, step: int) -> torch.Tensor:
-    """In some steps a rank has no token, in one no rank has, and in one all have more than the table has rows."""
+    """In some steps a rank has no tokens, in one no rank has, and in one all have more than the table has rows."""
     sizes = {1: (0, 8) if rank else (3, 8), 2: (0, 8), 3: (ROWS // 4, 8)}
     return draw_ids(rank, step, sizes.get(step, (3, 8)))
 
@@ -214,7 +214,7 @@ def send_one_bucket() -> None:
             report = model.report()
             assert len(report.plan.buckets) == 1 and bool(report.plan.rows) == ("whole" not in wanted)
             assert wanted in report.embeddings[0], report.embeddings
-            again = DDP(MODELS[name][0](), plan=model.plan)  # a plan holds what is sent
+            again = DDP(MODELS[name][0](), plan=model.plan)  # the given plan determines what is sent
             for step in range(2):
                 measure(again, draw_ids(world.rank, step)).backward()
             assert again.plan == model.plan and wanted in again.report().embeddings[0]
@@ -262,7 +262,7 @@ def train_in_other_ways() -> None:
         loss = measure(model, draw_ids(world.rank, 0))
         kind, text = error_of(lambda: torch.autograd.grad(loss, [model.module.words[0].weight]))
         assert kind == "ConfigError autograd-grad", text
-        copied = copy.deepcopy(model)  # its hooks are its own
+        copied = copy.deepcopy(model)  # its hooks are separate
         measure(copied, draw_ids(world.rank, 0)).backward()
         assert not model.module.words[0].__dict__.get("weight"), "the alias is gone after forward"
 

@@ -27,7 +27,7 @@ PAGE = (ROOT / "docs" / "from-ddp.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.split("## Arguments")[1].split("\n## ")[0], re.MULTILINE))
-# For what is not refused: something that a program would give.
+# For supported arguments: a value that a program might pass.
 GIVEN: dict[str, Any] = {
     "device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": False, "init_sync": False,
     "process_group": None, "bucket_cap_mb": 1e-4, "find_unused_parameters": True, "check_reduction": True,
@@ -49,7 +49,7 @@ ALLOW_UNUSED = ("find_unused_parameters", "static_graph", "skip_all_reduce_unuse
 
 
 class Marked(Net):
-    """With a buffer that says the rank."""
+    """A model with a buffer that contains the rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Marked(Net):
 
 
 def find_effects(rank: int, **given: Any) -> list[str]:
-    """What an argument changes, of all that some argument changes. Collective."""
+    """The effect of an argument, among all effects of arguments. Collective."""
     torch.manual_seed(rank)
     before = Marked(rank)
     model = DDP(copy.deepcopy(before), **given)
     is_own = torch.equal(model.module.first.weight, before.first.weight)
     found = ["weights stay"] if rank and is_own else []
     found += ["buffers stay"] if float(model.module.mark) == rank > 0 else []
-    torch.manual_seed(0)  # with init_sync=False ranks must begin alike
+    torch.manual_seed(0)  # with init_sync=False, ranks must start from the same values
     model = DDP(Marked(rank), **given)
     for step in range(3):
         model.zero_grad()
@@ -103,7 +103,7 @@ def test_what_is_said_to_be_refused_is_refused_and_nothing_else(on_ranks):
     assert set(refused) == set(ROWS) - {"module", *GIVEN}
     first, second = on_ranks(2, give_arguments, refused)
     assert {name: effects for name, effects in second.items() if effects} == EFFECTS
-    # Rank 0 gives its values to the others.
+    # Rank 0 broadcasts its values.
     seen = {name: [e for e in effects if "stay" not in e and "differ" not in e] for name, effects in second.items()}
     assert first == seen
 
@@ -122,7 +122,7 @@ def run_block(source: str, folder: Path) -> None:
 
 
 def find_missing(source: str) -> list[str]:
-    """The packages that a program imports and that are not installed."""
+    """Packages that a program imports but that are not installed."""
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes]
     return [name for name in names if name and importlib.util.find_spec(name.split(".")[0]) is None]

@@ -1,4 +1,4 @@
-"""Two levels, on four ranks that are taken for two hosts: equal to one level where it must be, and nothing is lost."""
+"""Two levels, on four ranks that pretend to be on two hosts: equal to one level where it must be, without losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job(on_ranks):
 
 @contextlib.contextmanager
 def on_hosts(num_ranks: int) -> Iterator[None]:
-    """This many ranks after each other are taken to be on one host."""
+    """Pretend that this many consecutive ranks are on one host."""
     name_host, host = machine.name_host, read_place().rank // num_ranks
     machine.name_host = lambda: f"host {host}"
     try:
@@ -49,7 +49,7 @@ def hosts_of(num_ranks: int, backend: str = "auto") -> Iterator[Any]:
 
 
 def join_errors(world: Any, model: DDP) -> dict[str, torch.Tensor]:
-    """The mean over the hosts, of whole parameters."""
+    """The mean residuals over the hosts, of whole parameters."""
     state = model._strategy
     return state.levels.join(world.share(model.strategy_state()["rank"]), state._shapes)
 
@@ -59,7 +59,7 @@ def run_steps(backend: str) -> None:
         codecs = ("dense", "int8") if backend == "gloo" else (*CODECS, "dense", "topk:1", "powersgd:31")
         for text in (f"{codec}+hosts" for codec in codecs):
             strategy = Strategy.parse(text)
-            # With check_replicas_every=1 a difference between replicas is an error in the next step.
+            # With check_replicas_every=1, a difference between replicas is an error in the next step.
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001, check_replicas_every=1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             given: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def run_steps(backend: str) -> None:
                 left = join_errors(world, model)
                 for name, want in given.items():
                     have, strides = applied[name], model.module.get_parameter(name).stride()
-                    if name in left:  # in the order of the parameter's memory
+                    if name in left:  # in the parameter's memory order
                         have = have + left[name].reshape(-1).as_strided(want.size(), strides)
                     torch.testing.assert_close(have, want, rtol=0, atol=1e-5, msg=f"{text}: {name}")
             model.stop()
@@ -103,7 +103,7 @@ def compare(num_ranks: int) -> None:
     with hosts_of(num_ranks, "shm") as world:
         is_one = num_ranks == world.world_size
         for text in CODECS:
-            if is_one and "dgc" in text:  # it would be no momentum at all
+            if is_one and "dgc" in text:  # momentum would have no effect
                 kind, message = error_of(lambda: DDP(Mixed(), strategy=f"{text}+hosts"))  # noqa: B023
                 assert kind == "ConfigError strategy" and "leave out dgc" in message
                 continue
@@ -128,7 +128,7 @@ def test_on_one_host_it_is_the_all_reduce(job):
 
 
 def resume() -> dict[str, Any]:
-    """Bit-exact on the same hosts; returns the states."""
+    """Resume bit-identically on the same hosts. Returns the states."""
     found = {}
     with hosts_of(2) as world:
         for text in (f"{codec}+hosts" for codec in CODECS):
@@ -156,7 +156,7 @@ def resume() -> dict[str, Any]:
 
 
 def load_elsewhere(num_ranks: int, saved: dict[str, Any]) -> None:
-    """With another number of ranks on each host."""
+    """Resume with a different number of ranks per host."""
     with hosts_of(num_ranks) as world:
         is_one = num_ranks == world.world_size
         for text, (states, whole) in saved.items():
@@ -205,7 +205,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(job, tmp_path):
 
 def meet_trouble() -> list[Any]:
     with hosts_of(2) as world:
-        # One rank has a number that is not finite: so have all, and no memory changes, also of other parts.
+        # One rank has a non-finite number: all ranks get it, and no residual changes, not even of other parts.
         for text in (f"{codec}+hosts" for codec in LOSSY):
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
             train(model, world, range(3))

@@ -1,4 +1,4 @@
-"""The memory of a real step on the CPU, where every byte can be counted by hand."""
+"""The memory of a real step on the CPU, in which every byte can be counted by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = 4 * (INPUTS * HIDDEN + HIDDEN + HIDDEN * OUTPUTS + OUTPUTS)
 
 
 def build() -> tuple[nn.Module, Any]:
-    """A perceptron of two layers with momentum. The input is there before the step, the target is made in it."""
+    """A two-layer perceptron with momentum. The input exists before the step; the step creates the target."""
     model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(BATCH, INPUTS)
 
@@ -52,12 +52,12 @@ def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(tmp_path: Path) -> 
         0,
     )
     assert (rows["data"].begin_bytes, rows["data"].largest_bytes) == (data, data + target)
-    # What ReLU returns, the difference that square() saves, and the loss. The first layer's own result is temporary.
+    # ReLU's output, the difference that square() saves, and the loss. The first layer's own output is temporary.
     assert rows["activations"].largest_bytes == 4 * BATCH * HIDDEN + target + 4
     assert rows["temporary"].largest_bytes >= 4000 and rows["temporary"].end_bytes == 0
     assert rows["buckets"].largest_bytes == 0 and rows["other"].largest_bytes == 0
     assert rows["total"].begin_bytes == 2 * WEIGHTS + data
-    # A saved run gives the same again, without the traces.
+    # A saved run gives the same result, without the traces.
     assert result.folder is not None and (result.folder / "memory.png").exists()
     again = paceline.load_result(result.folder)
     assert isinstance(again, TraceResult) and find_rows(again) == rows and list(again.figures()) == ["memory"]
