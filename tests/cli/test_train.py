@@ -257,7 +257,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path, monkey
     assert [row["step"] for row in load_rows(run)] == list(range(1, 13))
     assert len((run / "table.csv").read_text().splitlines()) == 4
     again = type_alone("train", "--resume", str(run), "--epochs", "3", "--data", f"mnist:{moved}")
-    assert again.code == 0 and "the run was already finished, after 12 steps" in again.out
+    assert again.code == 0 and "the run was already finished after 12 steps" in again.out
     assert json.loads(answer.out)["warnings"] == []
 
 

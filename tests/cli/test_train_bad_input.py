@@ -53,7 +53,7 @@ def assert_refused(answer, words: str) -> None:
         ((*TRAIN, "--ranks", "2,4", "--batch-size", "8"), "--batch-size 8 with --ranks 2,4: it is per rank"),
         ((*TRAIN, "--ranks", "1,2", "--resume", "run"), "--ranks 1,2 with --resume"),
         (("train", "--compare", "a", "b"), "a does not exist"),
-        (("train", "--compare", "a", "b", "--lr", "0.1"), "--lr with --compare, which trains nothing"),
+        (("train", "--compare", "a", "b", "--lr", "0.1"), "--lr with --compare, which does not train"),
         ((*TRAIN, "--wrapper", "dp"), "--wrapper dp is nn.DataParallel, which needs GPUs"),
         ((*PHASES, "--ranks", "1", "--wrapper", "dp"), "--wrapper dp is nn.DataParallel, which needs GPUs"),
         ((*TRAIN, "--ranks", "two"), "--ranks 'two' is not a whole number"),

@@ -125,7 +125,7 @@ def test_a_page_without_steps_is_loaded_again_when_there_are_some(tmp_path):
     try:
         with serve(folder) as server:
             with ask(server.address) as answer:
-                assert "no step was taken yet" in answer.read().decode()
+                assert "no step taken yet" in answer.read().decode()
             with ask(server.address, f"/events?token={server.token}&from=0") as answer:
                 (folder / METRICS_FILE).write_bytes(content)
                 while not (event := read_event(answer))["rows"]:
@@ -232,7 +232,7 @@ def test_a_program_is_followed_by_steps_that_all_ranks_took_and_recording_did_no
     files = attaching._Files(viewer.folder, 0)
     with serve(viewer) as server:
         with ask(server.address) as answer:
-            assert "no step was taken yet" in answer.read().decode()
+            assert "no step taken yet" in answer.read().decode()
         write_steps(viewer.folder, 0, 2, 12)
         viewer.follow(files)
         assert viewer.read(0) == ([], 0, 0)  # the other rank has none yet

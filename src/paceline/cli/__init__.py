@@ -1,1 +1,1 @@
-"""The commands: they parse, call a verb and print. torch is imported inside a verb, never on the way to it."""
+"""The commands: they parse, call a verb and print. Only verbs import torch, so that help starts at once."""

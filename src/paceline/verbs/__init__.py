@@ -1,1 +1,1 @@
-"""Every command as a function of the library that returns a result."""
+"""Every command as a library function that returns a result."""

@@ -1,4 +1,4 @@
-"""What verbs share: how arguments are read, the job (by name, or a user's own), its ranks, and the end of a run."""
+"""Shared by all verbs: parsing arguments, opening a job (by name, or a user's own), choosing ranks, finishing a run."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
 
 
 def list_names(names: Names) -> tuple[str, ...]:
-    """The names of a comma-separated text, or of several, without repeats."""
+    """The names in one or several comma-separated texts, without repeats."""
     found = (names if isinstance(names, str) else ",".join(names)).split(",")
     return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
 
 
 def list_sizes(sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of sizes that carry their unit, or are bytes already."""
+    """Sizes in bytes, from texts with a unit or numbers of bytes."""
     if isinstance(sizes, str):
         return parse_sizes(sizes)
     return tuple(dict.fromkeys(parse_size(size) if isinstance(size, str) else size for size in sizes))
 
 
 def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
-    """The requested numbers of ranks, which must be that of the launched world where there is one."""
+    """The requested numbers of ranks; in a launched world, its size is the only valid one."""
     launched = read_place().world_size if is_launched() else None
     if ranks is None:
         return (default if launched is None else launched,)
     counts = list_counts(ranks)
     asked = f"--ranks {','.join(map(str, counts))} in a launched world of {launched}"
     wrong = launched not in (None, 1) and counts != (launched,)
-    several = len(counts) > 1 and f"{asked}: these ranks are started by the command itself; run it without a launcher"
-    refuse((wrong, several or f"{asked}: leave out --ranks, or launch as many"), code="launched")
+    several = len(counts) > 1 and f"{asked}: the command starts these ranks itself; run it without a launcher"
+    refuse((wrong, several or f"{asked}: leave out --ranks, or launch that many"), code="launched")
     return counts
 
 
 def choose_world(ranks: Counts | None, default: int) -> int:
-    """The same where one number is needed."""
+    """Like `choose_worlds`, but a single number."""
     counts = choose_worlds(ranks, default)
     refuse((len(counts) != 1, f"--ranks {','.join(map(str, counts))}: one number is needed here"))
     return counts[0]
@@ -69,7 +69,7 @@ def choose_world(ranks: Counts | None, default: int) -> int:
 def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], list[str]]:
     """The requested numbers of ranks that the launched world can hold, and a warning about the others.
 
-    A launched world of one rank, such as a shell of a batch job, does not limit them: local ranks are started.
+    A launched world of one rank, such as the shell of a batch job, is not a limit: local ranks are started instead.
     """
     if ranks is None:
         return choose_worlds(None, default), []
@@ -82,14 +82,14 @@ def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], l
 
 
 def brings_data(model: str, data: str | None) -> bool:
-    """Whether a job has data of the user's own, which may have a batch size of its own."""
+    """Whether a job uses the user's own data, which may have its own batch size."""
     return is_own_data(data) if data else is_own(model)
 
 
 def build_settings(**job: Any) -> TrainSettings:
-    """A job of ours, with everything checked that can be refused before a rank starts."""
+    """The settings of a built-in job, checked as far as possible before a rank starts."""
     if unknown := sorted(set(job) - set(NAMES)):
-        raise ConfigError(f"{unknown[0]} is no option of a training job: known are {', '.join(sorted(NAMES))}")
+        raise ConfigError(f"{unknown[0]} is not an option of a training job: use one of {', '.join(sorted(NAMES))}")
     settings = TrainSettings(**job)
     check_job(settings)
     return settings
@@ -98,7 +98,7 @@ def build_settings(**job: Any) -> TrainSettings:
 def finish(
     session: Session, records: Sequence[Any], details: dict[str, Any] | None = None, build: Build | None = None
 ) -> Any:
-    """Save the run first, for a table may refuse its records, and then the tables and figures of its result."""
+    """Save the run, then the tables and figures of its result. The run comes first, because a table may raise."""
     from paceline.report.result import build_result
 
     result = (build or build_result)(session.save(records, details), session.folder)
@@ -107,7 +107,7 @@ def finish(
 
 
 def check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
-    """Refuse what a resumed study would ignore."""
+    """Refuse options that a resumed study would ignore."""
     asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
     why = "with --resume: a study is resumed as it was started; leave it out"
     refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
@@ -117,11 +117,14 @@ def open_job(
     verb: str, model: Any, step: Callable[[Any], Any] | None, ranks: Counts | None, job: dict[str, Any], out: Place,
     progress: bool | None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """The session of a job, and what says on its ranks which job it is: the settings of one of ours, by default on two
-    ranks; or a user's own model and step, its wrapper, and the options of `join_world`. A module stays in this process;
-    a factory, too, unless it is sent to a requested number of ranks. What stays keeps this process's threads."""
+    """The session of a job, and a description of the job for its ranks: the settings of a built-in job, by default on
+    two ranks; or a user's own model and step, its wrapper, and the options of `join_world`.
+
+    A module runs in this process, as does a factory, unless a number of ranks is requested, to which the factory is
+    sent. Jobs in this process keep its number of threads.
+    """
     if isinstance(model, str):
-        refuse((step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with it"))
+        refuse((step is not None, f"model {model!r} with a step: a built-in model has its own; pass a module instead"))
         settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
         return open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress), settings
     is_module, kind, place = hasattr(model, "named_parameters"), type(model).__name__, find_place()
@@ -132,14 +135,15 @@ def open_job(
     check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
     counts = (world_size,) if ranks is None else list_counts(ranks)
     here = is_module or ranks is None or world_size > 1
-    what = "a module stays in its process" if is_module else f"this process is one of {world_size} ranks"
+    what = "a module runs in this process" if is_module else f"this process is one of {world_size} ranks"
     refuse(
         (is_module != (step is not None) or not callable(step or model),
          f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
          "step(model), a factory that returns both, or the name of a built-in model"),
-        (job, f"{', '.join(job)}: options of a model by name; your own job decides them itself"),
+        (job, f"{', '.join(job)}: only for built-in models; your own job decides this itself"),
         (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
-        (here and counts != (world_size,), f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain one"),
+        (here and counts != (world_size,),
+         f"ranks={ranks}: {what}; pass a factory of (model, step) in a process that is not a rank"),
     )  # fmt: skip
     where["backend"] = canonical_backend(where["backend"])
     if is_module and where["device"] == "auto":

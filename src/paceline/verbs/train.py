@@ -31,15 +31,15 @@ from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose
 from paceline.verbs.watch import start_watching
 from paceline.workloads.data import parse_data
 
-# What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
+# Settings that a resumed run may change: how and how long it runs, but not what it computes. Data may move, too.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
     "accumulate", "steps", "grow", "mtbf", "on_fault", "max_faults", "spares", "hang_timeout",
 )  # fmt: skip
 
 
-# What a rank imports before its first step: with the server that forks ranks they cost it nothing. torch's optimizers
-# import the compiler when the first one is made.
+# Modules that a rank imports before its first step; importing them once in the fork server saves each rank the time.
+# torch imports the compiler when the first optimizer is created.
 JOB_MODULES = ("paceline.training.loop", "torch._dynamo")
 
 
@@ -47,7 +47,7 @@ def train(
     model: str | None = None, data: str | None = None, ranks: Counts | None = None, epochs: int | None = None, *,
     resume: Place = None, out: Place = None, progress: bool | None = None, watch: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Train a model, and return its epochs, its metrics and where the time went.
+    """Train a model, and return its epochs, its metrics and where the time was spent.
 
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
@@ -55,44 +55,45 @@ def train(
         model: A name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION", which returns a
             module, or a whole job: (model, data, step).
         data: "synthetic" (the default), "mnist:FOLDER" and so on, or "FILE.py:FUNCTION".
-        ranks: By default those of the launched world or, in a plain process, 1. Several numbers (`ranks=(1, 2)`) train
-            the same job with the same global batches, one run after the other.
-        epochs: 1 by default.
-        resume: The folder of a run, which resumes from its newest checkpoint. Its own settings hold, and only those
-            that do not change the result may be given.
+        ranks: Number of ranks. Default: the launched world's, or 1 in a plain process. Several numbers
+            (`ranks=(1, 2)`) train the same job with the same global batches, one run after the other.
+        epochs: Number of epochs. Default: 1.
+        resume: The folder of a run to resume from its newest checkpoint. The run keeps its settings; only those that do
+            not change the result may be given.
         out: Save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
-            written. Where a scheduler starts a job again, the variable PACELINE_RUN names that folder, and a run that
-            is there is resumed.
-        watch: Serve its live page (`paceline.watch`), from a process of its own.
-        settings: The fields of `TrainSettings`, named as the options of `paceline train`: `batch_size`, `lr`,
+            written. If the variable PACELINE_RUN names the new folder and it already holds a run, that run is resumed,
+            as when a scheduler restarts a job.
+        watch: Serve a live page (`paceline.watch`) from a separate process.
+        settings: The fields of `TrainSettings`, named like the options of `paceline train`: `batch_size`, `lr`,
             `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
 
     Returns:
-        A `TrainRunResult`. Of several numbers of ranks a `TrainComparisonResult`, what they learned and how fast, whose
-        `parts` are the runs.
+        A `TrainRunResult`. For several numbers of ranks, a `TrainComparisonResult` of accuracy and speed, whose `parts`
+        are the runs.
     """
     counts = () if ranks is None else list_counts(ranks)
     alone = counts[0] if len(counts) == 1 else None
     named = {"model": model, "data": data, "ranks": alone, "epochs": epochs}
     given = {name: value for name, value in named.items() if value is not None} | settings
     if unknown := sorted(set(given) - set(NAMES)):
-        raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(NAMES)}")
+        raise ConfigError(f"unknown settings: {', '.join(unknown)}; use one of {', '.join(NAMES)}")
     steps, momentum, optimizer = given.get("steps"), given.get("momentum"), given.get("optimizer", "sgd")
     refuse(
         (steps is not None and epochs is not None,
-         f"--steps {steps} with --epochs {epochs}: a run has one length; leave the other out"),
+         f"--steps {steps} with --epochs {epochs}: a run has only one length; leave one out"),
         (momentum is not None and optimizer not in ("sgd", "lars"),
-         f"--momentum {momentum}: {optimizer} has moments of its own; leave it out, or use sgd"),
+         f"--momentum {momentum}: {optimizer} has its own moments; leave it out, or use sgd"),
         (resume is not None and out is not None,
          f"--out {out} with --resume: a run stays in its own folder {resume}; leave out --out"),
         (watch and (len(counts) > 1 or (out is None and resume is None)),
-         "--watch shows one run, which is saved: give one number of ranks, and --out"),
+         "--watch shows a single saved run: give one number of ranks, and --out"),
         (resume is not None and len(counts) > 1,
-         f"--ranks {','.join(map(str, counts))} with --resume: a run is resumed on one number of ranks; give one"),
+         f"--ranks {','.join(map(str, counts))} with --resume: a run resumes on one number of ranks; give one"),
     )  # fmt: skip
     name = os.environ.get("PACELINE_RUN", "") if len(counts) < 2 else ""
     if resume is None and name and out is not None and _is_begun(Path(out) / name):
-        resume, out = Path(out) / name, None
+        resume = Path(out) / name
+        out = None
     if resume is not None:
         wanted, num_before = _load_resumed(Path(resume), given)
         check_job(wanted)
@@ -104,7 +105,7 @@ def train(
         parts: list[TrainRunResult] = []
         session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
         for job in jobs:
-            if session.signal:  # it came when the run before took its last step, too late for its ranks to stop
+            if session.signal:  # arrived in the last step of the previous run, too late for its ranks to stop
                 _interrupt(session.signal)
             name = format_number_of(job.ranks, "rank").replace(" ", "-")
             parts.append(_train(job, progress, session.folder, name, whole=session))
@@ -112,7 +113,7 @@ def train(
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether an earlier attempt of this job has begun the run. Collective: rank 0 decides, before it makes one."""
+    """Whether an earlier attempt of this job has started the run. Collective: rank 0 decides before it creates one."""
     found = (folder / CONFIG_FILE).exists()
     if not is_launched() or read_place().world_size == 1:
         return found
@@ -123,7 +124,7 @@ def _is_begun(folder: Path) -> bool:
 
 @naming_damage()
 def compare_runs(runs: Sequence[str | Path | Result], out: Place = None) -> TrainComparisonResult:
-    """What finished runs learned and how fast, compared with the first of them."""
+    """Compare the accuracy and speed of finished runs with the first of them."""
     parts = [run if isinstance(run, Result) else load_result(run) for run in runs]
     with open_session("train --compare", {}, out=out) as session:
         return _compare(session, parts)
@@ -136,15 +137,15 @@ def _compare(session: Session, parts: Sequence[Result]) -> TrainComparisonResult
 
 
 def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSettings]:
-    """The job on each number of ranks; several have the same global batch, by default that of one rank."""
+    """The job on each number of ranks. All have the same global batch, by default that of one rank."""
     if len(counts) > 1 and given.get("global_batch_size") is None:
         size = given.get("batch_size")
         asked = f"--batch-size {size} with --ranks {','.join(map(str, counts))}"
-        what = "it is per rank, and global batches would differ; give --global-batch-size, which is the same for all"
+        what = "it is per rank, so global batches would differ; give --global-batch-size instead"
         refuse((size is not None, f"{asked}: {what}"))
         first = TrainSettings(**given | {"ranks": 1}).batches
         shared, each = first.global_batch_size, math.lcm(*counts) * first.accumulate
-        found = f"--ranks {','.join(map(str, counts))} with a global batch of {shared}, the default of one rank"
+        found = f"--ranks {','.join(map(str, counts))} with a global batch of {shared}, the default for one rank"
         refuse((shared % each, f"{found}: give --global-batch-size, a multiple of {each}"))
         given = given | {"global_batch_size": shared}
     jobs = [TrainSettings(**given | {"ranks": count}) for count in counts]
@@ -157,8 +158,8 @@ def _train(
     wanted: TrainSettings, progress: bool | None, out: Place = None, name: str = "", resume: Place = None,
     num_before: int | None = None, whole: Session | None = None, watch: bool = False,
 ) -> TrainRunResult:  # fmt: skip
-    """One run, in a new folder in `out`, or the resumed one, which has taken `num_before` steps. `whole` is the session
-    of which it is a part, and learns of a signal that came too late to stop it."""
+    """Train one run, in a new folder in `out` or, with `resume`, continuing after `num_before` steps. `whole` is the
+    enclosing session, which is told about a signal that came too late to stop this run."""
     config = wanted.to_json()
     _check_recovery(wanted, out is not None or resume is not None)
     with open_session(
@@ -186,13 +187,13 @@ def _train(
             )  # fmt: skip
         except BaseException as error:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
-                for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
+                for entry in folder.iterdir():  # failed before the first metrics: there is nothing to resume
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             elif folder is not None and session.is_leader:
                 text = f"failed: {str(error).partition(chr(10))[0]}" if isinstance(error, Exception) else "interrupted"
                 update_config(folder, end=text)
             raise
-        mark = os.environ.get("PACELINE_SAVED")  # of `run --slurm`, which requeues the job
+        mark = os.environ.get("PACELINE_SAVED")  # set by `run --slurm`, which requeues the job if this file exists
         if mark and outcome.signal in (signal.SIGTERM, signal.SIGUSR1):
             if folder is not None:  # on rank 0
                 Path(mark).write_text("saved\n")
@@ -202,9 +203,9 @@ def _train(
             update_config(folder, end="interrupted")
         if outcome.signal and not session.signal and len(outcome.asked) < wanted.ranks and session.is_leader:
             who, name = name_ranks(outcome.asked), signal.Signals(outcome.signal).name
-            text = f"{who} alone of {wanted.ranks} got {name}, by hand or by a job manager"
+            text = f"only {who} of {wanted.ranks} received {name}, by hand or from a job manager"
             print(f"paceline: {text}: all ranks stopped after step {outcome.step}", file=sys.stderr, flush=True)
-        if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
+        if outcome.signal:  # ranks started by this process receive Ctrl-C as SIGTERM
             _interrupt(session.signal or outcome.signal)
         if whole is not None:
             whole.signal = session.signal
@@ -213,8 +214,8 @@ def _train(
             update_config(folder, ended, environment if outcome.step != num_before else None)
         notes = [*list_job_warnings(wanted), *outcome.notes]
         if outcome.step == num_before:
-            notes.append(f"the run was already finished, after {outcome.step} steps; to train on, give more --{ends}")
-        faults = [] if folder is None else load_config(folder).get("faults", [])  # those before a resume, too
+            notes.append(f"the run was already finished after {outcome.step} steps; give more --{ends} to continue")
+        faults = [] if folder is None else load_config(folder).get("faults", [])  # includes those before a resume
         run = Run("train", config | {"outcome": ended, "faults": faults}, environment, (), tuple(notes))
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
         session.write(result)
@@ -222,21 +223,22 @@ def _train(
 
 
 def _check_recovery(wanted: TrainSettings, is_saved: bool) -> None:
-    """Refuse recovery where it cannot be, before anything is written."""
+    """Refuse recovery if it is impossible, before anything is written."""
     if wanted.on_fault == "stop":
         return
-    launcher, asked = read_place().launcher if joins_world(wanted.ranks) else "", f"--on-fault {wanted.on_fault}"
+    launcher = read_place().launcher if joins_world(wanted.ranks) else ""
+    asked = f"--on-fault {wanted.on_fault}"
     refuse(
         (launcher,
-         f"{asked} in a world that {launcher} has launched: its launcher restarts ranks, as by torchrun "
-         "--max-restarts, and with PACELINE_RUN the job resumes from its last checkpoint; use --on-fault stop"),
+         f"{asked} in a world launched by {launcher}: let the launcher restart ranks (torchrun --max-restarts) and set "
+         "PACELINE_RUN, so that the job resumes from its last checkpoint; use --on-fault stop"),
         (not is_saved, f"{asked} needs --out: without checkpoints there is nothing to restart from"),
         code="on-fault",
     )  # fmt: skip
 
 
 def _build_recovery(session: Session, wanted: TrainSettings, rows_wanted: bool) -> Recovery | None:
-    """What follows a fault, where that is not the end of the run."""
+    """The recovery after a fault; None if a fault ends the run."""
     folder = session.folder
     if wanted.on_fault == "stop" or folder is None:
         return None
@@ -262,8 +264,8 @@ def update_config(
     run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, end: str = "",
     faults: Sequence[dict[str, Any]] = (), **lengths: int,
 ) -> None:  # fmt: skip
-    """Note in `config.json` how a run ended and how busy the machine was, or that it is longer now. `end` says why one
-    has ended early; `faults` are all so far."""
+    """Record in `config.json` how a run ended and how busy the machine was, or its new length. `end` says why it ended
+    early; `faults` lists all faults so far."""
     document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
@@ -275,7 +277,7 @@ def update_config(
     if faults:
         document["faults"] = list(faults)
     if environment is not None and document.get("environment"):
-        for name in ("load_average", "stolen"):  # of a resumed run, the larger
+        for name in ("load_average", "stolen"):  # for a resumed run, keep the larger value
             known = document["environment"].get(name) or 0.0
             document["environment"][name] = max(known, getattr(environment, name) or 0.0)
     if document != before:
@@ -283,13 +285,13 @@ def update_config(
 
 
 def _describe_saved(folder: Path | None) -> str:
-    """The newest checkpoint on disk, for the message of an interrupt; empty where there is none."""
+    """The newest checkpoint on disk, for the message after an interrupt; empty if there is none."""
     saved = [] if folder is None else sorted((folder / "checkpoints").glob("step-*"))
     return f"step {int(saved[-1].name.removeprefix('step-'))}" if saved else ""
 
 
 def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]:
-    """The settings of a run that is to be resumed, with what may change, and the steps that it has."""
+    """The settings of a run to resume, with the given changes, and the number of steps it has taken."""
     try:
         document = load_config(run)
     except RecordError as error:
@@ -298,38 +300,39 @@ def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]
     if is_launched():
         given = {"ranks": choose_world(given.get("ranks"), 1)} | given
     metrics = run / METRICS_FILE
-    rows = load_metrics(metrics) if metrics.exists() else []  # none where only a part of the first was written
+    rows = load_metrics(metrics) if metrics.exists() else []  # empty if even the first row is incomplete
     is_moved = given.get("ranks", saved.ranks) != saved.ranks
     is_datas = saved.batch_size is None and saved.global_batch_size is None
     if rows and is_moved and is_datas and brings_data(saved.model, None if saved.data == "synthetic" else saved.data):
-        # The size of its batches is that of the data, which the ranks have found.
+        # The data determines the batch size, which only the ranks know.
         saved = dataclasses.replace(saved, global_batch_size=rows[0]["samples"])
     return change_settings(saved, given), rows[-1]["step"] if rows else 0
 
 
 def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSettings:
-    """The run's own settings with those that were given for a resume; ConfigError where one would change the result."""
+    """The run's own settings with those given for a resume; ConfigError if one would change the result."""
     ends = "epochs" if saved.steps is None else "steps"
-    growth, size = format_growths(saved.batch_growth), saved.batches.global_batch_size
+    growth = format_growths(saved.batch_growth)
+    size = saved.batches.global_batch_size
     for name, value in given.items():
         before = size if name == "global_batch_size" else getattr(saved, name)
         is_moved = name == "data" and parse_data(value)[0] == parse_data(saved.data)[0]
         asked = f"--{name.replace('_', '-')} {_show(value)} with --resume"
         refuse(
             (value != before and name not in _CHANGEABLE and not is_moved,
-             f"{asked}: the run was started with {_show(before)}, and another value would make it another run; leave "
-             "it out, or start a new one"),
-            # A run becomes longer by what ends it; one whose batch grows at shares of it, not at all.
+             f"{asked}: the run was started with {_show(before)}, and this would change its result; leave it out, or "
+             "start a new one"),
+            # A run can be extended in the unit that ends it, unless its batch grows at fractions of its length.
             (name in ("epochs", "steps") and name != ends,
-             f"{asked}: the run ends by --{ends} {getattr(saved, ends)}; give more --{ends}, or start a new one"),
+             f"{asked}: the run ends after --{ends} {getattr(saved, ends)}; give more --{ends}, or start a new one"),
             (name == "epochs" and saved.batch_growth and value != saved.epochs,
-             f"{asked}: the batch grows at shares ({growth}) of the run's {saved.epochs} epochs, and would have grown "
-             "elsewhere; leave it out, or start a new one"),
+             f"{asked}: the batch grows at fractions ({growth}) of the run's {saved.epochs} epochs, and would have "
+             "grown elsewhere; leave it out, or start a new one"),
             code="other-run",
         )  # fmt: skip
     if given.get("save_every", AUTO) != AUTO:
-        given = {"mtbf": None} | given  # it was for auto
-    if given.get("on_fault", "spare") != "spare":  # they were for the policy before
+        given = {"mtbf": None} | given  # only used with auto
+    if given.get("on_fault", "spare") != "spare":  # spares belong to the previous policy
         given = {"spares": TrainSettings.spares} | given
     if given.get("on_fault") == "stop":
         given = {"max_faults": TrainSettings.max_faults} | given

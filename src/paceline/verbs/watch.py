@@ -1,7 +1,7 @@
-"""`paceline.watch`: the page of a run while it runs, served on loopback, and the same numbers in a terminal.
+"""`paceline.watch`: a live page of a run, served on loopback, and the same numbers in a terminal.
 
-It reads what the run writes, four times a second by its ranks, and sends nothing to it. It goes on when the run has
-ended or was killed, and says which it was. `verbs.attach` serves the page of a user's own program with it.
+It reads the files that the run writes four times a second, and sends nothing to the run. It keeps serving after the run
+has ended, and says how it ended. `verbs.attach` uses it to serve the page of a user's own program.
 """
 
 from __future__ import annotations
@@ -35,30 +35,36 @@ from paceline.report.table import Table
 from paceline.report.training import TrainRunResult, load_training
 from paceline.units import format_duration, format_ms, format_speed
 
-_POLL_S, _BEAT_S, _LINGER_S = 0.4, 5.0, 60.0
-# How many of the last steps are the present, and after how long without a step a run is asked whether it still runs.
-_RECENT, _SILENT_S = 50, 2.0
-# A verdict takes at most this share of one core.
-_SHARE = 0.002
+_POLL_S = 0.4
+_BEAT_S = 5.0  # interval of events without new rows
+_LINGER_S = 60.0
+_RECENT = 50  # steps in the table of recent steps
+_SILENT_S = 2.0  # seconds without a step after which to check whether the run has ended
+_SHARE = 0.002  # maximum fraction of one core used for computing verdicts
 _MOST_VIEWERS = 16
 
 
 class Follower:
-    """What a run has written until now, a row for each step. `how` is "running", "finished", "stopped" or "killed"."""
+    """Follows the rows that a run writes, one per step. `how` is "running", "finished", "stopped" or "killed"."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.place, self.lock = folder, 0, threading.RLock()
+        self.folder = folder
+        self.place = 0  # bytes read from the metrics file
+        self.lock = threading.RLock()
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT)
-        self._seen_s, self._due_s = time.monotonic(), 0.0
-        self.how, self.text, self.verdict = "running", "", ("", "")
+        self._seen_s = time.monotonic()  # time of the last new row
+        self._due_s = 0.0  # time of the next verdict
+        self.how = "running"
+        self.text = ""
+        self.verdict = ("", "")
         self.update()
 
     def load(self) -> Result:
-        """What is shown of it."""
+        """The result to show."""
         return load_training(self.folder)
 
     def find_end(self, step: int) -> tuple[str, str]:
-        """How it has ended, and that in words: asked where there was no step for a while."""
+        """How the run ended, as a state and as text. Called when there has been no step for a while."""
         if _is_locked(self.folder):
             return "running", "Running"
         document = load_config(self.folder)
@@ -66,11 +72,14 @@ class Follower:
             return "finished", "Finished"
         if ended := document.get("end"):
             return "stopped", f"Ended early: {ended}"
-        return "killed", "Killed, or its machine stopped: it ended without a word"
+        return "killed", "Killed, or its machine stopped: it ended without a final status"
 
     def read(self, place: int) -> tuple[list[str], int, int]:
-        """The whole lines of its metrics from this byte on, and where they begin and end. They begin at 0 where rows
-        were cut off, after a fault or a resume: the file is shorter, or no row begins at this byte."""
+        """The complete lines of the metrics from this byte on, and the positions where they start and end.
+
+        They start at 0 if rows were truncated after a fault or a resume: the file is shorter, or no row starts at this
+        byte.
+        """
         try:
             with open_file(self.folder / METRICS_FILE) as file:
                 file.seek(max(0, place - 1))
@@ -85,13 +94,14 @@ class Follower:
         return whole.decode().splitlines(), place, place + len(whole)
 
     def update(self) -> None:
-        """Look at what is new."""
+        """Read new rows, and update the status."""
         with self.lock:
             lines, begin, end = self.read(self.place)
             if begin < self.place:
                 self._recent.clear()
             self._recent.extend(map(json.loads, lines[-_RECENT:]))
-            now_s, self.place = time.monotonic(), end
+            now_s = time.monotonic()
+            self.place = end
             self._seen_s = now_s if lines else self._seen_s
             if not lines and self.text and now_s - self._seen_s < _SILENT_S:
                 return
@@ -106,7 +116,7 @@ class Follower:
     def _describe(self, step: int) -> str:
         rows = list(self._recent)
         if not rows:
-            return "no step was taken yet"
+            return "no step taken yet"
         found, last, seconds = f"step {step}", rows[-1], sum(row["step_s"] for row in rows)
         if "epoch" in last:
             speed = format_speed(sum(row["samples"] for row in rows) / seconds) if seconds else "0"
@@ -125,7 +135,7 @@ class Follower:
 
     @property
     def now(self) -> Table:
-        """Where the last steps went, rank by rank."""
+        """Where the time of recent steps went, by rank."""
         rows = pick_like_last(self._recent)
         names = ("step_s", "data_wait_s", "forward_s", "backward_s", "exposed_comm_s", "optimizer_s")
         found: dict[int, list[float | None]] = {}
@@ -133,24 +143,24 @@ class Follower:
             by_rank = zip(*(list_ranks(row, name) for row in rows if name in row), strict=False)
             for rank, values in enumerate(by_rank):
                 known = [value for value in values if value is not None]
-                of = found.setdefault(rank, [None] * len(names))
-                of[names.index(name)] = statistics.median(known) if known else None
+                medians = found.setdefault(rank, [None] * len(names))
+                medians[names.index(name)] = statistics.median(known) if known else None
         ranks = [RankRow(rank, step_s or 0.0, data_s or 0.0, *rest) for rank, (step_s, data_s, *rest) in found.items()]
         return Table("now", f"the last {len(rows)} steps, median of each rank", WHERE, ranks)
 
     def render(self) -> str:
-        live = {"from": self.place, "status": self.text, "how": self.how}  # before it is loaded: no row is lost
+        live = {"from": self.place, "status": self.text, "how": self.how}  # read before loading, so no row is missed
         return render_page([self.load()], live=live, now=render_table(self.now))
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether the process of the run holds its folder; a run that starts now waits longer than this asks."""
+    """Whether the run's process holds the lock of its folder. A run that is just starting waits longer than this."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks: nothing tells
+    except OSError:  # a file system without locks: assume that it is running
         return True
     finally:
         os.close(handle)
@@ -158,21 +168,23 @@ def _is_locked(folder: Path) -> bool:
 
 
 class Server(ThreadingHTTPServer):
-    """The page and its events, on loopback, for who knows the token."""
+    """Serves the page and its events on loopback, to clients that know the token."""
 
-    daemon_threads = False  # all of them end when it closes
+    daemon_threads = False  # closing the server joins all threads
 
     def __init__(self, follower: Follower, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Request)
-        self.follower, self.token = follower, secrets.token_urlsafe(24)
-        self.num_viewers, self.is_closing = 0, threading.Event()
+        self.follower = follower
+        self.token = secrets.token_urlsafe(24)
+        self.num_viewers = 0
+        self.is_closing = threading.Event()
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def handle_error(self, *_: Any) -> None:
-        """A viewer that is gone is none."""
+        """Ignore errors of viewers that have disconnected."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -183,7 +195,7 @@ class _Request(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         given = parse_qs(asked.query)
         if not hmac.compare_digest(given.get("token", [""])[0].encode(), self.server.token.encode()):
-            self._answer(403, "text/plain", "403: the address lacks its token; use the one that was printed\n")
+            self._answer(403, "text/plain", "403: the token is missing or wrong; use the address that was printed\n")
         elif asked.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.follower.render())
         elif asked.path == "/events" and self.server.num_viewers < _MOST_VIEWERS:
@@ -201,8 +213,10 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def _stream(self, place: int) -> None:
-        """Rows as they come. A page that has none yet, and that of a run that has ended, is loaded again."""
-        follower, self.server.num_viewers, sent_s = self.server.follower, self.server.num_viewers + 1, 0.0
+        """Stream rows as they arrive. A page without rows, and the page of an ended run, are told to reload."""
+        follower = self.server.follower
+        self.server.num_viewers += 1
+        sent_s = 0.0
         try:
             place = int(self.headers.get("Last-Event-ID") or place)
             self._answer(200, "text/event-stream")
@@ -210,7 +224,7 @@ class _Request(BaseHTTPRequestHandler):
             while not self.server.is_closing.is_set():
                 lines, begin, end = follower.read(place)
                 if lines:
-                    follower.update()  # so that the status has them, too
+                    follower.update()  # the status must include these rows
                 is_over = follower.how != "running" and not lines
                 if lines or is_over or time.monotonic() - sent_s > _BEAT_S:
                     message: dict[str, Any] = {"rows": lines, "status": follower.text}
@@ -219,7 +233,8 @@ class _Request(BaseHTTPRequestHandler):
                     message["reload"] = int(is_over or begin < place or (is_new and end > 0))
                     self.wfile.write(f"id: {end}\ndata: {json.dumps(message)}\n\n".encode())
                     self.wfile.flush()
-                    place, sent_s = end, time.monotonic()
+                    place = end
+                    sent_s = time.monotonic()
                     if message["reload"]:
                         break
                 self.server.is_closing.wait(_POLL_S)
@@ -227,16 +242,16 @@ class _Request(BaseHTTPRequestHandler):
             self.server.num_viewers -= 1
 
     def log_message(self, *_: Any) -> None:
-        """The address has the token."""
+        """Do not log requests: their address contains the token."""
 
 
 @contextlib.contextmanager
 def serve(run: str | Path | Follower, port: int | None = None) -> Iterator[Server]:
-    """Serve the live page of the run in this folder while the context lasts."""
+    """Serve the live page of the run in this folder while the context is open."""
     try:
         server = Server(run if isinstance(run, Follower) else Follower(Path(run)), port or 0)
     except OSError as error:
-        raise ConfigError(f"--port {port}: {error.strerror}; leave it out for one that is free") from None
+        raise ConfigError(f"--port {port}: {error.strerror}; leave it out to use a free port") from None
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
     thread.start()
     try:
@@ -252,22 +267,23 @@ def watch(
     run: str | Path, *, port: int | None = None, browser: bool | None = None, linger: float = _LINGER_S,
     progress: bool | None = None,
 ) -> TrainRunResult:  # fmt: skip
-    """Show a training run on a page while it runs, and in a terminal; return its result when it has ended.
+    """Show a training run on a live page and in a terminal; return its result when it has ended.
 
-    The address is printed. When the run has ended and nobody has looked at the page for a while, the page is saved in
-    the folder of the run. Ctrl-C does the same.
+    Prints the address of the page. Once the run has ended and the page has had no viewer for a while, or on Ctrl-C, the
+    page is saved in the folder of the run.
 
     Args:
         run: The folder of the run.
-        port: Of the page. By default a free one.
-        browser: Open the page. By default where there is a display.
+        port: Port of the page. Default: a free one.
+        browser: Open the page. Default: if there is a display.
         linger: Seconds without a viewer after which the page of an ended run closes.
     """
     found = load_result(run)
     refuse((not isinstance(found, TrainRunResult),
             f"{run} is a run of `paceline {found.run.verb}`: `paceline report` shows it; give one of `paceline train`"),
            code="other-verb")  # fmt: skip
-    folder, over_s = Path(run), None
+    folder = Path(run)
+    over_s = None
     with serve(folder, port) as server, _View(progress is not False and sys.stdin.isatty()) as view:
         show_address(server, str(folder), browser)
         with contextlib.suppress(KeyboardInterrupt):
@@ -291,7 +307,7 @@ def say(text: str) -> None:
 
 
 def show_address(server: Server, name: str, browser: bool | None) -> None:
-    """Say where the page is; `browser` opens it, None where there is a display."""
+    """Print the address of the page, and open it with `browser`; None opens it if there is a display."""
     say(f"the page of {name}: {server.address}")
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
     if has_display if browser is None else browser:
@@ -299,13 +315,13 @@ def show_address(server: Server, name: str, browser: bool | None) -> None:
 
 
 def start_watching(folder: Path) -> None:
-    """Watch from a process of its own, which outlives this one."""
+    """Watch from a separate process, which outlives this one."""
     command = [sys.executable, "-m", "paceline", "watch", str(folder)]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 class _View:
-    """The same numbers in a terminal, drawn again and again; elsewhere lines."""
+    """Shows the status in a terminal, redrawn with each update; does nothing if there is no terminal."""
 
     def __init__(self, is_drawn: bool) -> None:
         self._live: Any = None
@@ -329,7 +345,7 @@ class _View:
             from rich.text import Text
 
             lines = follower.now.terminal(self._live.console.width).splitlines()
-            lines = [line for line in lines if not line.startswith("(not shown")]  # they are on the page
+            lines = [line for line in lines if not line.startswith("(not shown")]  # the page has these columns
             shown = Text("\n".join(filter(None, (follower.verdict[0], follower.text, *lines))))
             shown.stylize("bold", 0, len(follower.verdict[0]))
             self._live.update(shown, refresh=True)
