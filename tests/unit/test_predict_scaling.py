@@ -350,7 +350,7 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
         world.evidence(1, 2, 4), (64,), [find_network("1e9GB/s,0ns".replace("1e9", "1000000000"))]
     )
     assert free.step_s == pytest.approx(points[1].step_s, rel=1e-3)
-    with pytest.raises(ConfigError, match="8 ranks do not fit on this host .4.: give a --network"):
+    with pytest.raises(ConfigError, match=r"8 ranks do not fit on this host .4.: give a --network"):
         simulate_scaling(world.evidence(1, 2), (8,))
 
 
