@@ -38,7 +38,7 @@ def make_fault(**changes):
 def trained(tmp_path) -> Path:
     """A run of two ranks with four saves, of which the first was slow."""
     folder = make_folder(tmp_path / "trained", make_rows(steps=20))
-    rows = [{"step": 5 * n, "stall_s": stall_s, "write_s": 1.5} for n, stall_s in enumerate(STALLS_S, 1)]
+    rows = [{"step": 5 * n, "stall_s": stall_s, "wait_s": 0.0, "write_s": 1.5} for n, stall_s in enumerate(STALLS_S, 1)]
     (folder / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

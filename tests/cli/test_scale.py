@@ -323,7 +323,7 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
         ((*LARGE, "--seeds", "-1"), "--seeds -1: at least 1 is needed"),
         ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),
         ((*LARGE, "--updates", "-1"), "--updates -1: at least 0 is needed"),
-        (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: study.json: No such file or directory"),
+        (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: nowhere/study.json does not exist"),
         (("scale", "report", "nowhere"), "nowhere"),
         (("scale", "report", "--resume", "nowhere"), "--resume nowhere: it holds none of batch, ranks, large-batch"),
     ],

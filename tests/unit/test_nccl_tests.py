@@ -109,7 +109,7 @@ def test_a_table_without_its_ranks_says_them_by_its_bandwidths(load, ranks):
         ("\n".join([NAMES, write_row(2**30, 8, factor=7 / 8)]), "no all-reduce on two or more ranks"),
         (TWO_NODES.replace(" sum ", "none "), "redop none with root -1 is no all-reduce"),
         (TWO_NODES.replace("      -1", "       0"), "root 0 is no all-reduce"),
-        ("# Collective test starting: all_gather_perf\n" + TWO_NODES, "is of all_gather_perf"),
+        ("# Collective test starting: all_gather_perf\n" + TWO_NODES, "output of all_gather_perf"),
         (list_ranks({"a": 2}) + "\n" + write_run({"b": 2}), "rank 0 is named twice"),
         (write_run({"a": 1}, factor=0.0), "one rank alone"),
         (TWO_NODES.replace(END, "12 3 float sum\n" + END), "4 cells where the header has 9"),
@@ -165,7 +165,7 @@ def test_raw_times_of_its_json_count(load):
         ({"results": []}, "has no results"),
         ({"config": {}}, "is not the JSON of nccl-tests: KeyError"),
         ({"results": [{"size": 4}]}, "KeyError 'out_of_place'"),
-        ({"args": ["./reduce_perf"]}, "is of reduce_perf"),
+        ({"args": ["./reduce_perf"]}, "output of reduce_perf"),
         ({"results": [{**build_document({"a": 4})["results"][0], "out_of_place": {"cpu_time": 5.0}}]}, "without -C"),
         ({"results": [{**build_document({"a": 4})["results"][0], "out_of_place": {
             "time": 0.0, "alg_bw": 4.0, "bus_bw": 6.0, "nwrong": None}}]}, "must be positive"),

@@ -1,4 +1,4 @@
-"""The one check of every verb: the reasons to doubt what a run measured, from its records and the machine's load."""
+"""The quality check that every verb shares: reasons to doubt a measurement, from its records and the machine's load."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.records.steps import RACED, StepRecord
 from paceline.records.training import BatchRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
-# The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
+# With `--strict` these are failures: another run may give another answer.
 NOISY = ("inconclusive", "unstable", "drifting", "few")
-# Names of doubtful measurements in one line; of more, their number and the worst.
+# Up to this many doubtful measurements are listed by name; beyond it, their number and the worst one.
 _MOST_NAMES = 3
-# Of the time of all cores, what the host of a virtual machine may give to others; and the load before a run, per core.
+# Limits for the share of CPU time that the hypervisor steals, and for the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
-# In order of gravity. Some have a text of their own and are the same kind to a program.
+# Most serious first. `_KINDS` maps those that differ only in their text to one kind.
 _TEXTS = {
     "wrong": "WRONG DATA at {}: do not use this backend for these messages",
     "parameters": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
@@ -35,7 +35,7 @@ _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 
 class Doubt(NamedTuple):
-    """One reason to doubt a measurement, as one line for people; `kind` is for programs."""
+    """One reason to doubt a measurement: one line of text, and a `kind` for programs."""
 
     kind: str
     text: str
@@ -46,7 +46,7 @@ _Timed = CollectiveRecord | MemoryRecord | ChunksRecord | _Step
 
 
 def _name(record: _Timed) -> str:
-    """What distinguishes this record from the others on the same backend and ranks."""
+    """What distinguishes this record from others on the same backend and ranks."""
     if isinstance(record, StepRecord) and record.role == "together":
         return f"{record.model}, {format_number_of(record.world_size, 'rank')} without messages"
     if isinstance(record, StepRecord):
@@ -61,14 +61,14 @@ def _name(record: _Timed) -> str:
 
 
 def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, float, str]]:
-    """The kinds of doubt that a record gives, each with how bad it is, and with its details."""
+    """The doubts about a record: kind, severity and details."""
     spread = f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
     if num_wrong := getattr(r, "num_wrong", None):
         kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
         yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
-    if fraction is not None and fraction > 1.1:  # a little more than 1 is the noise of both
+    if fraction is not None and fraction > 1.1:  # slightly above 1 is within the noise of both
         yield "above", fraction, f"{fraction:.2f} of memory"
-    if isinstance(r, BatchRecord):  # a repetition is an epoch: a few of them are many steps
+    if isinstance(r, BatchRecord):  # a repetition is an epoch, so a few of them are many steps
         if timing.noise > UNSTABLE:
             yield "epochs", timing.noise, spread
     elif timing.count < 5:
@@ -77,14 +77,14 @@ def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterato
         yield "unstable", timing.noise, spread
     elif abs(timing.drift) > 0.25:
         yield "drifting", abs(timing.drift), f"{timing.drift:+.0%}"
-    # A pass over memory waits for nobody, nor do steps without messages.
+    # Passes over memory and steps without messages do not wait for other ranks.
     waits = not isinstance(r, MemoryRecord) and getattr(r, "role", "") != "together"
     if waits and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
         yield "skewed", (timing.skew_s or 0.0) / timing.median_s, ""
 
 
 def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
-    """What the host of a virtual machine took during the run, and the load before it; each empty unless too much."""
+    """CPU time stolen by the hypervisor during the run, and the load before it; each is empty unless too high."""
     stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
     took = f"the host took {stolen:.0%} of the cores' time for others"
     worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"
@@ -92,9 +92,9 @@ def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
-    """Every reason to doubt the measured records, the gravest first. An environment without a load is that of a run
-    which timed nothing, or whose load says nothing. The steps of a race are left out: its intervals hold their noise.
-    """
+    """Every reason to doubt the measured records, most serious first. An environment without a load belongs to a run
+    that timed nothing, or whose load is irrelevant. Steps of a plan comparison are left out: its intervals include
+    their noise."""
     raced = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
     records = [r for r in records if r not in raced]
     bounds, cores = MemoryBounds(records), environment.cores
@@ -120,7 +120,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     doubts = []
     for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
         names = ", ".join(name for _, name in places)
-        if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # of wrong data, every place counts
+        if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # wrong data is listed in full
             names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
         place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
         doubts.append(Doubt(_KINDS.get(kind, kind), f"{place}: {_TEXTS[kind].format(names)}"))
@@ -128,7 +128,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
         many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(cores, 'core')}"
         doubts.append(Doubt("crowded", f"{many}: their times include waiting for a core"))
     causes, load = describe_load(environment)
-    # A tuning is concluded from its candidates.
+    # The conclusion of a tuning rests on the steps of its candidates.
     steps = [step for step in steps if getattr(step[0], "role", "") == "job"] or steps
     unstable = [r for r, is_unstable in steps if is_unstable]
     if 2 * len(unstable) > len(steps) and any(getattr(r, "world_size", 1) not in crowded for r in unstable):
@@ -146,11 +146,11 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
 
 
 def is_busy(doubts: Sequence[Doubt]) -> bool:
-    """Whether the machine was too busy for what is predicted from such a run to be trusted."""
+    """Whether the machine was too busy to trust predictions from this run."""
     return any(doubt.kind in ("inconclusive", "busy") for doubt in doubts)
 
 
 def add_busy(doubt: str, names: Sequence[str]) -> str:
-    """A doubt about a prediction, with the inputs that a busy machine measured."""
+    """Extend the doubt about a prediction by the inputs that were measured on a busy machine."""
     busy = f"measured on a busy machine: {', '.join(names)}" if names else ""
     return "; ".join(filter(None, (doubt, busy)))

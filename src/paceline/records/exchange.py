@@ -1,7 +1,7 @@
-"""Import and export of tables in other formats: CSV, Markdown and nccl-tests, recognised by what they hold.
+"""Import and export of tables in other formats: CSV, Markdown and nccl-tests, detected by their content.
 
 All-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times (`layer-times*.csv`), published
-all-reduce times, and Markdown tables of backend, processes, size and time. Run files are in `store`.
+all-reduce times, and Markdown tables of backend, processes, size and time. `store` reads run files.
 """
 
 import csv
@@ -27,7 +27,7 @@ from paceline.units import parse_size
 ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
 LAYER_SIZES_HEADER = ["", "Name", "No. Params"]
 LAYER_TIMES_HEADER = ["Name", "min", "max", "mean", "std", "median"]
-# The format has no column for the memory: the backend gets a suffix instead.
+# `allreduce-times.csv` has no column for the memory, so the backend gets a suffix.
 _SHARED = "-shared"
 
 Row = dict[str, str]
@@ -43,7 +43,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> list[tuple[int, list[str]]]:
-    """The lines of a CSV with their numbers, the header first."""
+    """The lines of a CSV file with their line numbers, header first."""
     reader = csv.reader(io.StringIO(_read_text(path)))
     try:
         lines = [(reader.line_num, line) for line in reader if line]
@@ -55,7 +55,7 @@ def _read_csv(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def _parse(path: Path, lines: Sequence[tuple[int, list[str]]], parse: Callable[[Row], Any]) -> list[Any]:
-    """The lines after the header, parsed one by one; an error names the line."""
+    """Parse the lines after the header; an error names its line."""
     header, records = lines[0][1], []
     for number, line in lines[1:]:
         try:
@@ -108,13 +108,13 @@ def _parse_own(row: Row) -> CollectiveRecord:
 
 
 def _parse_markdown_row(row: Row) -> CollectiveRecord:
-    # Such tables write 1MB and 1024MB for powers of two.
+    # In these tables 1MB means 2^20 bytes.
     size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
     timing, backend = Summary(mean_s=float(row["time"]) / 1e3), row["backend"].split("(")[0].strip()
     return _all_reduce(backend, row["processes"], parse_size(size), timing, dtype="float32")
 
 
-# The columns of each CSV of collectives, and how its rows are read.
+# The required columns of each CSV format for collectives, and the parser of its rows.
 _TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
     (ALLREDUCE_HEADER, _parse_allreduce_time),
     (["source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"], _parse_published),
@@ -124,7 +124,7 @@ _TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
 
 
 def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]]]) -> list[Any]:
-    """The records of a CSV, read as the table of which it has the largest share of columns, and needs all."""
+    """The records of a CSV file. The table with the largest share of matching columns is chosen; all must be there."""
     lines = _read_csv(path)
     header = lines[0][1]
     columns, parse = max(tables, key=lambda table: len(set(table[0]) & set(header)) / len(table[0]))
@@ -136,7 +136,7 @@ def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
-    """All-reduce times from a run, its CSV, the output of nccl-tests (text or JSON), or a table in CSV or Markdown.
+    """All-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown.
 
     The records of a run keep their source (such as `measured`); all others are `imported`.
     """
@@ -177,13 +177,13 @@ def list_collectives(run: Run, place: str | Path, note: str = "") -> list[Collec
 
 
 def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
-    """The first Markdown table whose header names backend, processes, size and a time in ms, with its line numbers."""
+    """The first Markdown table with columns for backend, processes, size and a time in ms, with its line numbers."""
     lines = [line.strip() for line in _read_text(path).splitlines()]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else [] for line in lines]
     for number, row in enumerate(rows, 1):
         header = ["time" if "time (ms)" in cell.lower() else cell.lower() for cell in row]
         if {"backend", "processes", "size", "time"} <= set(header):
-            # The table ends at the first line without cells; the one below its header has only dashes.
+            # The table ends at the first line without cells. The line below the header has only dashes.
             below = itertools.takewhile(itemgetter(1), enumerate(rows[number:], number + 1))
             values = [(n, cells) for n, cells in below if not all(re.fullmatch(r":?-+:?", cell) for cell in cells)]
             return [(number, header), *values]
@@ -193,7 +193,7 @@ def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:
-    """Parameters per layer from a `layer-sizes` CSV, in its order. Tied layers appear twice."""
+    """Parameters per layer from a `layer-sizes` CSV, in file order. Tied layers appear twice."""
 
     def parse(row: Row) -> LayerSizeRecord:
         return LayerSizeRecord(layer=row["Name"], num_params=int(row["No. Params"]), source="imported")
@@ -202,7 +202,7 @@ def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:
 
 
 def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
-    """Seconds per layer and phase from a `layer-times` CSV, in its order (which is not the model's)."""
+    """Seconds per layer and phase from a `layer-times` CSV, in file order, which is not model order."""
 
     def parse(row: Row) -> LayerTimeRecord:
         low, high, mean, stdev, median = (_number(row[name]) for name in LAYER_TIMES_HEADER[1:])
@@ -214,7 +214,7 @@ def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
 
 def load_cap_times(path: str | Path) -> list[CapTimeRecord]:
     """Measured times by bucket size from a CSV with the columns `bucket_size` (25MiB, 25MB) and `step_s` or
-    `backward_s`; other columns are left out."""
+    `backward_s`; other columns are ignored."""
 
     def parse(of: str) -> Callable[[Row], CapTimeRecord]:
         return lambda row: CapTimeRecord(
@@ -232,7 +232,7 @@ def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def export_allreduce_times(records: Iterable[Record]) -> str:
-    """The all-reduce records as `allreduce-times.csv`; other records are left out."""
+    """The all-reduce records as `allreduce-times.csv`; other records are ignored."""
     rows = []
     for r in records:
         if isinstance(r, CollectiveRecord) and r.collective == "all_reduce":

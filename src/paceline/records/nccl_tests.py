@@ -1,7 +1,7 @@
-"""The output of nccl-tests' all_reduce_perf: its text, pasted into a file, and its JSON (`-J`). Times are out of place.
+"""Output of all_reduce_perf from nccl-tests: its text, pasted into a file, and its JSON (`-J`). Times are out-of-place.
 
-Ranks and nodes are those that the lines `# Rank` name. A table without them says its ranks all the same, since busbw is
-2(n-1)/n of algbw; that ratio is also checked, so that no other collective is taken for an all-reduce.
+The lines `# Rank` name ranks and nodes. Without them the number of ranks follows from busbw = algbw * 2(n-1)/n. That
+ratio is also checked, so that no other collective is mistaken for an all-reduce.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPES = {
     "uint8": "uint8", "int32": "int32", "int64": "int64",
 }  # fmt: skip
 _NEEDED = ("size", "type", "redop", "time", "algbw", "busbw")
-# What mpirun and srun put before a line: `[1,0]<stdout>:`, `[0] `, `0: `; and the quotes of a message.
+# Prefixes that mpirun and srun add: `[1,0]<stdout>:`, `[0] `, `0: `; and quote marks of an e-mail.
 _PREFIX = re.compile(r"^\s*>?\s*(?:\[\d+(?:,\d+)?\](?:<\w+>)?:?|\d+:)?\s?")
 _RANK = re.compile(r"Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 _STARTING = re.compile(r"Collective test starting:\s*(\S+)")
@@ -32,7 +32,7 @@ _MOST_RANKS = 1 << 20
 
 @dataclass
 class _Row:
-    """One size: where it is (a line), its times, and the bandwidths with how far rounding may have moved each."""
+    """One size: its place in the file, its times, and its bandwidths, each with its largest rounding error."""
 
     place: str
     num_bytes: int
@@ -46,21 +46,21 @@ class _Row:
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """The least and the largest busbw / algbw that prints so."""
+        """The smallest and the largest busbw / algbw that round to these numbers."""
         (alg, alg_off), (bus, bus_off) = self.algbw, self.busbw
         return max(0.0, bus - bus_off) / (alg + alg_off), (bus + bus_off) / max(alg - alg_off, 1e-12)
 
 
 @dataclass
 class _Run:
-    """One run of the program: (rank, group, host) of each rank that is named, and its table."""
+    """One run of the program: (rank, group, host) of each named rank, and its table."""
 
     ranks: list[tuple[int, int, str]] = field(default_factory=list)
     rows: list[_Row] = field(default_factory=list)
 
 
 def is_nccl_text(text: str) -> bool:
-    """Whether a text has the header of nccl-tests' table, or lines of it."""
+    """Whether a text has the header or rows of an nccl-tests table."""
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     return any(_find_header(line) or _find_cells(line) for line in lines)
 
@@ -71,7 +71,7 @@ def _find_header(line: str) -> list[str] | None:
 
 
 def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
-    """The records of every run of all_reduce_perf in a text."""
+    """The records of all runs of all_reduce_perf in a text."""
     runs, columns = [_Run()], None
     for number, line in enumerate(text.splitlines(), 1):
         line = _PREFIX.sub("", line)
@@ -99,11 +99,11 @@ def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
 
 def _refuse_other(path: Path, program: str) -> None:
     if "all_reduce" not in program:
-        raise RecordError(f"{path} is of {program}: only all_reduce_perf is read")
+        raise RecordError(f"{path} is output of {program}: only that of all_reduce_perf can be read")
 
 
 def _find_cells(line: str) -> list[str]:
-    """The cells of a line of results: bytes, elements, and the name of a type."""
+    """The cells of a result line, which begins with bytes, elements and a dtype; empty for other lines."""
     cells = re.sub(r"\[\d+\]", " ", line).split()
     is_row = len(cells) > 3 and cells[0].isdigit() and cells[1].isdigit() and cells[2].isidentifier()
     return cells if is_row else []
@@ -136,17 +136,17 @@ def _read_row(path: Path, number: int, columns: list[str], cells: list[str]) -> 
 
 
 def _read_rounded(text: str) -> tuple[float, float]:
-    """A printed number, and half of its last digit."""
+    """A printed number and its rounding error: half a unit of its last digit."""
     digits = len(text.partition(".")[2].partition("e")[0])
     return float(text), 0.51 * 10.0**-digits if "e" not in text else 0.1 * float(text)
 
 
 def read_nccl_json(path: Path, document: Any) -> list[CollectiveRecord]:
-    """The records of a file that nccl-tests wrote with `-J`."""
+    """The records of a file written by nccl-tests with `-J`."""
     try:
         config = document["config"]
         _refuse_other(path, Path(document.get("args", ["all_reduce"])[0]).name)
-        # A process writes one line of its first device, and has as many ranks as threads x GPUs.
+        # Each process lists only its first device, and has threads x GPUs ranks.
         each = int(config["nthreads"]) * int(config["ngpus"])
         devices = [(d["rank"], d.get("group", 0), d["hostname"]) for d in config["devices"]]
         ranks = [(rank + more, group, host) for rank, group, host in devices for more in range(each)]
@@ -198,7 +198,7 @@ def _build_records(path: Path, run: _Run) -> list[CollectiveRecord]:
 
 
 def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
-    """The ranks and the nodes of a run; 0 nodes where no line names a host."""
+    """The number of ranks and nodes of a run; 0 nodes if no line names a host."""
     numbers = [rank for rank, _, _ in run.ranks]
     if len(set(numbers)) < len(numbers):
         found = f"{path}: rank {max(set(numbers), key=numbers.count)} is named twice in one run"
@@ -218,7 +218,7 @@ def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
 
 
 def _find_ranks(path: Path, rows: Sequence[_Row]) -> int:
-    """The ranks of a table by its ratio of bandwidths, 2 - 2/n: those that every row allows."""
+    """The number of ranks from the ratio of the bandwidths, 2 - 2/n, which must fit every row."""
     low, high = (pick(row.ratios[end] for row in rows) for end, pick in enumerate((max, min)))
     if low > high:
         raise RecordError(f"{path}: busbw / algbw differs between rows: they are of different numbers of ranks")
