@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
