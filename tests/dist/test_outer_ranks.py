@@ -1,4 +1,4 @@
-"""Schedules between ranks: equal to replicas in one process, resumed in mid-round, and one error on all ranks."""
+"""Outer schedules between ranks: equal to replicas in one process, resumed mid-round, and one error on all ranks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def fail_in_every_way() -> list[tuple[str, str]]:
             began = time.monotonic()
             found.append(error_of(call))
             assert time.monotonic() - began < SOON_S, what
-            if goes_on:  # all ranks count from there
+            if goes_on:  # all ranks count from here
                 for _ in range(3):
                     trainee.train()
                 assert not trainee.model._strategy.outer.has_drifted, what
@@ -174,7 +174,7 @@ def fail_in_every_way() -> list[tuple[str, str]]:
             with torch.no_grad():
                 if first:
                     trainee.model.module[0].bias[0] = torch.nan
-            trainee.train(3)  # where an optimizer might skip the step, the sync comes with the next forward
+            trainee.train(3)  # if an optimizer might skip the step, the sync waits for the next forward
 
         trainee.train(1)
         kept = [start.clone() for start in trainee.model._strategy.outer.start]
@@ -199,7 +199,7 @@ def fail_in_every_way() -> list[tuple[str, str]]:
         Quantized.average = average
         found.append(error_of(trainee.train))
 
-        trainee = Trainee(world.rank, "localsgd:3").train(1)  # in the first sync, when groups are not open yet
+        trainee = Trainee(world.rank, "localsgd:3").train(1)  # in the first sync, before groups are open
         if first:
             trainee.model._strategy.outer.average = lambda number: {}["no more room"]
         attempt("differences", trainee, lambda: trainee.train(2), goes_on=False)
@@ -221,7 +221,7 @@ def test_what_goes_wrong_on_one_rank_is_one_error_on_all(job):
 def use_in_many_ways() -> None:
     with paceline.init(announce=None) as world:
         first = world.rank == 0
-        # One rank's optimizer skips the step of a sync, and the ranks send messages of their own before the next one.
+        # One rank's optimizer skips the step of a sync, and the ranks send their own messages before the next one.
         model = DDP(build_model(), strategy="localsgd:2")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(8):
@@ -234,7 +234,7 @@ def use_in_many_ways() -> None:
             assert model._strategy.is_due == (step == 3)
             if step in (1, 5, 7):
                 check_equal(world, model.parameters(), step)
-        # Accumulation counts once; `sync_gradients` counts what no backward has.
+        # Accumulation counts once; `sync_gradients` counts gradients that no backward has synchronised.
         model = DDP(build_model(), strategy="localsgd:2")
         for step in range(1, 5):
             with model.no_sync():
@@ -245,13 +245,13 @@ def use_in_many_ways() -> None:
                 model.sync_gradients()
             assert model._strategy.outer.step == step
             with torch.no_grad():
-                for param in model.parameters():  # no optimizer: the sync comes with the next forward
+                for param in model.parameters():  # without an optimizer, the sync waits for the next forward
                     param.sub_(0.01 * param.grad)
-                    param.grad = None  # and needs no gradient
+                    param.grad = None  # which does not need a gradient
             assert model._strategy.is_due == (step % 2 == 0)
         model.sync_parameters()
         check_equal(world, model.parameters())
-        # Several optimizers, of which only one has stepped.
+        # Several optimizers, only one of which has stepped.
         model = DDP(build_model(), strategy="localsgd:1")
         head, body = (torch.optim.SGD(model.module[i].parameters(), lr=0.1) for i in (2, 0))
         model(draw(world.rank, 0)).sum().backward()
@@ -260,7 +260,7 @@ def use_in_many_ways() -> None:
         body.step()
         assert not model._strategy.is_due
         check_equal(world, model.parameters())
-        # In eval mode a forward may be an evaluation: the sync comes when a backward follows.
+        # In eval mode a forward may be an evaluation, so the sync waits for a backward.
         model = DDP(build_model(), strategy="localsgd:1").eval()
         for step in range(3):
             if world.rank == 0:
@@ -284,7 +284,7 @@ def use_in_many_ways() -> None:
             trainee.model(draw(0, 0))
         check_equal(world, trainee.model.state_dict().values())
         assert torch.equal(norm[1].running_mean, sum(m * 0.5 for m in means))
-        # The bytes are those that `traffic` says.
+        # The bytes match `traffic`.
         for text, per_round in (("localsgd:2", 1), ("diloco:2+int8", 2), ("diloco:2,fragments=2+bf16", 2)):
             trainee = Trainee(world.rank, text).train(6)
             exchanges, strategy = trainee.model._strategy.exchanges, Strategy.parse(text)
@@ -297,10 +297,10 @@ def use_in_many_ways() -> None:
                 for m in strategy.traffic([Gradient(str(i), p.nbytes) for i, p in enumerate(part)], 2)
             ]
             assert exchanges.sent_bytes == 3 * sum(message.sent_bytes(2) for message in messages), text
-        # A model that is read again in mid-round has the parameters of all, and its momentum.
+        # A model that is read again mid-round gets the common parameters, and keeps its momentum.
         trainee = Trainee(world.rank, "diloco:3").train(4)
         held = sum(param.nbytes for param in trainee.model.parameters())
-        assert trainee.model.report().strategy.memory_bytes == 2 * held  # where the round began, and the momentum
+        assert trainee.model.report().strategy.memory_bytes == 2 * held  # the start of the round, and the momentum
         assert trainee.model.report().times is None and "no buckets to time" in str(trainee.model.report())
         before = world.share(trainee.vector())
         trainee.model.module[0].bias.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""An optimizer that steps each bucket when it is averaged: equal to one that steps after backward, or refused."""
+"""An optimizer that steps each bucket once it is averaged: equal to one that steps after backward, or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def build(name: str) -> tuple[paceline.DDP, torch.optim.Optimizer, nn.Module]:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
-    head = nn.Linear(20, 1)  # not in the wrapper: the optimizer's own step is for it
+    head = nn.Linear(20, 1)  # outside the wrapper: the optimizer's own step handles it
     model = paceline.DDP(net, bucket_cap_mb=0.001)
     first, *rest = net
     groups = [

@@ -1,4 +1,4 @@
-"""What a rank hands to all-reduce in a step, counted there: by every reducer, and in scaling studies."""
+"""What a rank passes to all-reduce in a step, counted there: for every reducer, and in scaling studies."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = (  # type: ignore[method-assign]
             real_sum, real_send, real_run
         )  # fmt: skip
-        gc.collect()  # the wrappers of the study, which the next one in these ranks would find on its group
+        gc.collect()  # the study's wrappers, which the next study in these ranks would find in its group
     return words, num_bytes[0]
 
 

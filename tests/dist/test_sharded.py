@@ -1,4 +1,4 @@
-"""zero1 on ranks: the parameters are those of the unsharded optimizer, whatever the plan, and everyone sees them."""
+"""zero1 on ranks: parameters equal those of the unsharded optimizer for any plan, and every rank sees them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class Odd(nn.Module):
-    """A tied, a frozen, a scalar, an empty and a channels_last parameter, and sizes that no number of ranks divides."""
+    """Tied, frozen, scalar, empty and channels_last parameters, and sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def build(
 
 
 def train(model: Any, optimizer: Any, rank: int, steps: range, update: Any = None) -> list[torch.Tensor]:
-    """The parameters after each step, as `state_dict` shows them."""
+    """The parameters after each step, according to `state_dict`."""
     found = []
     for step in steps:
         torch.manual_seed(100 * step + rank)
@@ -92,7 +92,7 @@ def follow(rank: int, kind: str, strategy: str | None, update: Any = None, **opt
 
 
 def is_same(one: tuple[Any, Any], other: tuple[Any, Any], **close: float) -> bool:
-    """Parameters after each step, and all states; to the bit, or as close as said."""
+    """Compare parameters after each step, and all states: bit-identical, or within the given tolerance."""
     pairs = list(zip(one[0], other[0], strict=True))
     states = one[1]["state"], other[1]["state"]
     if states[0].keys() != states[1].keys() or one[1]["param_groups"] != other[1]["param_groups"]:
@@ -146,7 +146,7 @@ def compare_on_shm() -> dict[str, bool]:
             found[kind] = is_same(plain, sharded, rtol=1e-5, atol=1e-6)
         plain, sharded = (follow(rank, "sgd", strategy, clip_ours) for strategy in (None, "zero1"))
         found["clip"] = is_same(plain, sharded, rtol=1e-5, atol=1e-7)
-        found["torch's clip"] = list_warnings(rank, clip_torch) == []  # here every rank has all averages
+        found["torch's clip"] = list_warnings(rank, clip_torch) == []  # every rank has all averages here
         found["clip does something"] = not torch.equal(plain[0][-1], follow(rank, "sgd", None)[0][-1])
     return found
 
@@ -162,7 +162,7 @@ def compare_on_gloo() -> tuple[dict[str, bool], Any]:
     found = {}
     with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
         rank, n = world.rank, world.world_size
-        # With more than two ranks a ring adds up in another order than that of the ranks.
+        # With more than two ranks, a ring does not sum in rank order.
         close: dict[str, float] = {} if n == 2 else {"rtol": 1e-5, "atol": 1e-6}
         for kind in ("sgd", "adamw"):
             plain = follow(rank, kind, None)
@@ -176,7 +176,7 @@ def compare_on_gloo() -> tuple[dict[str, bool], Any]:
             warnings.simplefilter("error")
             clipped = follow(rank, "sgd", "zero1", clip_ours)
         found["clip"] = is_same(plain, clipped, rtol=1e-5, atol=1e-6)
-        warned = list_warnings(rank, clip_torch, bucket_cap_mb=4e-3)  # once, not in each step
+        warned = list_warnings(rank, clip_torch, bucket_cap_mb=4e-3)  # once, not in every step
         found["torch's clip"] = [f"rank {rank}" in text and "model.clip_grad_norm_()" in text for text in warned] == [
             True
         ]
@@ -200,7 +200,7 @@ def average_moving(model: Any) -> dict[str, torch.Tensor]:
     return copy_all(averaged.module.named_parameters())
 
 
-# Of these `overlap=True` leaves old values to be seen.
+# With `overlap=True`, these may see old values.
 BARE_LOOKS: dict[str, Any] = {
     "parameters of the module": lambda model: copy_all(model.module.named_parameters()),
     "moving average": average_moving,
@@ -215,7 +215,7 @@ LOOKS: dict[str, Any] = {
 
 
 def look_after_a_step(rank: int) -> dict[str, bool]:
-    """Who reads parameters right after a step gets the new ones, while other ranks may still be sending them."""
+    """Reading parameters right after a step returns the new values, even while other ranks are still sending."""
     found = {}
     x = torch.arange(4, device=here())
     for way in (*BARE_LOOKS, *LOOKS, "blocks in another order"):
@@ -249,7 +249,7 @@ def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_
 
 
 def save_and_use() -> Any:
-    """A whole state for another number of ranks; overflow on one rank; refusals; copies that are the rank's own."""
+    """A full state from another number of ranks; overflow on one rank; refusals; independent copies."""
     facts: dict[str, Any] = {}
     with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
         rank = world.rank
@@ -257,7 +257,7 @@ def save_and_use() -> Any:
         scaler = torch.amp.GradScaler(here().type, init_scale=4.0)
 
         def update(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
-            # Of one element, so that its owner alone can see it.
+            # A single element, so that only its owner can see it.
             bad = model.module.scale.register_hook(lambda grad: grad * (torch.inf if step == 1 and rank == 1 else 1.0))
             scaler.scale(loss).backward()
             bad.remove()
@@ -267,10 +267,10 @@ def save_and_use() -> Any:
         found = train(model, optimizer, rank, range(3), update)
         facts["skipped"] = [torch.equal(*pair) for pair in itertools.pairwise(found)], scaler.get_scale()
         facts["finite"] = bool(torch.isfinite(found[-1]).all())
-        # Two backwards that are both synchronised cannot be added up here.
+        # Two synchronised backward passes cannot be accumulated here.
         model(torch.arange(4, device=here())).backward()
         facts["twice"] = error_of(lambda: model(torch.arange(4, device=here())).backward())
-        # Zeros may be: many loops keep the memory of their gradients.
+        # Zeros are allowed: many loops keep their gradient tensors.
         for zero in (model.zero_grad, optimizer.zero_grad):
             zero(set_to_none=False)
             assert model.module.scale.grad is not None
@@ -299,7 +299,7 @@ def test_overflow_and_refusals(on_ranks):
 
 
 def ask_alone(backend: str) -> dict[str, Any]:
-    """One rank asks for the state while the others train on: an error there, and nothing is lost."""
+    """One rank requests the state while the others continue training: it gets an error, and nothing is lost."""
     found: dict[str, Any] = {}
     sharding._STATE_TIMEOUT_S, before = 0.3, sharding._STATE_TIMEOUT_S
     try:
@@ -309,7 +309,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
             if world.rank == 0:
                 found["alone"] = error_of(optimizer.state_dict)
             world.barrier()
-            found["late"] = error_of(optimizer.state_dict)  # in the same step there is no second chance
+            found["late"] = error_of(optimizer.state_dict)  # a second attempt in the same step fails, too
             train(model, optimizer, world.rank, range(2, 3))
             whole = optimizer.state_dict()
             optimizer.consolidate_state_dict()
@@ -355,7 +355,7 @@ def write_in_place() -> dict[str, Any]:
         train(model, optimizer, rank, range(2))
         weight = model.module.wide.weight
         found["one copy"] = world.share(weight.detach().sum().item())
-        # What is loaded is each rank's own until the next step, also if the others are not there yet.
+        # Loaded values are private until the next step, even if other ranks have not arrived yet.
         state = {name: value.clone() for name, value in model.module.state_dict().items()}
         if rank == 1:
             model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
@@ -386,12 +386,12 @@ def test_one_copy_is_not_changed_by_each_rank(on_ranks):
     assert first["loaded on one rank"] == second["loaded on one rank"]
     assert first["loaded on one rank"][0] == "ConfigError mismatch"
     assert first["in place"] == second["in place"]
-    assert "no_sync()" in first["twice"][1]  # as elsewhere, though the sums would be right
+    assert "no_sync()" in first["twice"][1]  # as on other backends, though the sums would be correct
     assert first["in place"][0] == "ConfigError strategy" and "shared=False" in first["in place"][1]
 
 
 def train_from(saved: Any, kind: str, strategy: str | None, steps: range) -> Any:
-    """Four samples in each step, shared out among the ranks, from a model and a state that were saved."""
+    """Four samples per step, divided among the ranks, from a saved model and state."""
     with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
         model, optimizer = build(kind, strategy)
         if saved is not None:
@@ -418,7 +418,7 @@ def test_a_state_goes_from_two_ranks_to_four_and_to_one(on_ranks):
         saved = results[0]
         for other in results[1:]:
             assert all(torch.equal(other[0][name], value) for name, value in saved[0].items())
-        # The state is torch's: an optimizer without shards goes on from it, and has as much in all.
+        # The state is torch's: an unsharded optimizer continues from it, and the totals match.
         (want,) = on_ranks(1, train_from, loaded, "adamw", None, steps, timeout_s=60)
         assert sum(result[2] for result in results) >= want[2] - 13
         for name, value in want[0].items():

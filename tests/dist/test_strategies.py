@@ -1,4 +1,4 @@
-"""Strategies between ranks: the same averages everywhere, bytes as promised, errors that survive, failures that end."""
+"""Strategies between ranks: equal averages, bytes as predicted, residuals that survive, and clean failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def job(on_ranks):
 
 
 class Mixed(nn.Module):
-    """Matrices, a convolution in channels_last, tied weights, a scalar, an empty parameter, odd sizes."""
+    """Matrices, a channels_last convolution, tied weights, a scalar, an empty parameter, odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def loss(model: Any, rank: int, step: int, size: int = 4) -> torch.Tensor:
 
 
 def average_alone(module: nn.Module, num_ranks: int, step: int) -> dict[str, torch.Tensor]:
-    """The mean of the gradients of all ranks, in float64."""
+    """The mean gradient over all ranks, in float64."""
     alone = copy.deepcopy(module)
     total: dict[str, torch.Tensor] = {}
     for rank in range(num_ranks):
@@ -86,7 +86,7 @@ def sum_errors(world: Any, model: DDP) -> dict[str, torch.Tensor]:
 
 
 def run_steps() -> None:
-    """Every codec: equal replicas in every step, nothing lost, and the bytes that the strategy promises."""
+    """Every codec: replicas stay equal, nothing is lost, and the bytes match the strategy."""
     with paceline.init(announce=None) as world:
         n = world.world_size
         for text in ALL:
@@ -110,7 +110,7 @@ def run_steps() -> None:
                     assert len(model.plan.buckets) > 2
             strategy, sent = Strategy.parse(text), model.count_sent()
             assert before[0].text == text
-            if "warmup" not in text and text != "bf16":  # in the last step, all buckets
+            if "warmup" not in text and text != "bf16":  # all buckets of the last step
                 parts = [[model.plan.gradients[i] for i in bucket] for bucket in model.plan.partition]
                 messages = [m for part in parts if any(g.num_bytes for g in part) for m in strategy.traffic(part, n)]
                 assert sent.num_messages - before[1].num_messages == len(messages)
@@ -122,7 +122,7 @@ def run_steps() -> None:
                 assert model.report().strategy.memory_bytes > 0
                 left = sum_errors(world, model)
                 for name, want in given.items():
-                    # Errors are in the order of memory.
+                    # Residuals are in memory order.
                     error = left[name].as_strided(want.size(), grads[name].stride()) if name in left else 0
                     have = applied[name] + error
                     torch.testing.assert_close(have, want, rtol=0, atol=1e-5, msg=f"{text}: {name}")
@@ -134,7 +134,7 @@ def test_every_codec_keeps_replicas_equal_and_loses_nothing(job):
 
 
 class Noted:
-    """A group that notes what is called."""
+    """A group that records calls."""
 
     def __init__(self, group: Any) -> None:
         self._group, self.calls = group, []
@@ -179,7 +179,7 @@ def test_every_codec_keeps_replicas_equal_and_loses_nothing_on_three_ranks(job):
 
 
 def average_in_bf16(backend: str) -> tuple[list[Any], list[Any]]:
-    """The gradients and statistics of a few steps: what passes the sum in shared memory, and what a codec."""
+    """Gradients and statistics of a few steps, with the sum in shared memory and with a codec."""
     found, statistics = list[Any](), list[Any]()
     with paceline.init(backend, announce=None) as world:
         for average in ("ranks", "samples"):
@@ -192,7 +192,7 @@ def average_in_bf16(backend: str) -> tuple[list[Any], list[Any]]:
                 found += [param.grad.clone() for param in model.parameters()]
             statistics += [buffer.clone() for buffer in model.buffers()]
             assert model.count_sent().num_bytes and model.report().strategy.sent_bytes
-            # In shared memory no codec computes, and nothing is kept.
+            # In shared memory no codec runs, and no state is kept.
             assert (model.report().strategy.memory_bytes == 0) == (backend == "shm")
             model.stop()
     return found, statistics
@@ -204,7 +204,7 @@ def test_bf16_in_shared_memory_is_what_ranks_get_that_send_it(on_ranks):
     sent, shared = (on_ranks(3, average_in_bf16, backend, timeout_s=60) for backend in ("gloo", "shm"))
     for (one, means), (other, others) in zip(sent, shared, strict=True):
         assert all(map(torch.equal, one, other))
-        # By samples, the first step is divided by the true total after its sum.
+        # With average="samples", the first step is divided by the true total after the sum.
         by_ranks = one[: len(one) // 2]
         assert all(torch.equal(grad, grad.bfloat16().float()) for grad in by_ranks)
         # Statistics travel with the control words, which are not rounded.
@@ -245,11 +245,11 @@ def keep_errors() -> None:
             assert after["step"] == 3 and after["rank"].keys() == before["rank"].keys()
             assert all(torch.equal(after["rank"][name], error) for name, error in before["rank"].items())
             assert all(torch.equal(after["common"][name], value) for name, value in before["common"].items())
-            # What a step does not change: the state that was returned.
+            # A step does not change a state that was returned.
             kept = copy.deepcopy(before)
             train(model, world, range(3, 5))
             assert all(torch.equal(kept["rank"][name], error) for name, error in before["rank"].items())
-            # What was frozen or replaced has none any more, and all others keep theirs.
+            # Frozen or replaced parameters lose their residuals, and all others keep theirs.
             before = model.strategy_state()["rank"]
             model.module.wide.requires_grad_(False)
             model.module.conv = nn.Conv2d(3, 6, 1)
@@ -261,7 +261,7 @@ def keep_errors() -> None:
             train(model, world, range(5, 7))
             check_equal(world, model.parameters(), text)
             model.stop()
-        # A wrapper that could not be built again averages nothing, and does not seem to.
+        # A wrapper whose rebuild failed does not average, and does not claim to.
         model.module.deep.weight = model.module.tied.weight = nn.Parameter(torch.zeros(31, 31, dtype=torch.complex64))
         for call in (model.rebuild, lambda: loss(model, world.rank, 0)):
             assert error_of(call)[0] == "ConfigError strategy"
@@ -272,7 +272,7 @@ def test_errors_survive_a_rebuild(job):
 
 
 def reorder_errors() -> None:
-    """A state of a model in channels_last goes into one that is not, and back."""
+    """Move a state from a channels_last model to a contiguous one, and back."""
     with paceline.init(announce=None) as world:
         model, plain = (DDP(Mixed(), strategy="int8") for _ in range(2))
         plain.module.conv.to(memory_format=torch.contiguous_format)
@@ -294,7 +294,7 @@ def test_errors_follow_the_order_of_memory(job):
 
 
 def scale_losses() -> None:
-    """Errors in units of what was applied: also where the scale of the loss falls after an overflow, and grows."""
+    """Residuals in units of applied gradients, even when the loss scale falls after an overflow, and grows."""
     with paceline.init(announce=None) as world:
         for text in LOSSY:
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
@@ -315,7 +315,7 @@ def scale_losses() -> None:
                     applied[name] = applied.get(name, 0) + param.grad.double()
                 scaler.step(optimizer)
                 scaler.update()
-                if step == 5:  # what was saved and loaded goes on, after a change of the scale, too
+                if step == 5:  # after saving and loading, training continues, even with a new loss scale
                     states = world.share(model.strategy_state())
                     assert states[0]["scale"] == scales[-1] != scaler.get_scale()
                     model._strategy._scaler = lambda: None
@@ -335,7 +335,7 @@ def test_errors_follow_the_scale_of_the_loss(job):
 
 
 def resume() -> None:
-    """Bit-exact on the same ranks; on others every rank gets the mean error."""
+    """Bit-identical on the same ranks; with other ranks, every rank gets the mean residual."""
     with paceline.init(announce=None) as world:
         for text in ALL:
             options = {"strategy": text, "bucket_cap_mb": 0.001}
@@ -391,7 +391,7 @@ def do_special_steps() -> None:
         assert model.count_sent().num_messages == before
         loss(model, world.rank, 3).backward()
         assert model.count_sent().num_messages - before == 2 * len(model.plan.buckets)
-        # One rank has a number that is not finite: so have all, and no memory changes.
+        # One rank has a non-finite number: all ranks get it, and no residual changes.
         for text in ("bf16", *LOSSY):
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
             train(model, world, range(3))
@@ -471,7 +471,7 @@ def follow_rates() -> None:
         optimizer = torch.optim.SGD(groups, lr=0.1)
 
         def step_with(rates: tuple[float, float]) -> dict[str, torch.Tensor]:
-            """The errors that the step begins with."""
+            """The residuals at the start of the step."""
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
             found: dict[str, torch.Tensor] = {}
@@ -499,7 +499,7 @@ def follow_rates() -> None:
                 assert torch.equal(found[name], before[name] * factor) and found[name].any()
             others = found.keys() - {"deep.weight", "wide.weight"}
             assert others and all(torch.equal(found[name], before[name]) for name in others)
-        # Optimizers that have stepped before, and still exist, have no say any more.
+        # Optimizers that stepped earlier and still exist no longer matter.
         idle = []
         for rate in (0.3, 0.4, 0.5, 0.01):
             idle.append(optimizer)
@@ -543,7 +543,7 @@ class Halves(nn.Module):
 
 
 def apply_or_keep() -> None:
-    """What no rank used, and a step that ended in an error: neither was applied, so it is still to be sent."""
+    """Gradients that no rank used, and a failed step: neither was applied, so both are still to be sent."""
     with paceline.init(announce=None) as world:
         for text in LOSSY:
             model = DDP(Halves(), strategy=text, find_unused_parameters=True)
@@ -588,7 +588,7 @@ def refuse_pieces() -> None:
         dense = DDP(Mixed(), plan=plan)
         kind, _ = error_of(lambda: dense.register_comm_hook(None, default_hooks.fp16_compress_hook))
         assert kind == "ConfigError plan"
-        loss(dense, world.rank, 0).backward()  # the refused hook is not there
+        loss(dense, world.rank, 0).backward()  # the refused hook is not registered
         check_equal(world, [param.grad for param in dense.module.parameters()])
 
 
@@ -629,7 +629,7 @@ def test_a_codec_that_fails_on_one_rank_is_one_error_everywhere(job, text, stage
 
 
 def use_torchs_wrapper() -> None:
-    """`comm_hook` in torch's DDP trains as the wrapper does; torch's hooks work in ours."""
+    """`comm_hook` in torch's DDP trains like our wrapper; torch's hooks work in ours."""
     with paceline.init(announce=None) as world:
         for text in ALL:
             theirs = DistributedDataParallel(Mixed(), bucket_cap_mb=100)
@@ -638,7 +638,7 @@ def use_torchs_wrapper() -> None:
             for model in (theirs, ours):
                 train(model, world, range(4))
             check_equal(world, theirs.module.parameters(), text)
-            if text not in ("int8", "int4"):  # torch's buckets have another order, and so have the blocks
+            if text not in ("int8", "int4"):  # torch's buckets are in another order, and so are the blocks
                 for one, other in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
                     torch.testing.assert_close(one, other, msg=f"{text}: {one.shape}")
             ours.stop()
@@ -656,8 +656,8 @@ def use_torchs_wrapper() -> None:
             (None, default_hooks.fp16_compress_hook),
             (None, default_hooks.bf16_compress_hook),
         ):
-            module = Mixed()  # with a convolution in channels_last
-            # torch's PowerSGD takes no scalar, and none without elements.
+            module = Mixed()  # with a channels_last convolution
+            # torch's PowerSGD does not support scalars or empty parameters.
             module.scale, module.empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(2, 4))
             model = DDP(module)
             model.register_comm_hook(*hook)

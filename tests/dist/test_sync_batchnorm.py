@@ -1,4 +1,4 @@
-"""SyncBatchNorm on real ranks: what they compute from their parts is what torch's BatchNorm computes from the whole."""
+"""SyncBatchNorm on real ranks: their parts of a batch give what torch's BatchNorm gives for the whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 2  # so that a running statistic has moved from one that already moved
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Values with another mean and spread in every channel and every sample: parts differ from the whole."""
+    """Values whose mean and spread differ in every channel and sample, so that parts differ from the whole."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     sample = torch.arange(shape[0], dtype=torch.float64).view(-1, 1, *[1] * (len(shape) - 2))
     channel = torch.arange(1, CHANNELS + 1, dtype=torch.float64).view(1, -1, *[1] * (len(shape) - 2))
@@ -28,7 +28,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def train(layer: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> dict[str, Any]:
-    """Some steps of the loss (output * upstream).sum(), and all that came out of the last, as float64 arrays."""
+    """Some steps of the loss (output * upstream).sum(), and all results of the last step, as float64 arrays."""
     if layer.affine:
         with torch.no_grad():
             layer.weight.copy_(torch.linspace(0.5, 1.5, CHANNELS))
@@ -49,7 +49,7 @@ def train_part(parts: list[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, o
 
 
 def train_parts(jobs: list[tuple[list[tuple[np.ndarray, np.ndarray]], torch.dtype, dict]]) -> list[dict[str, Any]]:
-    """One layer after the other, in one world."""
+    """Train several layers one after another in one world."""
     found = []
     with paceline.init(device="cpu", announce=None) as world:
         for parts, dtype, options in jobs:
@@ -64,7 +64,7 @@ def cut(x: torch.Tensor, upstream: torch.Tensor, sizes: tuple[int, ...]) -> list
 
 
 def check_parity(on_ranks, sizes, image, dtype=torch.float64, *, offset=0.0, rtol=1e-9, atol=1e-9, **options) -> None:
-    """Train on the parts and on the whole, where the whole is computed in float64 from the same numbers."""
+    """Train on the parts and on the whole, the latter in float64 from the same numbers."""
     check_together(on_ranks, [(sizes, image, options)], dtype, offset=offset, rtol=rtol, atol=atol)
 
 
@@ -182,7 +182,7 @@ def evaluate_alone() -> tuple:
         x = torch.randn(4, CHANNELS)
         tracking, free = SyncBatchNorm(CHANNELS).eval(), SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
         tracking.running_mean.fill_(2.0)
-        if world.rank == 1:  # rank 0 calls nothing
+        if world.rank == 1:  # rank 0 does not call anything
             torch.testing.assert_close(tracking(x), (x - 2) / (1 + 1e-5) ** 0.5)
             torch.testing.assert_close(free(x), nn.BatchNorm1d(CHANNELS)(x))
         return tracking.num_batches_tracked.item(), tracking.running_mean.tolist()

@@ -1,4 +1,4 @@
-"""What survivors report when a rank is killed, stops, is absent, leaves or differs; and that nothing is left."""
+"""What survivors report when a rank is killed, suspended, absent, leaves or differs; and that nothing is left over."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if native.why_not():
     pytest.skip(f"NOT TESTED: {native.why_not()}", allow_module_level=True)
 
 HERE = "tests.dist.test_transport_failures:"
-SOON_S = 2.0  # after the death, or after the limit that was set
+SOON_S = 2.0  # after the death, or after the configured limit
 STOPPED_S = 1.2  # the transport's own limit
 SIZES = (1, 1_000, 40_000, 300_000, 1_500_000)
 
 
 def all_reduce(tensor: torch.Tensor, timeout_s: float) -> Any:
-    """With a time limit of its own, which torch's function does not take."""
+    """An all-reduce with its own timeout, which torch's function does not support."""
     options = c10d.AllreduceOptions()
     options.timeout = timedelta(seconds=timeout_s)
     return dist.group.WORLD.allreduce([tensor], options)
@@ -43,7 +43,7 @@ def catch(call: Any) -> dict[str, Any]:
 
 
 def work_until_it_fails(rank: int, say: Any, seed: int, timeout_s: float) -> dict[str, Any]:
-    """All-reduces of mixed sizes, some waited for at once, in the same order on all ranks."""
+    """All-reduces of mixed sizes, some waited for immediately, in the same order on all ranks."""
     draw = random.Random(seed)
     tensors = {size: torch.ones(size) for size in SIZES}
     shared = dist.group.WORLD.allocate(4 * 300_000).view(torch.float32)
@@ -61,12 +61,12 @@ def work_until_it_fails(rank: int, say: Any, seed: int, timeout_s: float) -> dic
     say("working")
     received = catch(step)
     again = catch(lambda: dist.all_reduce(tensors[1]))
-    assert again["error"] == received["error"]  # it stays so
+    assert again["error"] == received["error"]  # the group stays broken
     return received
 
 
 def harm(trials: int, seed: int, number: int, timeout_s: float, code: str, limit_s: float) -> list[float]:
-    """Send a signal to one of three ranks, again and again; the seconds until the last survivor had an error."""
+    """Repeatedly signal one of three ranks. Returns the seconds until the last survivor had an error."""
     draw, took = random.Random(seed), []
     for trial in range(trials):
         with Ranks(3, work_until_it_fails, draw.random(), timeout_s) as ranks:
@@ -98,10 +98,10 @@ def test_a_killed_rank_is_named_by_every_survivor(forked, seed):
 
 def test_a_stopped_rank_is_named_by_every_survivor(forked):
     took = forked(HERE + "harm", 2, 10, signal.SIGSTOP, 30.0, "peer-lost", STOPPED_S)
-    assert min(took) > STOPPED_S  # or a rank that is stopped for a moment would be lost
+    assert min(took) > STOPPED_S  # otherwise a briefly suspended rank would be lost
 
 
-@pytest.mark.slow  # it asserts a time, which a loaded machine may not keep
+@pytest.mark.slow  # asserts a time, which a loaded machine may not meet
 def test_a_stopped_rank_is_named_at_a_shorter_limit(forked):
     took = forked(HERE + "harm", 3, 20, signal.SIGSTOP, 0.5, "timeout", 0.5)
     assert min(took) < STOPPED_S
@@ -115,7 +115,7 @@ def stop_for_a_moment() -> None:
             time.sleep(STOPPED_S / 3)
             os.kill(ranks.pids[1], signal.SIGCONT)
             time.sleep(0.1)
-        os.kill(ranks.pids[1], signal.SIGKILL)  # and not before
+        os.kill(ranks.pids[1], signal.SIGKILL)  # but not before
         assert ranks.conclude(1)[0]["code"] == "peer-lost"
 
 
@@ -137,7 +137,7 @@ def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
     began = time.monotonic()
     if rank == missing:
         time.sleep(1.5)
-        # Late, it hears that the others have given it up, and does not wait for them.
+        # When it is late, it learns that the others have given up on it, and does not wait for them.
         received = catch(lambda: all_reduce(torch.ones(50_000), 30.0).wait())
         assert time.monotonic() - began < 1.5 + SOON_S and f"rank {missing}" in received["error"], received
         return received
@@ -151,7 +151,7 @@ def test_a_rank_that_does_not_come_is_named(forked, missing):
 
 
 def wait_for_two(rank: int, say: Any) -> dict[str, Any]:
-    """Rank 0 waits for both others, of which the first sleeps and the second will be dead."""
+    """Rank 0 waits for both others: the first sleeps, and the second dies."""
     dist.barrier()
     say("ready")
     if rank == 0:
@@ -180,12 +180,12 @@ def leave_or_wait(rank: int, say: Any, size: int) -> dict[str, Any]:
         time.sleep(0.2)
     else:
         group: Any = dist.group.WORLD
-        waiting = group.allreduce([torch.ones(size)])  # to which the others come too late
+        waiting = group.allreduce([torch.ones(size)])  # for which the others arrive too late
         later = threading.Thread(target=lambda: say(catch(waiting.wait)["code"]))
         later.start()
         dist.destroy_process_group()
         later.join()
-        # What outlives the group says so, and does not crash.
+        # Objects that outlive the group raise, and do not crash.
         received = [catch(call)["code"] for call in (waiting.wait, lambda: group.allreduce([torch.ones(3)]))]
         assert waiting.is_completed() and not waiting.is_success(), received
         received.append(catch(waiting.get_future().wait)["code"])
@@ -260,7 +260,7 @@ def fork_in_between(rank: int, say: Any) -> list[float]:
             lambda: group.allocate(100),
         ]  # fmt: skip
         received = [catch(call)["code"] for call in calls]
-        group.shutdown()  # which is not the parent's leaving
+        group.shutdown()  # the child's exit does not count as the parent's leaving
         os.write(far, "\n".join(received).encode())
         os._exit(0)
     os.close(far)

@@ -1,4 +1,4 @@
-"""The transport in narrow places: few cores, a small /dev/shm, several groups and jobs at once."""
+"""The transport under constraints: few cores, a small /dev/shm, several groups and jobs at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def exercise(rank: int, say: Any, base: int = 0, rounds: int = 5) -> None:
-    """Every collective, small and large; `base` makes one job's numbers differ from another's."""
+    """Every collective, small and large. `base` makes the numbers of one job differ from another's."""
     size = dist.get_world_size()
     total = sum(base + r for r in range(size))
     say("ready")
@@ -122,7 +122,7 @@ def test_overlapping_groups_on_several_threads(forked):
 
 
 def wait_in_a_callback(rank: int, say: Any) -> float:
-    """As torch's PowerSGD hook does. On rank 0 the callback comes before the result, and so runs on another thread."""
+    """As in torch's PowerSGD hook. On rank 0 the callback is added before the result, so it runs on another thread."""
     first, second = torch.ones(3), torch.ones(50_000)
     if rank == 1:
         time.sleep(0.3)
@@ -155,7 +155,7 @@ def reduce_more_than_fits(rank: int, say: Any) -> None:
 
 
 def with_a_small_shm() -> str:
-    """In a name space of this process's own; what forbids that, or nothing."""
+    """Mount in a private namespace. Returns what prevents that, or nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_user, private, recursive = 0x20000, 0x10000000, 1 << 18, 1 << 14
     if libc.unshare(new_mounts) and libc.unshare(new_mounts | new_user):
@@ -229,7 +229,7 @@ def test_memory_that_cannot_be_shared_names_the_rank_and_the_reason():
     here = os.getpid()
     _, error, _ = share_here(100, 5000, [here, here])
     assert error.code == "mismatch" and "rank 4 8192 bytes, rank 7 16384" in str(error)
-    # Rank 7 is another process, which is alive and does not connect; this one is refused.
+    # Rank 7 is another process that is alive but does not connect; this one is rejected.
     parent = os.getppid()
     first, second, _ = share_here(100, 100, [here, parent], limit_s=0.5)
     assert (first.code, second.code) == ("timeout", "peer-lost") and "rank 7" in str(first) and "rank 4" in str(second)
@@ -248,7 +248,7 @@ def allocate_and_free(rank: int, say: Any) -> None:
     group: Any = dist.group.WORLD
     before, descriptors = mapped_bytes(), len(os.listdir("/proc/self/fd"))
     library, handle = native.load_library(), group._native._first
-    for serial in range(1, 80):  # more than there are places for at once
+    for serial in range(1, 80):  # more than fit at once
         memory = group.allocate(MIB + serial)
         assert memory.numel() == MIB + serial and not memory.any()
         assert mapped_bytes() >= before + 2 * MIB
@@ -259,10 +259,10 @@ def allocate_and_free(rank: int, say: Any) -> None:
         work.wait()
         assert (work.result()[0] == 2 * serial + 1).all()
         del work
-        for _ in range(2):  # the group keeps a Work until the next one comes and finds it done
+        for _ in range(2):  # the group keeps a Work until the next one finds it finished
             dist.barrier(async_op=True).wait()
         assert mapped_bytes() == before and len(os.listdir("/proc/self/fd")) == descriptors
-        assert library.pln_remove_arena(handle, serial) == native.BAD  # it was removed with the memory
+        assert library.pln_remove_arena(handle, serial) == native.BAD  # removed along with the memory
     kept = [group.allocate(4096).view(torch.float32) for _ in range(70)]
     for tensor in kept:
         tensor.fill_(rank)

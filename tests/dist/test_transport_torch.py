@@ -1,4 +1,4 @@
-"""Programs written for gloo run unchanged on paceline: in warm ranks, under torchrun, in debug mode, and they agree."""
+"""Programs written for gloo give the same results on paceline: in warm ranks, under torchrun, and in debug mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_program(backend: str, name: str, debug: str = "OFF") -> Any:
 
 
 def compare(found: Any, wanted: Any, where: str) -> None:
-    """A dictionary may hold more than was wanted: what gloo cannot do."""
+    """A dictionary may contain more than expected: what gloo cannot do."""
     if isinstance(wanted, torch.Tensor):
         torch.testing.assert_close(found, wanted, msg=lambda text: f"{where}: {text}")
     elif isinstance(wanted, list | tuple):
@@ -81,7 +81,7 @@ def test_a_program_finds_on_paceline_what_it_finds_on_gloo(on_ranks, name, debug
 
 
 def reduce_with_gaps() -> list[Any]:
-    """Tensors with gaps, and on one rank only: gloo adds up what lies in the gaps."""
+    """Tensors with gaps on one rank only: gloo sums the contents of the gaps."""
     register()
     dist.init_process_group("cpu:paceline", timeout=timedelta(seconds=30))
     rank, memory = dist.get_rank(), torch.arange(8.0)
@@ -90,8 +90,8 @@ def reduce_with_gaps() -> list[Any]:
     dist.all_reduce(value)
     work = dist.broadcast(received, 1, async_op=True)
     work.wait()
-    assert value._version == version  # autograd sees no change, as on every backend
-    mirrored = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # which torch negates when it is read
+    assert value._version == version  # autograd does not see a change, as on every backend
+    mirrored = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # torch negates it when it is read
     dist.all_reduce(mirrored)
     assert mirrored.tolist() == [-4.0, 2.0]
     names = [dist.get_backend(), dist.group.WORLD.name(), str(dist.get_backend_config())]
@@ -133,7 +133,7 @@ def test_what_follows_a_future_may_wait_for_another(on_ranks):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """Variables of a process that finds this Paceline installed with its entry points, wherever it really is."""
+    """Environment of a process in which this Paceline appears installed with its entry points, wherever it is."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         declared = tomllib.load(file)["project"]["entry-points"]["torch.backends"]
     info = tmp_path / "paceline_entry-0.dist-info"
@@ -166,7 +166,7 @@ def test_a_program_that_knows_no_paceline_runs_on_it_under_torchrun(start, insta
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     job = start(*launcher, program, "paceline", env=installed, stdin=subprocess.DEVNULL)
     out, err = job.communicate(timeout=100)
-    # Both ranks write to one pipe, and the ends of lines may come late.
+    # Both ranks write to one pipe, and line endings may arrive late.
     assert (job.returncode, out.replace("\n", "")) == (0, "all is well" * 2), err
 
 
@@ -192,7 +192,7 @@ def average_a_long_vector(lanes: int) -> list[torch.Tensor]:
     try:
         rank, group = dist.get_rank(), dist.group.WORLD
         results = []
-        for numel in (262_144, 700_001, 3_000_001):  # up to, around and far above what one lane takes
+        for numel in (262_144, 700_001, 3_000_001):  # up to, around, and far above the size for one lane
             torch.manual_seed(rank)
             ordinary = torch.randn(numel)
             shared = group.allocate(4 * numel).view(torch.float32).copy_(ordinary)  # type: ignore[union-attr]

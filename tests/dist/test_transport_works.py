@@ -1,4 +1,4 @@
-"""What an operation in shared memory returns, and when its results are there: Works, Futures, lanes, barriers."""
+"""Works, Futures, lanes and barriers of shared-memory operations, and when their results are available."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.transport import native, register, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
 
-LONG = 3_000_001  # for every lane a piece
+LONG = 3_000_001  # one piece per lane
 
 
 def on_paceline(program: Callable[[], Any], lanes: int) -> Any:
@@ -42,7 +42,7 @@ def outputs_after_wait() -> None:
     for _ in range(30):
         parts = [torch.zeros(200_000) for _ in range(2)]
         work = dist.all_gather(parts, torch.full((200_000,), 1.0 + dist.get_rank()), async_op=True)
-        work.get_future()  # another thread writes the outputs, too
+        work.get_future()  # another thread also writes the outputs
         work.wait()
         assert (parts[0] == 1).all() and (parts[1] == 2).all()
 
@@ -64,9 +64,9 @@ def more_than_the_queue_holds() -> None:
 
 
 def futures_while_others_start() -> None:
-    """The thread that completes Futures takes Works out of the list that starting another one looks through."""
+    """The thread that completes Futures removes Works from a list while starting another Work iterates over it."""
     before_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that threads get in each other's way
+    sys.setswitchinterval(1e-6)  # makes threads interleave
     try:
         works = (dist.all_reduce(torch.full((4,), float(number)), async_op=True) for number in range(2000))
         received = [work.get_future().then(lambda done: float(done.value()[0][0])) for work in works]
@@ -86,7 +86,7 @@ def tensors_that_stand_for_others() -> None:
 
 
 def small_ones_in_any_way() -> None:
-    """A short operation is put out by its caller; who finishes it is whoever asks, in whichever way."""
+    """A short operation is staged by its caller, and finished by any thread that asks for it in any way."""
     group: Any = dist.group.WORLD
     for number in range(200):
         way, vector = (number + dist.get_rank()) % 5, torch.full((5,), 1.0 + dist.get_rank())
@@ -102,7 +102,7 @@ def small_ones_in_any_way() -> None:
             assert dist.all_reduce(vector, async_op=True).get_future().wait()[0] is vector
         else:
             dist.all_reduce(vector, async_op=True)
-            dist.all_reduce(torch.zeros(1))  # finishes what was started before it
+            dist.all_reduce(torch.zeros(1))  # finishes earlier operations
         if way != 4:
             dist.all_reduce(torch.zeros(1))
         assert (vector == 3).all()
@@ -116,7 +116,7 @@ def small_ones_in_any_way() -> None:
 
 
 def a_rank_is_lost_while_others_ask() -> None:
-    """Nobody waits for a short operation, and yet whoever asks again and again gets the error."""
+    """Nobody waits for a short operation, but repeated polling still gets the error."""
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         while not work.is_completed():
@@ -130,7 +130,7 @@ def results_that_have_no_room() -> None:
     with pytest.raises(RuntimeError, match="expected length 2"):
         dist.all_gather([torch.zeros(2)], torch.ones(2), async_op=True)
     whole = torch.ones(2)
-    dist.all_reduce(whole)  # nobody has sent anything
+    dist.all_reduce(whole)  # no rank has sent anything
     assert (whole == 2).all()
 
 
@@ -148,7 +148,7 @@ def test_results_are_there_when_they_are_said_to_be(on_ranks, program, lanes):
 
 
 def disagree_and_go_on() -> tuple[str, bool]:
-    """One rank asks for something else; then memory of the failed operation belongs to somebody else."""
+    """One rank requests something else; then the failed operation's memory is reused."""
     code = "nothing was found"
     first = torch.ones(LONG)
     try:

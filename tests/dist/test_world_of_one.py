@@ -1,4 +1,4 @@
-"""A group of one rank sends nothing: its sums are what they are, over when they start, and gradients are the rank's."""
+"""A group of one rank sends nothing: sums are finished when they start, and gradients are the rank's own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train_alone(backend: str, **options: object) -> None:
             model.zero_grad()
             loss(model, world.rank, step).backward()
             check_close(model, wanted, step)
-            assert first.expired()  # the plan moved the gradients: nothing may hold the memory of the first step
+            assert first.expired()  # the plan moved the gradients: nothing may keep the memory of the first step alive
         model.stop()
 
 
@@ -75,7 +75,7 @@ def test_gradients_of_one_are_its_own(on_ranks, backend, options):
 
 
 class Decaying(nn.Module):
-    """Its output needs a buffer that every forward changes."""
+    """A model whose output needs a buffer that every forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def broadcast_from_one() -> None:
         channel.broadcast(tensors, source=1)
         for tensor, value, version in zip(tensors, wanted, versions, strict=True):
             assert torch.equal(tensor, value)
-            assert tensor._version == version or world.rank == 0  # nothing was written where it came from
+            assert tensor._version == version or world.rank == 0  # the source was not written to
 
 
 def test_a_source_of_values_is_not_changed(on_ranks):

@@ -1,4 +1,4 @@
-"""torch.compile and the wrapper: of a block, of the model inside, and of the wrapper from outside."""
+"""torch.compile of a block, of the model inside the wrapper, and of the wrapper itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_compiled_gradients_are_averaged(on_ranks, kind):
 
 
 class Small(torch.nn.Module):
-    """Dynamo does not compile a layer of torch alone, but the code of a program."""
+    """Dynamo does not compile a torch layer by itself, but it compiles a program's code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def compile_in_buckets() -> list[int]:
                 graphs.append(graph)
                 return graph.forward
 
-            # Layers of 1 MiB, and torch splits at no less.
+            # Layers of 1 MiB, the smallest size at which torch splits.
             net = torch.nn.Sequential(torch.nn.Linear(4, 512), *(torch.nn.Linear(512, 512) for _ in range(3)))
             model = DDP(torch.compile(net, backend=count), bucket_cap_mb=cap_mb)
             for step in range(2):

@@ -1,4 +1,4 @@
-"""Corners in which a wrapper could be wrong without a word: several backwards, two wrappers, replaced parts."""
+"""Corner cases in which a wrapper could be silently wrong: several backwards, two wrappers, replaced parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weigh_two_backwards() -> None:
         model = DDP(Net(), average="samples")
         for step in range(3):
             model.zero_grad()
-            model(draw(world.rank, 50, size=9)).sum()  # a forward without a backward, dropped: its samples do not count
+            model(draw(world.rank, 50, size=9)).sum()  # a dropped forward without a backward: its samples do not count
             one, two = loss(model, world.rank, 2 * step), loss(model, world.rank, 2 * step + 1)
             one.backward()
             two.backward()
@@ -65,9 +65,9 @@ def train_two() -> None:
 def stop_one_of_two() -> None:
     with paceline.init(announce=None):
         first, second = DDP(Net()), DDP(Net())
-        assert second._gradient_group is not None  # its messages are kept apart from those of the first
+        assert second._gradient_group is not None  # its messages are separate from those of the first
         first.stop()
-        # From now on no other wrapper is kept apart from it.
+        # From now on, other wrappers need not separate their messages from it.
         assert first not in ddp._wrappers and second in ddp._wrappers
 
 
@@ -235,7 +235,7 @@ def test_statistics_are_the_exact_mean_and_wait_for_the_last_backward(job, avera
 
 def train_in_eval_mode() -> None:
     with paceline.init(announce=None) as world:
-        model = DDP(Normed(), average="samples").eval()  # as one trains with frozen statistics
+        model = DDP(Normed(), average="samples").eval()  # as in training with frozen statistics
         for step in range(3):
             model.zero_grad()
 
@@ -252,7 +252,7 @@ def test_samples_count_in_eval_mode(job):
 
 
 class Distilled(Net):
-    """A student that makes a frozen copy of a part of itself when it is first asked for a teacher."""
+    """A student that makes a frozen copy of part of itself when a teacher is first requested."""
 
     def forward(self, x: torch.Tensor, use: str = "left right", teach: str = "") -> Any:
         if teach:
@@ -270,7 +270,7 @@ def distil(average: str) -> None:
             if step == 2:
                 model.module.left.requires_grad_(False)
             model.zero_grad()
-            if average == "samples":  # those of a teacher do not count
+            if average == "samples":  # a teacher's samples do not count
                 assert not model(draw(world.rank, step, 9 * world.rank + 1), teach="plain").requires_grad
             elif step > 1:
                 model(draw(world.rank, step), teach="hidden")

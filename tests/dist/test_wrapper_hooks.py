@@ -1,4 +1,4 @@
-"""Communication hooks that go wrong on some rank: one error on all of them, and no process that aborts."""
+"""Communication hooks that fail on some rank: one error on all ranks, and no aborted process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str
             found.append((kind, text, time.monotonic() - began))
             if step < at_step:
                 check(world, model, wanted, step)
-        # Where all have failed, all can continue; else nobody knows which messages of the hook belong together.
+        # If the hook failed on all ranks, all can continue; otherwise the hook's messages no longer match.
         step = at_step + 1
         found.append((*error_of(lambda: loss(model, world.rank, step).backward()), 0.0))
         return found
@@ -123,7 +123,7 @@ def test_a_hook_on_some_ranks_only_is_found_before_it_sends(job, at_step):
 
 
 def count_messages(with_hook: bool) -> list[int]:
-    """The all-reduces of each step: those of a hook are its own. On gloo, which the profiler sees."""
+    """The all-reduces of each step, where a hook's are its own. On gloo, which the profiler can see."""
     with paceline.init(backend="gloo", announce=None) as world:
         model = DDP(Net(), bucket_cap_mb=1e-5)
         if with_hook:

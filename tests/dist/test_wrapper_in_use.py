@@ -1,4 +1,4 @@
-"""The pitfalls around a wrapper: what users do to gradients, parameters and modules between and after the steps."""
+"""Pitfalls around a wrapper: what users do to gradients, parameters and modules between and after steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def replace_gradients() -> None:
                 kind = step % 3
                 model.zero_grad(set_to_none=kind == 0)
                 wanted = average_alone(model.module, functools.partial(loss, step=step), 2)
-                if kind == 2:  # what is there is kept and added to, whoever put it there
+                if kind == 2:  # existing gradients are kept and accumulated into, whoever set them
                     for name, param in model.module.left.named_parameters():
                         param.grad = torch.full_like(param, 1.0 + world.rank)
                         wanted[f"left.{name}"] = wanted[f"left.{name}"] + 1.5
@@ -69,7 +69,7 @@ def keep_a_gradient() -> None:
         for reducer in REDUCERS:
             model = DDP(Net(), **reducer)
             wanted = average_alone(model.module, loss, 2)
-            for step in range(STEPS):  # without zero_grad: an average, and this rank's new gradient, averaged again
+            for step in range(STEPS):  # without zero_grad: the old average plus a new gradient, averaged again
                 loss(model, world.rank).backward()
                 total = {name: (step + 1) * grad for name, grad in wanted.items()}
                 check(world, model, total, (reducer, step))
@@ -147,7 +147,7 @@ def leave_no_sync_in_every_way() -> None:
             for step in range(STEPS):
                 model.zero_grad()
                 parts = [loss(model, world.rank, 10 * step + part) for part in range(4)]
-                # Around the backward alone; nested; and left by an exception.
+                # Around the backward only; nested; and left by an exception.
                 with model.no_sync():
                     parts[0].backward()
                     with model.no_sync():
@@ -353,7 +353,7 @@ def share_buffers() -> None:
             for step in range(STEPS):
                 model.zero_grad()
                 before = {name: value.clone() for name, value in net.named_buffers()}
-                if step in (1, 2):  # only on one rank, and then on the other: rank 0 is the one that counts
+                if step in (1, 2):  # on one rank only, then on the other: rank 0's buffers count
                     (net.scale if world.rank == step - 1 else net.count).add_(step)
                 value = loss(model, world.rank, step)
                 mine = {name: value.clone() for name, value in net.named_buffers()}
@@ -398,7 +398,7 @@ def test_buffers_stay_as_they_are_while_another_backward_needs_them(job):
 
 
 class Copies(TorchDispatchMode):
-    """Counts how often numbers are copied: into memory that was there, and into new memory."""
+    """Counts copies of tensors into existing memory and into new memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ class Copies(TorchDispatchMode):
 def count_copies(dtype: torch.dtype) -> None:
     with paceline.init(announce=None) as world:
         torch.manual_seed(0)
-        # Small ones, which are copied together, and large ones: 256 KiB and more.
+        # Small gradients, which are copied together, and large ones of 256 KiB and more.
         layers = nn.Conv2d(3, 16, 3, bias=False), nn.Conv2d(16, 256, 3, bias=False), nn.Conv2d(256, 64, 3, bias=False)
         net = nn.Sequential(*layers).to(dtype).to(memory_format=torch.channels_last)
         model = DDP(net, bucket_cap_mb=0.1)
@@ -432,7 +432,7 @@ def count_copies(dtype: torch.dtype) -> None:
                 total.backward()
             for param in net.parameters():
                 assert param.grad.stride() == param.stride() != param.contiguous().stride()
-            if step:  # with a plan: each gradient once, from where autograd left it to where it is sent and stays
+            if step:  # with a plan, each gradient is copied once, from autograd's memory to the message buffer
                 assert sorted(size for size in copies.into if size >= sizes[0]) == sizes, (step, copies.into)
                 assert not [text for text in copies.new if ", 3, 3)" in text], copies.new
 
@@ -443,7 +443,7 @@ def test_a_gradient_is_copied_once_in_the_strides_of_its_parameter(job, dtype):
 
 
 class Owner:
-    """Of a group that goes with it."""
+    """A model whose group is destroyed with it."""
 
 
 def outlive_a_group() -> bool:

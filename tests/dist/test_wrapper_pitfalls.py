@@ -54,7 +54,7 @@ def test_gradients_are_averaged_and_parameters_left_alone(job):
 
 
 class Handover(torch.autograd.Function):
-    """Its gradients share memory with each other and with a tensor that somebody else holds."""
+    """Its gradients share memory with each other and with a tensor that something else holds."""
 
     held: list[torch.Tensor]
 
@@ -102,7 +102,7 @@ def keep_strides() -> None:
 
             def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
                 images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-                # Only on rank 1: what autograd hands over need not have the same strides on all ranks.
+                # On rank 1 only: autograd's gradients need not have the same strides on all ranks.
                 images = images.to(memory_format=torch.channels_last) if rank else images
                 return module(images).square().mean()
 
@@ -158,7 +158,7 @@ def test_a_tied_parameter_is_one_member_with_both_its_names(job):
 
 
 class Checkpointed(nn.Module):
-    """One layer is used in two checkpointed segments; the output can be hidden from whoever looks for tensors."""
+    """One layer is used in two checkpointed segments. The output can be hidden from searches for tensors."""
 
     def __init__(self, reentrant: bool | None, hidden: bool = False) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_checkpointing_with_a_layer_in_two_segments(job, reentrant):
 
 
 class Repeated(nn.Module):
-    """One layer is used in as many segments of re-entrant checkpointing as asked: its gradient has as many parts."""
+    """One layer is used in several segments of re-entrant checkpointing, so its gradient arrives in as many parts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: dict[in
         return model(x, uses.get(step, (2, 2))[rank]).square().mean()
 
     with paceline.init(announce=None) as world:
-        for keeps in (False, True):  # gradients that autograd adds to where they are
+        for keeps in (False, True):  # gradients that autograd accumulates in place
             model = DDP(Repeated(width), reducer="overlap")
             for step in range(8):
                 model.zero_grad(set_to_none=not keeps)
@@ -243,9 +243,9 @@ def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: dict[in
     [
         # With fewer parts it waits for the end; once it had more, always.
         ({3: (1, 1), 6: (3, 2)}, dict.fromkeys((0, 1), (1, 2, 4, 5, 6))),
-        # The step that records the order again has one part: the others may still have two.
+        # The step that records the order again has one part, but the others may still have two.
         ({3: (1, 1), 4: (1, 1)}, dict.fromkeys((0, 1), (1, 2))),
-        ({0: (1, 2)}, {0: (), 1: tuple(range(1, 8))}),  # rank 0 has not seen how many there are
+        ({0: (1, 2)}, {0: (), 1: tuple(range(1, 8))}),  # rank 0 does not know the number of parts
     ],
     ids=["more", "one", "other"],
 )
@@ -278,7 +278,7 @@ def fail_between_parts() -> None:
 
 
 def test_what_a_failed_backward_has_taken_does_not_come_back(job):
-    """`zero_grad` cannot see a gradient that was complete, and taken until the end of backward."""
+    """`zero_grad` cannot see a gradient that was complete and is detached until the end of backward."""
     job(2, fail_between_parts)
 
 
@@ -289,7 +289,7 @@ def hide_the_output() -> tuple[str, str]:
 
 
 def test_an_output_that_hides_its_tensors_is_refused_where_a_nested_backward_would_end_the_step(job):
-    """The first that is heard of the backward comes from inside a nested one, whose end is too early."""
+    """The backward is first detected inside a nested one, whose end is too early."""
     (kind, text), other = job(2, hide_the_output)
     assert (kind, text) == other
     assert kind == "ConfigError reentrant-checkpoint" and "use_reentrant=False" in text
@@ -307,7 +307,7 @@ def differentiate_twice() -> int:
             model = DDP(Net(), **reducer)
             for step in range(STEPS):
                 model.zero_grad()
-                if world.rank == 0:  # were these synchronised, rank 0 would wait for rank 1
+                if world.rank == 0:  # if these were synchronised, rank 0 would wait for rank 1
                     torch.autograd.grad(loss(model, 0), list(model.parameters()))
                     torch.autograd.grad(loss(model, 0), model.module.first.weight)
                 assert all(param.grad is None for param in model.parameters())
@@ -347,7 +347,7 @@ def leave_out(step_of_it: int) -> list[tuple[str, str]]:
             model.zero_grad()
             missing_on_two = loss(model, world.rank, use=USES[world.rank])
             errors.append(error_of(missing_on_two.backward))
-            # What was said is over: the next step is like any other.
+            # The error is handled: the next step is normal.
             model.zero_grad()
             wanted = average_alone(model.module, loss, 3)
             loss(model, world.rank).backward()
@@ -368,7 +368,7 @@ def test_an_unused_parameter_is_named_on_all_ranks_in_the_same_backward(job, ste
 
 
 def count_as_zeros() -> None:
-    # On one rank, on the other, on both, on none; and `right` is not used anywhere in step 3.
+    # Used on one rank, on the other, on both, on none; and `right` is not used anywhere in step 3.
     uses = [("left right", "left"), ("right", "left right"), ("right", "left"), ("left", "left"), ("left right",) * 2]
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:

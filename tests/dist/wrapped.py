@@ -1,4 +1,4 @@
-"""What the tests of the wrapper share: a small model, batches, the gradients it should have, and how to check them."""
+"""Shared by the wrapper's tests: a small model, batches, expected gradients, and checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDUCERS: tuple[dict[str, Any], ...] = (
     {"reducer": "bucketed"},
     {"reducer": "bucketed", "bucket_cap_mb": 7e-5},
 )
-# The first step records, the second is the first with a plan; the third shows that it lasts.
+# The first step records the order, the second is the first with a plan, and the third shows that the plan lasts.
 STEPS = 4
 Loss = Callable[[Any, int], torch.Tensor]
 
@@ -33,12 +33,12 @@ def here() -> torch.device:
 
 
 def draw(rank: int, step: int = 0, size: int = 3) -> torch.Tensor:
-    """A batch that no other rank or step has."""
+    """A batch that differs on every rank and in every step."""
     return torch.randn(size, 4, generator=torch.Generator().manual_seed(1000 * step + rank)).to(here())
 
 
 class Net(nn.Module):
-    """Four layers of which a forward can leave some out; every rank starts from other values, on purpose."""
+    """Four layers, some of which a forward can skip. Every rank starts from different values, on purpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def loss(model: Any, rank: int, step: int = 0, **options: Any) -> torch.Tensor:
 def average_alone(
     module: nn.Module, loss_of: Loss, num_ranks: int, weights: Sequence[float] | None = None
 ) -> dict[str, torch.Tensor | None]:
-    """The average over the ranks of what each would have alone: computed here, on copies, without a wrapper."""
+    """The average over the ranks of their local gradients, computed here on copies, without a wrapper."""
     total: dict[str, torch.Tensor | None] = dict.fromkeys(dict(module.named_parameters()))
     for rank in range(num_ranks):
         alone = copy.deepcopy(module)
@@ -87,7 +87,7 @@ def check_close(model: nn.Module, wanted: dict[str, torch.Tensor | None], what: 
 
 
 def check_equal(world: Any, tensors: Iterable[torch.Tensor | None], what: object = "") -> None:
-    """Bit for bit the same on all ranks. Collective: every rank must call this."""
+    """Check that tensors are bit-identical on all ranks. Collective: every rank must call this."""
     values = [None if t is None else t.detach().cpu().contiguous().numpy() for t in tensors]
     mine = [None if value is None else hashlib.sha256(value.data).hexdigest() for value in values]
     everyone = world.share(mine)
@@ -95,7 +95,7 @@ def check_equal(world: Any, tensors: Iterable[torch.Tensor | None], what: object
 
 
 def check(world: Any, model: nn.Module, wanted: dict[str, torch.Tensor | None], what: object = "") -> None:
-    """The gradients are close to the wanted ones, and equal on all ranks. Collective: every rank must call this."""
+    """Check that gradients are close to the expected ones, and equal on all ranks. Collective."""
     check_close(model, wanted, what)
     check_equal(world, gradients(model).values(), what)
 
@@ -110,5 +110,5 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def describe(error: Exception) -> tuple[str, str]:
-    """The type of an error, followed by its code if it has one; and its text."""
+    """An error's type, followed by its code if it has one; and its text."""
     return " ".join(filter(None, (type(error).__name__, getattr(error, "code", "")))), str(error)
