@@ -75,8 +75,8 @@ def assert_refused(answer, words: str) -> None:
         ((*TRAIN, "--plan", "nowhere.json"), "--plan nowhere.json: No such file"),
         ((*TRAIN, "--save-every", "often"), "--save-every 'often' is not understood"),
         ((*TRAIN, "--save-every", "0s"), "--save-every '0s' is not understood"),
-        ((*TRAIN, "--optimizer", "adamw", "--momentum", "0.5"), "--momentum 0.5: adamw has moments of its own"),
-        ((*TRAIN, "--optimizer", "lamb", "--momentum", "0.5"), "--momentum 0.5: lamb has moments of its own"),
+        ((*TRAIN, "--optimizer", "adamw", "--momentum", "0.5"), "--momentum 0.5: adamw has its own moments"),
+        ((*TRAIN, "--optimizer", "lamb", "--momentum", "0.5"), "--momentum 0.5: lamb has its own moments"),
         ((*TRAIN, "--trust-coefficient", "0.1"), "--trust-coefficient 0.1 with --optimizer sgd"),
         ((*TRAIN, "--schedule", "piecewise"), "--lr-drops none with schedule piecewise"),
         ((*TRAIN, "--schedule", "piecewise", "--lr-drops", "half"), "--lr-drops 'half' is not understood"),
@@ -212,4 +212,4 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(command, tmp_p
 def test_layers_are_not_timed_by_several_launched_ranks(command, monkeypatch, verb):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert_refused(command(*verb), "layers are timed on one rank, and 2 were launched")
+    assert_refused(command(*verb), "layers are timed on one rank, but 2 were launched")
