@@ -198,7 +198,7 @@ def test_what_the_ranks_find_out_is_refused_in_one_line(command, monkeypatch, tm
 
 
 def test_a_set_smaller_than_the_world_is_refused_by_all_ranks(command):
-    assert_refused(command(*TRAIN, "--samples", "1", "--ranks", "2"), "fewer samples than the 2 ranks")
+    assert_refused(command(*TRAIN, "--samples", "1", "--ranks", "2"), "fewer samples than 2 ranks")
 
 
 @pytest.mark.parametrize("verb", [TRAIN, PHASES, LAYERS, TRACE, TABLE])
