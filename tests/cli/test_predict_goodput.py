@@ -152,7 +152,7 @@ def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (TYPED, "how often do faults come"),
+        (TYPED, "how often do faults occur"),
         ((*TYPED, "--mtbf", "3h", "--mtbf-per-rank", "3h"), "leave one out"),
         ((*TYPED, "--mtbf", "3h"), "how many ranks"),
         ((*TYPED, "--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with its unit"),
@@ -164,7 +164,7 @@ def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
         ((*TYPED, "--mtbf", "3h", "--ranks", "0"), "--ranks '0' is not a whole number"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2,4"), "one number is needed"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--all-lost", "0%"), "--all-lost 0"),
-        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--all-lost", "few"), "not a share such as 3%"),
+        ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--all-lost", "few"), "not a percentage such as 3%"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--horizon", "0d"), "--horizon 0d: above 0"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--save-seconds", "-1"), "--save-seconds -1.0: a finite number"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "--step-seconds", "0"), "--step-seconds 0.0: a finite number above"),

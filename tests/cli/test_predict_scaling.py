@@ -152,14 +152,20 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--network", "hdr", "--ranks", "0"], "--ranks '0' is not a whole number of at least 1"),
         (["--network", "hrd"], "did you mean hdr"),
         (["--network", "hdr", "--algorithm", "tre"], "did you mean tree"),
+<<<<<<< HEAD
         (["--network", "hdr", "--algorithm", "shared"], "shared memory is not a network"),
         (["--network", "hdr", "--algorithm", "two-level"], "set --ranks-per-node"),
         (["--network", "hdr", "--straggler", "3"], "a share such as 3%"),
+=======
+        (["--network", "hdr", "--algorithm", "shared"], "shared memory is no network"),
+        (["--network", "hdr", "--algorithm", "two-level"], "give --ranks-per-node"),
+        (["--network", "hdr", "--straggler", "3"], "a percentage such as 3%"),
+>>>>>>> en-training
         (["--network", "hdr", "--straggler", "300%"], "spread of 300%"),
         (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
         (["--network", "hdr", "--gradients", "fp8"], "known are fp32, bf16"),
         (["--network", "hdr", "--backend", "gloo"], "there is none"),
-        (["--allreduce", "{gloo}", "--inside", "nvlink"], "shapes a --network, and there is none"),
+        (["--allreduce", "{gloo}", "--inside", "nvlink"], "needs a --network, but there is none"),
         (["--allreduce", "{gloo}", "--ranks-per-node", "0"], "0 ranks per node: at least 1"),
         (["--allreduce", "{both}"], "gloo on cpu in float32; paceline on cpu in float32"),
         (["--allreduce", "{both}", "--backend", "nccl"], "there is gloo, paceline"),
@@ -178,7 +184,7 @@ def test_what_is_wrong_is_said_in_one_line(predict, tmp_path, words, received):
 
 def test_another_kind_of_run_and_stray_options_are_refused(command, files, tmp_path):
     answer = command("predict", "--model-profile", files["gloo"], "--network", "hdr", "--out", str(tmp_path / "runs"))
-    assert answer.code == 2 and "0 layer profiles are in this run of `gloo`" in answer.err
+    assert answer.code == 2 and "this run of `gloo` has 0 layer profiles" in answer.err
     answer = command("predict", "--csv", files["gloo"], "--ranks", "8", "--algorithm", "ring")
     assert answer.code == 2 and "--algorithm with --csv" in answer.err
 

@@ -212,7 +212,7 @@ def test_profiles_of_several_models_are_one_table(layers, out, command, tmp_path
 
 def test_a_curve_of_other_ranks_is_refused(command, curve, tmp_path):
     answer = command(*TABLE, "--ranks", "64", "--curve", curve, "--out", str(tmp_path))
-    assert answer.code == 2 and "no measured all-reduce of 64 ranks is in it" in answer.err
+    assert answer.code == 2 and "has no measured all-reduce on 64 ranks" in answer.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,6 @@
-"""`paceline.attach`: start a user's own program, observe some of its steps without an edit of it, and answer.
+"""`paceline.attach`: starts a user's own, unmodified program, and observes some of its steps.
 
-What is observed is in `measure.attach`, which runs inside of the program's ranks and writes files; they are read here.
+`measure.attach` runs inside the program's ranks and writes files, which are read here.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ if TYPE_CHECKING:
     from paceline.predict.traces import RankTrace
     from paceline.report.attached import AttachedResult
 
-# Steps of a program that are not timed: torch's wrapper makes its buckets in the second. And the least of all.
-_WARMUP, _LEAST_STEPS = 4, 8
-# The steps of a race, and those of a turn, of which the first are not timed.
-_RACE_STEPS, _SWITCH_STEPS, _TURN_STEPS = 145, 2, 3
-# How many steps are recorded, after how many others.
-_RECORDED, _BEFORE = 8, 10
-# How long a program may take to end once all of its ranks were asked to, and ranks once the first has.
-_END_S, _LAST_S, _POLL_S = 60.0, 5.0, 0.3
-# Of a program that is watched for long, the last ones.
-_MOST_STEPS = 5000
+_WARMUP = 4  # untimed steps at the start of a program: torch's wrapper builds its buckets in the second
+_LEAST_STEPS = 8  # minimum number of steps to observe
+_COMPARISON_STEPS = 145  # total steps of a plan comparison
+_SWITCH_STEPS = 2  # untimed steps at the start of each of its turns
+_TURN_STEPS = 3  # timed steps of each turn
+_RECORDED = 8  # traced steps
+_BEFORE = 10  # steps before tracing starts
+_END_S = 60.0  # how long a program may take to end after all its ranks were asked to
+_LAST_S = 5.0  # how long ranks may take to end after the first has
+_POLL_S = 0.3
+_MOST_STEPS = 5000  # number of most recent steps to keep of a program that is watched
 
 
 def attach(
@@ -58,40 +59,40 @@ def attach(
     caps: Sizes = (), budget: float | None = None, port: int | None = None, browser: bool | None = None,
     out: Place = None, progress: bool | None = None,
 ) -> AttachedResult:  # fmt: skip
-    """Where does the time of your own program go, and which buckets would be better? Without an edit of it.
+    """Where does the time of your own program go, and which buckets would be better? Needs no changes to the program.
 
     Args:
-        command: What starts the program: `["torchrun", "--nproc-per-node", "2", "train.py"]`.
-        steps: The first ones, which are observed (0: all).
-        stop: End the program on all ranks after them. Otherwise it continues.
-        every: Watch it: print the time of a step every N steps, and serve a live page, whose address is printed.
-        port: That of the live page.
-        browser: Open the page. None: where there is a display.
-        race: Stop this run, and a second one, in which its own buckets and the best ones take turns.
-        caps: Bucket sizes that race instead of the best ones.
-        budget: Seconds that the race may take at most.
+        command: The command that starts the program: `["torchrun", "--nproc-per-node", "2", "train.py"]`.
+        steps: Number of steps to observe, from the start (0: all).
+        stop: Stop the program on all ranks after these steps. Otherwise it continues.
+        every: Watch the program: print the time of a step every N steps, and serve a live page.
+        port: Port of the live page.
+        browser: Open the page. None: if there is a display.
+        race: Stop this run, and compare its own buckets with the best ones in a second run, interleaved.
+        caps: Bucket sizes to compare instead of the best ones.
+        budget: Time limit for the comparison, in seconds.
         out: Save the run in a new folder there.
     """
     check_counts(steps=steps or None, every=every)
     words = list(command)
     refuse(
-        (not words, "no command is given: write it behind --, as in `paceline profile -- python train.py`"),
+        (not words, "no command is given: write it after --, as in `paceline profile -- python train.py`"),
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
-        (0 < steps < _LEAST_STEPS, f"--steps {steps}: at least {_LEAST_STEPS} are needed, of which some are warm-up"),
-        (stop and not steps, "--stop with --steps 0: say after how many steps the program is to stop"),
+        (0 < steps < _LEAST_STEPS, f"--steps {steps}: at least {_LEAST_STEPS} are needed, including warm-up"),
+        (stop and not steps, "--stop with --steps 0: say after how many steps to stop the program"),
     )  # fmt: skip
-    refuse((read_place().world_size > 1, "this process is one rank of a launched world: start the launcher itself, "
-            "behind -- (in a batch script of Slurm, unset SLURM_PROCID first)"), code="launched")  # fmt: skip
+    refuse((read_place().world_size > 1, "this process is one rank of a launched world: put the launcher itself after "
+            "-- (in a Slurm batch script, unset SLURM_PROCID first)"), code="launched")  # fmt: skip
     verb = "tune attach" if race else "watch" if every else "profile attach"
     asked = {"steps": steps, "stop": stop or race, "every": every or 0}
     recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
     with (
         open_session(verb, {"command": words, **asked}, out=out, progress=progress) as session,
-        # Where the run is saved, which other hosts may see, too.
+        # In the folder of the run, which other hosts may share.
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
         seen = Path(folder) / "observed"
-        first = max(2, recorded["warmup"]) + 1  # recorded steps are slower, and the one after them writes a file
+        first = max(2, recorded["warmup"]) + 1  # traced steps are slower, and so is the next one, which writes a file
         slower = range(first, first + recorded["record"] + 1)
         with _watch(session, seen, slower, port, browser) if every else contextlib.nullcontext() as viewer:
             ranks = _run(session, seen, asked | recorded, viewer)
@@ -103,7 +104,7 @@ def attach(
 
             write_new(session.folder / "trace.json.gz", render_trace(merge_traces(traces)))
         if race:
-            records += _race(session, Path(folder) / "race", records, list_sizes(caps), budget)
+            records += _compare_plans(session, Path(folder) / "race", records, list_sizes(caps), budget)
         result = cast("AttachedResult", finish(session, records))
         if every and result.folder is not None:
             result.page = save_page([result], result.folder)
@@ -112,8 +113,8 @@ def attach(
 
 @dataclass
 class _Rank:
-    """What one rank wrote: all but its steps in `about`; of each step its number, seconds, those in data loaders, and
-    the host's seconds. `place` is how far its file was read."""
+    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), and everything
+    else in `about`. `place` is the position up to which its file has been read."""
 
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, float, float, float]] = field(default_factory=list)
@@ -121,20 +122,23 @@ class _Rank:
 
 
 class _Files:
-    """The files of a program that is being observed, read as they grow; every `every` steps a line on stderr."""
+    """Reads the files of an observed program as they grow, and prints a line to stderr every `every` steps."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        self._folder, self._every, self._shown = folder, every, 0
+        self._folder = folder
+        self._every = every
+        self._shown = 0
         self._known: dict[Path, _Rank] = {}
 
     def read(self) -> list[_Rank]:
-        """What the ranks have written until now, by rank; of two processes that say to be one, that with more steps."""
+        """The output of all ranks so far, in rank order. If two processes claim the same rank, the one with more steps
+        counts."""
         for path in self._folder.glob("rank-*.jsonl"):
             rank = self._known.setdefault(path, _Rank())
             with path.open("rb") as file:
                 file.seek(rank.place)
                 content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
+            whole = content[: content.rfind(b"\n") + 1]  # the last line may be incomplete
             for line in map(json.loads, whole.splitlines()):
                 rank.steps += [tuple(step) for step in line.pop("steps")]
                 rank.about |= line | {"folder": self._folder}
@@ -145,7 +149,7 @@ class _Files:
         return [chosen[number] for number in sorted(chosen)]
 
     def is_over(self) -> bool:
-        """Whether all ranks have written all of it."""
+        """Whether all ranks have finished writing."""
         ranks = self.read()
         is_over = [bool(rank.about.keys() & {"num_steps", "error"}) for rank in ranks]
         return all(is_over) and len(ranks) >= (ranks[0].about["world_size"] if ranks else 1)
@@ -153,23 +157,25 @@ class _Files:
     def show(self) -> None:
         ranks = self.read() if self._every else []
         while ranks and self._shown + self._every <= min((r.steps[-1][0] if r.steps else 0) for r in ranks):
-            first, self._shown = self._shown, self._shown + self._every
+            first = self._shown
+            self._shown += self._every
             parts = [[step for step in rank.steps if first < step[0] <= self._shown] for rank in ranks]
             if not all(parts):
                 continue
             step_s, data_s = (max(statistics.median(s[k] for s in steps) for steps in parts) for k in (1, 2))
-            text = f"{format_ms(step_s)} ms a step, {data_s / step_s:.0%} of it waiting for data"
+            text = f"{format_ms(step_s)} ms per step, {data_s / step_s:.0%} of it waiting for data"
             print(f"paceline: step {self._shown}: {text}", file=sys.stderr, flush=True)
 
 
 def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer | None = None) -> list[_Rank]:
-    """Run the command, attached; what its ranks wrote. LaunchError where it failed before there was anything."""
+    """Run the command with the observer attached, and return the output of its ranks. LaunchError if there is none."""
     folder.mkdir(exist_ok=True)
-    command, stop = session.config["command"], asked["stop"]
-    variables = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # torch 2.13 writes lines when a profile starts and stops
+    command = session.config["command"]
+    stop = asked["stop"]
+    variables = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # silences torch 2.13, which logs each profile
     variables |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     variables |= {"PACELINE_ATTACH": json.dumps({"folder": str(folder.resolve()), **asked})}
-    process = subprocess.Popen(command, env=variables, stdout=2)  # its output to stderr: stdout is for the answer
+    process = subprocess.Popen(command, env=variables, stdout=2)  # redirected to stderr: stdout is for our answer
     files = _Files(folder, asked.get("every", 0) if session.progress is not False else 0)
     is_interrupted = False
     try:
@@ -187,10 +193,10 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
     if is_interrupted and (stop or least < _WARMUP):
         raise KeyboardInterrupt
     if least < _WARMUP:
-        raise LaunchError(_explain(shlex.join(command), code, folder, least), code="not-attached")
+        raise LaunchError(_describe_failure(shlex.join(command), code, folder, least), code="not-attached")
     if is_interrupted:
-        session.warnings.append("interrupted: fewer steps were observed than asked for")
-    elif code and not (stop and files.is_over()):  # how ranks end that were stopped says nothing
+        session.warnings.append("interrupted: fewer steps were observed than requested")
+    elif code and not (stop and files.is_over()):  # the exit code of stopped ranks means nothing
         session.config["failure"] = f"{shlex.join(command)} ended with exit code {code}"
     return ranks
 
@@ -198,7 +204,8 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
 def _wait(
     session: Session, process: subprocess.Popen[bytes], files: _Files, stop: bool, viewer: _Viewer | None
 ) -> bool:
-    """Until it ends; whether it was interrupted. Ctrl-C reaches the program, too, which may save first."""
+    """Wait until the program ends; returns whether it was interrupted. Ctrl-C also reaches the program, which may save
+    first."""
     asked_s = 0.0
     while process.poll() is None:
         try:
@@ -210,7 +217,7 @@ def _wait(
             if stop and not asked_s and files.is_over():
                 asked_s = time.monotonic()
             if asked_s and time.monotonic() - asked_s > _END_S:
-                session.warnings.append(f"its ranks stopped, and it did not end within {_END_S:.0f} s")
+                session.warnings.append(f"its ranks stopped, but it did not end within {_END_S:.0f} s")
                 return False
         except KeyboardInterrupt:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,14 +232,18 @@ class _Waiting(Result):
 
 
 class _Viewer(Follower):
-    """The steps of a program that runs, but those that recording makes `slower`, for its live page: rows of metrics in
-    the folder of its files."""
+    """Follows a running program for its live page: writes its steps as rows of metrics, except those that tracing makes
+    `slower`."""
 
     def __init__(self, session: Session, folder: Path, slower: range) -> None:
         folder.mkdir()
-        self._session, self._slower, self._ranks, self._end = session, slower, list[_Rank](), ("running", "Running")
+        self._session = session
+        self._slower = slower
+        self._ranks: list[_Rank] = []
+        self._end = ("running", "Running")
         self._traced: list[TracedStepRecord] | None = None
-        self._log, self._step = MetricsLog(folder / METRICS_FILE), 0
+        self._log = MetricsLog(folder / METRICS_FILE)
+        self._step = 0
         super().__init__(folder)
 
     def find_end(self, step: int) -> tuple[str, str]:
@@ -253,7 +264,7 @@ class _Viewer(Follower):
         return result
 
     def follow(self, files: _Files) -> None:
-        """A row for each step that all ranks have taken."""
+        """Write a row for each step that all ranks have taken."""
         with self.lock:
             self._ranks = files.read()
             if self._ranks and len(self._ranks) == self._ranks[0].about["world_size"]:
@@ -277,7 +288,7 @@ class _Viewer(Follower):
 
 @contextlib.contextmanager
 def _watch(session: Session, folder: Path, slower: range, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
-    """Serve the live page of a program. Who looks at its end sees how it ended."""
+    """Serve the live page of a program, and long enough after its end for viewers to see how it ended."""
     with serve(viewer := _Viewer(session, folder, slower), port) as server:
         if session.progress is not False:
             show_address(server, shlex.join(session.config["command"]), browser)
@@ -285,21 +296,21 @@ def _watch(session: Session, folder: Path, slower: range, port: int | None, brow
         is_seen, until_s = bool(server.num_viewers), time.monotonic() + _LAST_S
         while server.num_viewers and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        time.sleep(1.0 if is_seen else 0.0)  # a page that was notified loads itself again
+        time.sleep(1.0 if is_seen else 0.0)  # pages reload once when they learn that the program has ended
 
 
-def _explain(name: str, code: int | None, folder: Path, steps: int) -> str:
+def _describe_failure(name: str, code: int | None, folder: Path, steps: int) -> str:
     ended = f"{name} ended with exit code {code}" if code else f"{name} ended"
     if not (folder / "seen").exists():
         why = "it did not import torch, or its Python does not have this Paceline (pip install it there)"
         return f"{ended} and was not attached to: {why}"
     if not steps:
-        return f"{ended} before an optimizer of torch took a second step: is it a program that trains?"
-    return f"{ended} after {steps + 1} steps: that is too few to observe; let it train longer"
+        return f"{ended} before a torch optimizer took a second step: is it a training program?"
+    return f"{ended} after {steps + 1} steps, which is too few to observe: let it train longer"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program where it still runs: launchers end their ranks."""
+    """End the program if it is still running; launchers end their ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)
@@ -309,11 +320,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @pause_collection()
 def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
-    """The traces, the steps in them, and why there are none."""
+    """The traces, the steps in them, and the reasons for missing ones."""
     from paceline.predict.traced import read_steps
     from paceline.predict.traces import read_chrome
 
-    traces, steps, why = [], list[TracedStepRecord](), dict[str, None]()
+    traces = []
+    steps: list[TracedStepRecord] = []
+    why: dict[str, None] = {}
     for about in (rank.about for rank in ranks):
         if "trace" not in about:
             if found := about.get("not_recorded") or about.get("error"):
@@ -325,14 +338,14 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
             if about["world_size"] > 1:
                 steps += read_steps(traces[-1])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            why[f"the recorded steps say nothing of messages: {error}"] = None
+            why[f"messages could not be read from the recorded steps: {error}"] = None
     return traces, steps, list(why)
 
 
 def _build_record(
     ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord] = (), only: Sequence[int] = (), **more: Any
 ) -> StepRecord:
-    """The steps that all ranks have and none recorded, or `only` these, as one record."""
+    """One record of the steps that all ranks took and none traced, or of `only` these steps."""
     about = ranks[0].about
     first, last = about.get("recorded", (0, -1))
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
@@ -352,34 +365,35 @@ def _build_record(
     )  # fmt: skip
 
 
-def _race(
+def _compare_plans(
     session: Session, folder: Path, records: Sequence[Record], caps: Sequence[int], budget: float | None
 ) -> list[StepRecord]:
-    """One run, in which the program's own buckets and others take turns: its wrapper changes them between two steps."""
+    """Run the program once more, alternating between its own buckets and others; its wrapper changes them between
+    steps."""
     from paceline.report.attached import NOW, AttachedResult
 
     seen = AttachedResult(Run(session.verb, session.config, session.environment, tuple(records)))
     if seen.buckets is None:
-        session.warnings.append("there is no race: nothing that it sends was recorded")
+        session.warnings.append("plans were not compared: no messages were recorded")
         return []
     if not caps and (seen.verdict in ("keep", "flat") or not seen.rival.cap_bytes):
-        session.warnings.append("there is no race: no other buckets are predicted to save more than 1 %")
+        session.warnings.append("plans were not compared: no other buckets are predicted to save more than 1 %")
         return []
     plans: dict[str, float | None] = {NOW: None}
     plans |= {format_bytes(cap): cap / MIB for cap in caps or [seen.rival.cap_bytes]}
     session.config["plans"] = plans
     length = _SWITCH_STEPS + _TURN_STEPS
-    rounds = _RACE_STEPS // (length * len(plans))
+    rounds = _COMPARISON_STEPS // (length * len(plans))
     if budget is not None:
         rounds = max(2, min(rounds, int(budget / (seen.step_s * length * len(plans)))))
-    # Each plan is first in as many rounds as last.
+    # Alternate the direction, so that each plan comes first as often as last.
     turns = [turn for number in range(rounds) for turn in range(len(plans))[:: 1 if number % 2 == 0 else -1]]
     steps = _WARMUP + length * len(turns)
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
     ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})
     if not all(rank.about.get("num_steps") == steps for rank in ranks):
         why = next((r.about["error"] for r in ranks if "error" in r.about), f"it ended before its step {steps}")
-        session.warnings.append(f"there is no race: {why}")
+        session.warnings.append(f"plans were not compared: {why}")
         return []
     found = []
     for number, label in enumerate(plans):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.report.steps import WrappersResult
 
 
-# The arguments that are no settings, but read by the verbs.
+# Arguments that the verbs read themselves, and that are not fields of settings.
 _READ = {"ranks", "backend", "memory", "total", "compare", "out", "progress"}
 
 
@@ -32,37 +32,42 @@ def allreduce(
     device: str = "auto", memory: Names = "ordinary", limit: bool = False, iters: int | None = None,
     warmup: int | None = None, compare: Place = None, out: Place = None, progress: bool | None = None,
 ) -> CollectiveResult:  # fmt: skip
-    """How fast is all-reduce here? Backends x ranks x sizes in turns, with every element checked.
+    """How fast is all-reduce here? Interleaves backends x ranks x sizes, and checks every element.
 
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
-        ranks: Numbers of ranks. By default that of the launched world or, in a plain process, 2.
-        sizes: With their unit ("25MiB"), or bytes.
+        ranks: Numbers of ranks. Default: the launched world's, or 2 in a plain process.
+        sizes: Sizes with a unit ("25MiB"), or in bytes.
         backend: One or several: "gloo,shm" or a list.
         collective: all_reduce, all_gather, reduce_scatter or broadcast.
         op: sum, avg, min, max or prod.
-        dtype: Of the elements.
-        device: cpu or cuda. `auto` takes GPUs where each rank has one.
-        memory: Of the vectors: ordinary, shared (backend shm alone), or both.
-        limit: Measure what memory could do, too.
-        iters: Repetitions. By default as the time allows.
-        warmup: Repetitions before them.
-        compare: A run folder, or a table of others.
+        dtype: Data type of the elements.
+        device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
+        memory: Memory of the vectors: ordinary, shared (only with backend shm), or both.
+        limit: Also measure memory bandwidth.
+        iters: Number of timed repetitions. Default: as time allows.
+        warmup: Number of warm-up repetitions.
+        compare: A run folder, or a table from elsewhere.
         out: Save the run in a new folder there.
-        progress: True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
+        progress: True shows a bar on a terminal and lines elsewhere, None only a bar, False nothing.
     """
     given, names = dict(locals()), list_names(memory)
     memories = ("ordinary", "shared") if "both" in names else tuple(sorted(names))
     compared: Sequence[CollectiveRecord] = load_table(Path(compare)) if compare is not None else []
     if compared and not any(record.collective == collective for record in compared):
-        raise ConfigError(f"{compare} holds {compared[0].collective} and no {collective}: nothing to compare")
+        raise ConfigError(f"{compare} has {compared[0].collective} but no {collective}: nothing to compare")
 
     def build(run: Run, folder: Path | None) -> CollectiveResult:
         from paceline.report.collectives import CollectiveResult
 
+<<<<<<< HEAD
         # What makes the two runs incomparable; a table that is no run does not say.
         is_run = compare is not None and is_run_path(compare)
+=======
+        # Differences that make two runs incomparable; a table does not record its environment.
+        is_run = compare is not None and (Path(compare).is_dir() or Path(compare).suffix == ".json")
+>>>>>>> en-training
         differences = run.environment.differences(load_run(compare or "").environment) if is_run else []
         return CollectiveResult(run, folder, compared, differences)
 
@@ -75,14 +80,14 @@ def chunks(
     dtype: str = "float32", device: str = "auto", iters: int | None = None, warmup: int | None = None,
     out: Place = None, progress: bool | None = None,
 ) -> ChunksResult:  # fmt: skip
-    """What does cutting one message into chunks cost? The time of a fixed total, by the size of its chunks.
+    """What does splitting one message into chunks cost? Measures the time of a fixed total for each chunk size.
 
-    The other arguments are those of `allreduce`.
+    The other arguments are as in `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
-        total: With its unit ("240MB"), or bytes.
-        chunks: Their sizes. By default from ten thousand elements to all of them.
+        total: Total size with a unit ("240MB"), or in bytes.
+        chunks: Chunk sizes. Default: from ten thousand elements to all of them.
     """
     given, total_bytes = dict(locals()), parse_size(total) if isinstance(total, str) else total
     if chunks is None:
@@ -98,15 +103,15 @@ def wrappers(
     threads: int = 1, iters: int | None = None, warmup: int | None = None, out: Place = None,
     progress: bool | None = None,
 ) -> WrappersResult:  # fmt: skip
-    """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one for each wrapper.
+    """Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.
 
-    The other arguments are those of `allreduce`.
+    The other arguments are as in `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
         models: Names of built-in models.
         wrappers: bare, torch, torch-tuned, paceline, its reducers (paceline-flat, ...), and paceline-tuned.
-        batch_size: Samples per rank. By default the model's own.
+        batch_size: Samples per rank. Default: the model's own.
         dtype: float32 or bfloat16.
         threads: torch's threads per rank.
     """
@@ -118,7 +123,7 @@ def wrappers(
 def _measure(
     verb: str, load: str, kind: type[GroupSettings], given: Mapping[str, Any], own: dict[str, Any], build: Any = None
 ) -> Any:
-    """The settings that a verb was `given`, with `own` in place of what it has read: refused at once, or measured."""
+    """Build settings from what a verb was `given`, with the values it has parsed in `own`; check them, and measure."""
     ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
     same = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}

@@ -24,20 +24,23 @@ def doctor(
     """Check everything that ranks need, then run a real all-reduce on two of them.
 
     Args:
-        hosts: "a,b": check those over ssh instead: reachability, versions, clocks, interfaces, free space, and the
-            bandwidth between every two.
-        interface: This and the arguments up to `env` are those of `paceline run --hosts`.
-        check_timeout: Seconds for each check but that of the bandwidth.
+        hosts: Check these hosts ("a,b") over ssh instead: reachability, versions, clocks, interfaces, free space, and
+            the bandwidth between each pair.
+        interface: This and the arguments up to `env` are as in `paceline run --hosts`.
+        check_timeout: Timeout in seconds for each check except bandwidth.
 
     Returns:
-        A `DoctorResult`. Its `failure` names what failed, and is empty where all is ready to train.
+        A `DoctorResult`. Its `failure` names what failed, and is empty if everything is ready to train.
     """
     given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
     given["check-timeout"] = check_timeout != CHECK_S
     alone = next((name for name, value in given.items() if value and not hosts), "")
     refuse((alone, f"--{alone} without --hosts: it is for checks of other hosts; give --hosts, or leave it out"))
-    # Without a session: a set-up in which none can be opened must still be reported. There are about 15 checks.
-    environment, records, count, names = capture_environment(), list[Record](), 15, list[str]()
+    # Without a session, so that doctor still works if none can be opened.
+    environment = capture_environment()
+    records: list[Record] = []
+    count = 15  # approximate number of checks
+    names: list[str] = []
     checks: Iterator[Record] = check_health(environment)
     if hosts:
         names = list(parse_hosts(hosts))

@@ -1,4 +1,4 @@
-"""`paceline.predict`: what a step will cost elsewhere, and how much of a job's time will count. Needs no torch."""
+"""`paceline.predict`: the cost of a step elsewhere, and the productive time of a job under faults. Needs no torch."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def predict(
     inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
     straggler: str = "0%", strategy: str | Sequence[str] | None = None, out: Place = None,
 ) -> PredictResult | StrategyStepsResult:  # fmt: skip
-    """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
+    """What will a step cost? Predicts steps on networks x ranks from a profile of layers, with 90 % intervals.
 
     Args:
         profile: A result of `paceline.profile`, or the folder of a run of `profile layers`.
         network: Names of networks ("10gbe,hdr"), or bandwidth and latency ("10Gb/s,50us").
         ranks: One or several numbers of ranks.
-        allreduce: A measured sweep (a run, nccl-tests' text or JSON, or a CSV), scaled beyond its ranks.
-        backend: Which one of the sweep.
-        ranks_per_node: How many ranks share a node.
-        inside: The network inside a node. Given both a network and a sweep, the sweep joins the ranks of a node.
+        allreduce: A measured sweep (a run, nccl-tests text or JSON, or a CSV), scaled beyond its ranks.
+        backend: The backend to use from the sweep.
+        ranks_per_node: Number of ranks that share a node.
+        inside: The network inside a node. If both a network and a sweep are given, the sweep is used inside a node.
         algorithm: auto, ring, tree, two-level, gloo or shared.
         accumulate: Micro-batches per step.
         gradients: fp32 or bf16.
-        straggler: How much ranks differ: a standard deviation such as "3%", or "profile" for the profile's own.
-        strategy: Compare strategies, each with its best buckets: "all", or some ("bf16,int8").
+        straggler: Variation between ranks: a standard deviation such as "3%", or "profile" for that of the profile.
+        strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
         out: Save the run in a new folder there.
 
     Returns:
@@ -79,15 +79,17 @@ def predict(
         (network is None and allreduce is None,
          "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
         (backend is not None and allreduce is None,
-         f"--backend {backend} chooses from an --allreduce run, and there is none"),
+         f"--backend {backend} selects from an --allreduce run, but there is none: leave it out, or give one"),
         (strategies and gradients is not None,
-         f"--gradients {gradients} with --strategy, which says itself what is sent: leave it out"),
+         f"--gradients {gradients} with --strategy, which already defines what is sent: leave it out"),
         (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: give more --ranks"),
     )  # fmt: skip
     _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
     layers = find_profile(run)
-    inputs, sweep, cores = {"profile": replace(run, records=(layers,))}, list[CollectiveRecord](), 0
+    inputs = {"profile": replace(run, records=(layers,))}
+    sweep: list[CollectiveRecord] = []
+    cores = 0
     if allreduce is not None:
         sweep, measured = _load_sweep(allreduce)
         if measured is not None:
@@ -98,17 +100,17 @@ def predict(
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
         "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
-        "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
+        "is_own": run.config.get("data") in (None, "own"),  # the profile of a user's own module
         "busy": busy,
     }  # fmt: skip
     build = StrategyStepsResult if strategies else PredictResult
     config |= {"strategies": [one.text for one in strategies]} if strategies else {}
-    try:  # here, since the result, which builds it again, does not know where it is from
+    try:  # check the sweep here: the result builds it again, but does not know its source
         if allreduce is not None:
             PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
-    # What cannot be simulated is refused before a folder is made.
+    # The result refuses what cannot be simulated before a folder is created.
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     records = (layers, *list_carried(run), *sweep)
     verb = "predict strategies" if strategies else "predict"
@@ -118,9 +120,9 @@ def predict(
 def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int | None, inside: str | None) -> None:
     refuse(
         (network is not None and inside is not None and ranks_per_node in (None, 1),
-         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
-        (network is None and inside is not None, f"--inside {inside} shapes a --network, and there is none"),
-        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1"),
+         f"--inside {inside} connects the ranks of a node: give --ranks-per-node, too"),
+        (network is None and inside is not None, f"--inside {inside} needs a --network, but there is none"),
+        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1 is needed"),
         (min(ranks, default=0) < 1, f"ranks {list(ranks)}: at least one number of at least 1 is needed"),
     )  # fmt: skip
 
@@ -130,11 +132,11 @@ def predict_csv(
     folder: str | Path, *, ranks: int | None = None, backend: str | None = None, measured: Place = None,
     out: Place = None,
 ) -> CapsResult:  # fmt: skip
-    """Backward time for every bucket size, from a folder with layer-sizes, layer-times and allreduce-times (CSV).
+    """Predict backward times by bucket size from a folder with layer-sizes, layer-times and allreduce-times (CSV).
 
-    `ranks` and `backend` choose from a table of all-reduce that has several. `measured` is a table of times by bucket
-    size (columns `bucket_size` and `step_s` or `backward_s`) to compare with. A step needs the rows `forward` and
-    `step` (the optimizer) of layer-times.
+    `ranks` and `backend` select from an all-reduce table that has several. `measured` is a table of times by bucket
+    size (columns `bucket_size` and `step_s` or `backward_s`) to compare with. Predicting a step needs the rows
+    `forward` and `step` (the optimizer) in layer-times.
     """
     from paceline.report.predictions import CapsResult
 
@@ -147,16 +149,16 @@ def predict_csv(
         there = ", ".join(f"{name} on {size} ranks" for name, size in pairs) or "no two ranks"
         asked = " ".join(f"--{name} {value}" for name, value in (("ranks", ranks), ("backend", backend)) if value)
         missing = f", and none for {asked}" if asked and not chosen else ""
-        raise ConfigError(f"--csv {folder}: all-reduce of {there}{missing}; choose one with --ranks and --backend")
-    # Our wrapper's buckets lie in shared memory.
+        raise ConfigError(f"--csv {folder} has all-reduce of {there}{missing}; choose one with --ranks and --backend")
+    # Our wrapper's buckets are in shared memory.
     chosen = [record for record in chosen if record.memory == "shared"] or chosen
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
     steps = [] if measured is None else load_cap_times(measured)
     timed = load_layer_times(times)
-    lacking = [name for name in ("forward", "step") if name not in {record.layer for record in timed}]
-    what = f"--measured {measured} has step_s, and {times} has no row {' and no row '.join(lacking)}"
-    is_lacking = lacking and any(record.of == "step" for record in steps)
-    refuse((is_lacking, f"{what}, so that no step can be predicted: add it, or give backward_s"))
+    absent = [name for name in ("forward", "step") if name not in {record.layer for record in timed}]
+    what = f"--measured {measured} has step_s, but {times} has no row {' and no row '.join(absent)}"
+    needs_rows = absent and any(record.of == "step" for record in steps)
+    refuse((needs_rows, f"{what}, so steps cannot be predicted: add it, or give backward_s"))
     records = (*load_layer_sizes(sizes), *timed, *chosen, *steps)
     result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
     return _save(result, out)
@@ -167,16 +169,16 @@ def predict_trace(
     traces: str | Path | Sequence[str | Path], *, network: str | None = None, ranks: int | Sequence[int] | None = None,
     ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", out: Place = None,
 ) -> TracedResult:  # fmt: skip
-    """Which bucket size is best for a DDP job, and what would it cost elsewhere? From traces of torch.profiler alone.
+    """Which bucket size is best for a DDP job, and what would a step cost elsewhere? Uses only torch.profiler traces.
 
-    The answer is for the ranks and the network of the trace.
+    By default, the answer is for the ranks and the network of the trace.
 
     Args:
-        traces: The files (JSON, or compressed with gzip) of one or more ranks, or folders with them. `paceline.trace`
-            makes such ones, too.
-        network: Ask for other networks, as in `predict`. Without one the traced messages are scaled.
-        ranks: Ask for other numbers of ranks.
-        ranks_per_node: How many ranks share a node.
+        traces: Files (JSON, or compressed with gzip) of one or more ranks, or folders with them. `paceline.trace` also
+            writes such files.
+        network: Predict for other networks, as in `predict`. Without one, the traced messages are scaled.
+        ranks: Predict for other numbers of ranks.
+        ranks_per_node: Number of ranks that share a node.
         inside: The network inside a node.
         algorithm: auto, ring, tree, two-level, gloo or shared.
         out: Save the run in a new folder there.
@@ -190,7 +192,7 @@ def predict_trace(
     refuse(
         (not places, "no trace is given: give one or more files"),
         (ranks_per_node is not None and network is None and ranks is None,
-         f"--ranks-per-node {ranks_per_node} shapes other networks and ranks: give --network, --ranks, or both"),
+         f"--ranks-per-node {ranks_per_node} is for other networks or ranks: give --network, --ranks, or both"),
     )  # fmt: skip
     _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
     records = load_traced_steps([file for place in places for file in _list_traces(Path(place))])
@@ -202,9 +204,10 @@ def predict_trace(
     return _save(TracedResult(Run("predict trace", config, here, records)), out)
 
 
-_MOST_STEPS = 1000  # of a run, whose times are kept
-_MOST_SECONDS, _MOST_RANKS = 1e9, 10**6
-# The costs without which nothing can be said, and what measures each.
+_MOST_STEPS = 1000  # maximum number of step times kept from a run
+_MOST_SECONDS = 1e9
+_MOST_RANKS = 10**6
+# Required costs, and what measures each.
 _SOURCES = {
     "step": "the folder of a training run", "save": "the folder of a training run that saved a checkpoint",
     "restart": "the folder of a run of `paceline faults --restart`",
@@ -219,24 +222,24 @@ def predict_goodput(
     spare_seconds: float | None = None, shrink_seconds: float | None = None, all_lost: str = "5%",
     repair: str = "0s", horizon: str = "30d", save_every: str | None = None, out: Place = None,
 ) -> GoodputResult:  # fmt: skip
-    """Which share of a job's time counts, if faults come at random? For each policy, with its best save interval.
+    """What fraction of a job's time is productive under random faults? For each policy, with its best save interval.
 
     Args:
-        runs: Where costs were measured: training runs (steps, saves, and faults from which they have recovered) and
-            runs of `faults` with `restart`.
+        runs: Runs that measured costs: training runs (steps, saves and recoveries from faults), and runs of `faults`
+            with `restart`.
         mtbf: The mean time between faults of the whole job: "3h", "120s", "2d".
-        mtbf_per_rank: Instead: that of one rank.
-        ranks: Of the job. By default those of the training run.
-        step_seconds: A step, in place of what was measured; likewise the others.
-        save_seconds: How long steps wait for a save.
-        detect_seconds: Until a fault is known.
-        restart_seconds: A restart, until steps are made again.
-        spare_seconds: Until a spare has taken the place of a lost rank.
-        shrink_seconds: Until the other ranks continue without a lost one.
-        all_lost: The share of faults that leaves no replica, so that a checkpoint is needed with any policy.
-        repair: How long the place of a lost rank cannot be used.
+        mtbf_per_rank: The mean time between faults of one rank, instead of `mtbf`.
+        ranks: Number of ranks. Default: as in the training run.
+        step_seconds: Seconds per step. This and the following override measurements.
+        save_seconds: Seconds that each save stalls training.
+        detect_seconds: Seconds until a fault is detected.
+        restart_seconds: Seconds from detection until a restarted job takes steps again.
+        spare_seconds: Seconds from detection until a spare replaces a lost rank.
+        shrink_seconds: Seconds from detection until the other ranks continue without a lost one.
+        all_lost: The fraction of faults that leave no replica, so that any policy needs a checkpoint.
+        repair: How long the slot of a lost rank stays unavailable.
         horizon: The length of the job, for the interval.
-        save_every: Ask for this interval between saves ("5min") instead of the best one.
+        save_every: Evaluate this save interval ("5min") instead of the best one.
         out: Save the run in a new folder there.
     """
     from paceline.predict.goodput import Faults
@@ -245,16 +248,16 @@ def predict_goodput(
 
     refuse(
         (mtbf is not None and mtbf_per_rank is not None,
-         f"--mtbf {mtbf} and --mtbf-per-rank {mtbf_per_rank}: one of them says how often faults come; leave one out"),
+         f"--mtbf {mtbf} and --mtbf-per-rank {mtbf_per_rank}: both set the fault rate; leave one out"),
         (mtbf is None and mtbf_per_rank is None,
-         "how often do faults come? Give --mtbf 3h, of the whole job, or --mtbf-per-rank 90d"),
+         "how often do faults occur? Give --mtbf 3h for the whole job, or --mtbf-per-rank 90d"),
     )  # fmt: skip
     sources = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else list(runs)
     loaded = [_load_measured(source) for source in sources]
     trained = [getattr(result, "world_size", 1) for result, _ in loaded if result.run.verb == "train"]
     count = ranks if ranks is not None else trained[-1] if trained else 0
     refuse(
-        (ranks is None and not trained, "how many ranks has the job? Give --ranks, or a training run"),
+        (ranks is None and not trained, "how many ranks does the job have? Give --ranks, or a training run"),
         (count < 1, f"--ranks {count}: at least 1 is needed"),
     )
     typed = {
@@ -277,11 +280,13 @@ def predict_goodput(
         (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
         (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
     )
-    records, gave = [], "no run is given"
+    records = []
+    gave = "no run is given"
     if sources:
-        gave = f"{', '.join(map(_name_source, sources))} does not say it"
+        gave = f"{', '.join(map(_name_source, sources))} did not measure it"
     for name in COSTS:
-        parts, seconds = [one for _, found in loaded for one in found if one.name == name], typed.get(name)
+        parts = [one for _, found in loaded for one in found if one.name == name]
+        seconds = typed.get(name)
         if seconds is not None:
             records.append(CostRecord(name=name, seconds=(seconds,), source="imported", note="as given"))
         elif parts:
@@ -308,8 +313,8 @@ def _name_source(source: Result | str | Path) -> str:
 
 
 def _count_usable(result: Result, count: int) -> int | None:
-    """How many of `count` ranks can share the global batch while one is missing, with the batch per rank of this run;
-    None where that is not known."""
+    """How many of `count` ranks can divide the global batch evenly while one is missing, with this run's batch per
+    rank; None if that is unknown."""
     rows = getattr(result, "rows", ())
     if not rows or not 1 < count <= _MOST_RANKS:
         return None
@@ -318,7 +323,7 @@ def _count_usable(result: Result, count: int) -> int | None:
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
-    """A result, and the times of it that decide how much of a job's time counts."""
+    """A result, and its times that determine a job's productive time."""
     from paceline.report.result import load_result
     from paceline.report.training import TrainRunResult
 
@@ -327,23 +332,28 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
     if isinstance(result, TrainRunResult):
         rows = pick_like_last(result.rows)
         times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
+<<<<<<< HEAD
         saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
         times["save"] = [row["stall_s"] - row["wait_s"] for row in saves]
+=======
+        saves = result.saves[len(result.saves) > 2 :]  # the first also allocates its buffers
+        times["save"] = [row["stall_s"] - row.get("wait_s", 0.0) for row in saves]
+>>>>>>> en-training
         times["write"] = [row["write_s"] for row in saves]
         step_s = statistics.median(times["step"] or [0.0])
-        for fault in result.config.get("faults") or ():  # from which it has recovered, up to the end of a step
+        for fault in result.config.get("faults") or ():  # recovery times end with a step
             if fault["policy"] in COSTS and fault["recovered_s"] is not None:
                 times.setdefault(fault["policy"], []).append(max(0.0, fault["recovered_s"] - step_s))
     else:
         faults = [one for one in result.only(FaultRecord) if one.system == "train" and one.steps_lost is not None]
         named = [(one, one.detected_s) for one in faults if one.detected_s is not None]
         times["detect"] = [detected_s for _, detected_s in named]
-        times["restart"] = [  # of the command, after the other one has ended
+        times["restart"] = [  # includes ending the old command and starting the new one
             (one.ended_s or detected_s) - detected_s + one.restart_s
             for one, detected_s in named
             if one.restart_s is not None
         ]
-        for one in faults:  # where the run itself has recovered
+        for one in faults:  # recoveries by the run itself
             policy, recovered_s = getattr(one, "policy", "stop"), getattr(one, "recovered_s", None)
             if policy in COSTS and recovered_s is not None:
                 times.setdefault(policy, []).append(recovered_s)
@@ -359,12 +369,12 @@ def _list_traces(place: Path) -> list[Path]:
         return [place]
     found = sorted(path for path in place.iterdir() if path.name.endswith((".json", ".json.gz")) and path.is_file())
     found = [path for path in found if _is_trace(path)]
-    refuse((not found, f"--trace {place}: no *.json or *.json.gz of this folder is a trace of torch.profiler"))
+    refuse((not found, f"--trace {place}: no *.json or *.json.gz in this folder is a trace of torch.profiler"))
     return found
 
 
 def _is_trace(file: Path) -> bool:
-    """Whether it has events, or cannot be read, which the one who reads it says."""
+    """Whether it has events, or cannot be read; the caller then reports the error when it loads the file."""
     try:
         return b'"traceEvents"' in _read_content(file)
     except (OSError, EOFError, zlib.error):
@@ -373,12 +383,12 @@ def _is_trace(file: Path) -> bool:
 
 @pause_collection()
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
-    """The steps in the traces of one job. RecordError says what is wrong with which file."""
+    """The steps in the traces of one job. A RecordError names the file and what is wrong with it."""
     from paceline.predict.traced import read_steps
     from paceline.predict.traces import find_span, read_ranks
 
     seen: dict[int, tuple[Path, int]] = {}
-    spans: dict[str, tuple[Path, int, int]] = {}  # the first of each host
+    spans: dict[str, tuple[Path, int, int]] = {}  # file, start and end of the first trace of each host
     records: list[TracedStepRecord] = []
     for file in files:
         try:
@@ -387,12 +397,12 @@ def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
                 others = {size for _, size in seen.values()} - {trace.world_size}
                 begin, end = find_span(trace)
                 other, least, most = spans.setdefault(trace.host, (file, begin, end))
-                there = f"it is of {trace.world_size} ranks, and others are of {min(others, default=0)}"
+                there = f"it has {trace.world_size} ranks, but others have {min(others, default=0)}"
                 refuse(
-                    (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace of each rank"),
-                    (others, f"{there}: give the traces of one job"),
+                    (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace per rank"),
+                    (others, f"{there}: give traces of one job"),
                     (trace.host and (end < least or most < begin),
-                     f"it was made at another time than {other}, on one host: give the traces of one run"),
+                     f"it was recorded at a different time from {other} on the same host: give traces of one run"),
                     error=RecordError,
                 )  # fmt: skip
                 records += read_steps(trace)
@@ -409,10 +419,10 @@ def _read_content(file: Path) -> bytes:
 def _load_document(file: Path) -> Any:
     try:
         return json.loads(_read_content(file).decode(errors="replace"))
-    except OSError as error:  # also what is wrong with the checksum of a gzip
+    except OSError as error:  # includes gzip checksum errors
         raise RecordError(f"it cannot be read: {error.strerror or error}", code="missing") from None
     except (EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise RecordError(f"it is no whole JSON file: {error}", code="damaged") from None
+        raise RecordError(f"it is not a complete JSON file: {error}", code="damaged") from None
 
 
 def _save(result: R, out: str | Path | None) -> R:
@@ -426,21 +436,22 @@ def find_profile(run: Run) -> LayerProfileRecord:
     """The one layer profile of a run."""
     found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
     if len(found) != 1:
-        what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
+        what = f"this run of `{run.verb}` has {len(found)} layer profiles; one is needed"
         raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     return found[0]
 
 
 def list_carried(run: Run) -> list[StepRecord | CodecRecord]:
-    """The records of a profile that say what messages, the wrapper, other ranks and codecs cost a rank."""
+    """The records of a profile that measure the cost of messages, the wrapper, other ranks and codecs."""
     found = [record for record in run.records if isinstance(record, StepRecord | CodecRecord)]
     return [record for record in found if isinstance(record, CodecRecord) or record.role != "job"]
 
 
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
-    """The doubts about the runs that a prediction is made from, with their names; and which a busy machine measured."""
+    """Warnings about the runs that a prediction is based on, with their names; and the names of runs that were measured
+    on a busy machine."""
     found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
-    # A run that was made from others, such as a comm-table, keeps what is doubtful about them.
+    # A run derived from others, such as a comm-table, keeps the warnings about them.
     kept = {
         name: any(not one.startswith("--curve") for one in run.config.get("busy", ())) for name, run in inputs.items()
     }
@@ -454,8 +465,13 @@ def _get_run(source: Result | str | Path) -> Run:
 
 
 def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
+<<<<<<< HEAD
     """The collectives of a run or of a table, and the run."""
     if isinstance(source, str | Path) and not is_run_path(source):
+=======
+    """The collectives of a run or a table, and the run, if there is one."""
+    if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
+>>>>>>> en-training
         return load_table(source), None
     run = _get_run(source)
     return list_collectives(run, source if isinstance(source, str | Path) else "the result"), run
@@ -466,13 +482,13 @@ def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
 
     if straggler == "profile":
         return estimate_spread(record.timing.reduced_s)
-    return _read_share(straggler, "--straggler", " nor `profile`, its own spread")
+    return _read_share(straggler, "--straggler", " nor `profile`")
 
 
 def _read_share(text: str, flag: str, more: str = "") -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if not match:
-        raise ConfigError(f"{flag} {text[:40]!r} is {'neither' if more else 'not'} a share such as 3%{more}")
+        raise ConfigError(f"{flag} {text[:40]!r} is {'neither' if more else 'not'} a percentage such as 3%{more}")
     return float(match[1]) / 100
 
 

@@ -1,4 +1,4 @@
-"""`paceline.profile` and what belongs to it: where the time of training steps goes, of a user's job or one of ours."""
+"""`paceline.profile` and related verbs: where the time of training steps goes, for a user's own or a built-in job."""
 
 from __future__ import annotations
 
@@ -32,39 +32,42 @@ def profile(
     wrapper: str = "paceline", backend: str = "auto", device: str = "auto", threads: int | None = None,
     iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> Any:  # fmt: skip
-    """Where does the time of a training step go? Layers of the bare model and, on several ranks, phases of its steps.
+    """Where does the time of a training step go? Profiles the layers of the bare model and, on several ranks, the
+    phases of its steps.
 
-    Inside a launched world this is collective, and every rank gets the same result. In a plain process a module runs
-    here, in a world of one. Values of the module and of its optimizers are restored at the end.
+    Inside a launched world this is collective, and every rank gets the same result. In a plain process, a module runs
+    here, in a world of one. The values of the module and of its optimizers are restored at the end.
 
     Args:
         model: A module, with `step`. Or a picklable factory that returns such a pair, for which `ranks` local ranks are
             started. Or the name of a built-in model.
         step: `step(model)` runs one forward and backward with any inputs, and may update.
-        kind: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" the layers alone, on one rank;
-            "phases" the phases alone (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see
+        kind: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" only the layers, on one rank;
+            "phases" only the phases (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see
             `trace`).
-        ranks: How many local ranks a factory or a name is started on.
+        ranks: Number of local ranks for a factory or a built-in model.
         wrapper: paceline, torch or none, for the phases.
-        backend: Of the ranks, as in `init`.
-        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        backend: Backend of the ranks, as in `init`.
+        device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         threads: torch's threads per rank.
-        iters: Steps that are timed. By default as the time allows.
-        warmup: Steps before them.
+        iters: Number of timed steps. Default: as time allows.
+        warmup: Number of warm-up steps.
         out: Save the run in a new folder there.
-        job: Of a built-in model, the options of a training job (`batch_size=4`, `data="mnist:PATH"`, ...).
+        job: Options of a training job, for a built-in model (`batch_size=4`, `data="mnist:PATH"`, ...).
     """
     check_names("kind", (kind,), ("all", "phases", "layers", "trace"))
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     if kind == "trace":
         return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)
     check_counts(iters=iters, warmup=warmup)
-    verb, is_named, sizes = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str), tuple[int, ...]()
+    verb = "profile" if kind == "all" else f"profile {kind}"
+    is_named = isinstance(model, str)
+    sizes: tuple[int, ...] = ()
     if is_named and kind == "phases":
         size, counts = job.pop("batch_size", None), choose_worlds(ranks, 2)
         if size is not None or not brings_data(model, job.get("data")):
             sizes = list_counts(DEFAULT_BATCH_SIZE if size is None else size, "batch_size")
-        asked = sizes or (None,)  # that of the data
+        asked = sizes or (None,)  # None: the data's own batch size
         jobs: list[Any] = [build_settings(model=model, ranks=n, batch_size=b, **job) for n in counts for b in asked]
         config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
         opened: Any = open_session(verb, config, ranks=max(counts), out=out, progress=progress)
@@ -84,8 +87,10 @@ def profile(
 
 
 def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
-    """What twice the ranks of a CPU host cost each other, where ranks are started here and each has a core. First, so
-    that the profile finds its ranks warm."""
+    """How twice as many ranks slow each other down on a CPU, if ranks are started here and each has a core.
+
+    Called first, so that the profile finds its ranks warm.
+    """
     device = given.device if isinstance(given, TrainSettings) else given[3]["device"]
     is_on_cpu = device == "cpu" or (device == "auto" and not machine.count_gpus())
     ranks = session.ranks
@@ -101,15 +106,15 @@ def trace(
     backend: str = "auto", device: str = "auto", threads: int | None = None, out: Place = None,
     progress: bool | None = None, **job: Any,
 ) -> TraceResult:  # fmt: skip
-    """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.
+    """Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.
 
-    `model`, `step` and the options of a job are those of `profile`.
+    `model`, `step` and the options of a job are as in `profile`.
 
     Args:
-        steps: How many are recorded.
-        warmup: Steps before them.
-        memory: What memory holds over one more step, by category, and what makes its peak.
-        shapes: Record the shapes of operators' inputs.
+        steps: Number of steps to record.
+        warmup: Number of warm-up steps.
+        memory: Show what uses memory over one more step, by category, and what causes its peak.
+        shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.
     """
     refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
@@ -136,7 +141,7 @@ def trace(
 
 @contextlib.contextmanager
 def _quiet_allocator(is_on: bool) -> Iterator[None]:
-    """Ranks that start inside do not print torch's line on each block that was allocated before a profile began."""
+    """Silence torch's messages, in ranks started inside, about blocks that were allocated before a profile started."""
     is_on = is_on and "TORCH_CPP_LOG_LEVEL" not in os.environ
     if is_on:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -152,16 +157,16 @@ def comm_table(
     network: str = "nvlink,pcie4,hdr,10gbe", curves: Sequence[str | Path] = (), ranks: Counts = (2, 4, 8, 64),
     iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> CommTableResult:  # fmt: skip
-    """What do the gradients of a step cost on other networks? The computation is measured, the messages are predicted.
+    """What do the gradients of a step cost on other networks? Measures the computation, and predicts the messages.
 
     Args:
-        model: A built-in model (by default cnn), which is measured on one rank, or a result of `profile`.
-        profiles: In its place, runs of `profile layers`, whose rows make one table.
+        model: A built-in model (default: cnn), which is measured on one rank, or a result of `profile`.
+        profiles: Runs of `profile layers`, instead of a model; all rows go into one table.
         network: Names, or bandwidth and latency ("10Gb/s,50us").
-        curves: Runs of `bench allreduce` that are used as networks, too.
+        curves: Runs of `bench allreduce` as additional networks.
         ranks: Numbers of ranks.
-        iters: Steps that are timed. By default as the time allows.
-        warmup: Steps before them.
+        iters: Number of timed steps. Default: as time allows.
+        warmup: Number of warm-up steps.
         out: Save the run in a new folder there.
         job: Options of a training job (`batch_size=4`, `device="cpu"`, ...).
     """
@@ -177,13 +182,13 @@ def comm_table(
         is_sweep = any(isinstance(record, CollectiveRecord) for record in run.records)
         what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
         refuse((not is_sweep, what), code="mismatch")
-        what = f"--curve {path}: no measured all-reduce of {', '.join(map(str, counts))} ranks is in it"
+        what = f"--curve {path} has no measured all-reduce on {', '.join(map(str, counts))} ranks"
         refuse((not load_sweeps(path, counts), what))
     records: list[Any] = []
     if profiles:
         others = {"model": model, "iters": iters, "warmup": warmup, **job}
         given = ", ".join(f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None)
-        refuse((given, f"{given} with --model-profile: the profile was measured with its own; leave it out"))
+        refuse((given, f"{given} with --model-profile: the profile has its own settings; leave it out"))
         runs = [load_run(path) for path in profiles]
         config = {"profiles": list(map(str, profiles))}
         records = [record for run in runs for record in (find_profile(run), *list_carried(run))]
@@ -207,7 +212,7 @@ def comm_table(
 
 @naming_damage()
 def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult | TrainComparisonResult:
-    """Two traces, the phases of two runs, or two runs of training.
+    """Compare two traces, the phases of two runs, or two training runs.
 
     Args:
         first: A result, or a run folder.
@@ -224,14 +229,15 @@ def compare(first: str | Path | Result, second: str | Path | Result) -> Comparis
 
 
 def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
-    """A job of ours as one rank computes it alone; refuses what would then change nothing."""
-    place, bare = find_place(), "layers are timed on the bare model, which sends nothing; leave it out"
+    """The settings of a built-in job on a single rank; refuses options that would have no effect."""
+    place = find_place()
+    bare = "layers are timed on the bare model, which sends nothing; leave it out"
     launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
     asked = 1 if ranks is None else ranks
     refuse(
         (list_counts(asked) != (1,), f"--ranks {ranks}: layers are timed on one rank; leave it out"),
-        (launched > 1, f"layers are timed on one rank, and {launched} were launched: run it without a launcher"),
+        (launched > 1, f"layers are timed on one rank, but {launched} were launched: run it without a launcher"),
         (plan is not None, f"--plan {plan}: {bare}"),
         (wrapper not in (None, "paceline", "none"), f"--wrapper {wrapper}: {bare}"),
         (accumulate not in (None, 1), f"--accumulate {accumulate}: layers are timed over one micro-batch"),

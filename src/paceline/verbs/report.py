@@ -1,4 +1,4 @@
-"""`paceline.save_report`: runs, whatever they measured, as one HTML page that needs nothing else."""
+"""`paceline.save_report`: shows runs of any kind on one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.verbs.profile import compare
 def save_report(
     runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None
 ) -> Result:
-    """Write one page of these runs, and return its first result: the comparison of several.
+    """Write these runs to one page, and return its first result: the comparison, if there are several.
 
     Args:
         runs: Folders, or results.
-        page: The file to write. By default `report.html` in the folder of the run or, of several, in this one.
+        page: The file to write. Default: `report.html` in the run's folder or, for several runs, in this one.
     """
     refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
     results = [run if isinstance(run, Result) else load_result(run) for run in runs]

@@ -1,4 +1,4 @@
-"""`paceline.tune`: which buckets are best for a job on these ranks, how much they gain, and how sure that is."""
+"""`paceline.tune`: which buckets are best for a job on these ranks, how much they gain, and how certain that is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from paceline.report.predictions import TuneResult
 
-# A small batch: buckets matter where there is little arithmetic to hide them.
+# Kept small so compute does not hide communication.
 JOB_DEFAULTS = {"batch_size": 4}
 
 
@@ -29,27 +29,27 @@ def tune(
     budget: float | None = None, strategy: str | Sequence[str] | None = None, backend: str = "auto",
     device: str = "auto", threads: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> TuneResult:  # fmt: skip
-    """Which buckets? Measures the job, predicts every plan, lets the best race in turns, and returns the plan.
+    """Which buckets are best? Measures the job, predicts all plans, compares the best ones, and returns the winner.
 
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
         model: Your module, inside a launched world, with `step`. Or a factory that returns (model, step), which is
-            started on `ranks` local ranks. Or a name of `paceline train --model`.
+            started on `ranks` local ranks. Or the name of a built-in model, as in `paceline train --model`.
         step: `step(model)` runs one forward and backward of the module, and may update.
-        ranks: How many local ranks a factory or a name is started on.
+        ranks: Number of local ranks for a factory or a built-in model.
         wrapper: paceline or torch.
         quick: Shorter, and less certain.
-        confirm: False: the job is never run under a plan.
-        caps: Bucket sizes to run ("1MiB,25MiB"). By default a range.
-        iters: Steps that are timed. By default as the time allows.
-        network: One rank computes, and its buckets take as long as on that network.
-        network_ranks: The ranks of that network.
-        budget: Seconds that the race may take at most.
-        strategy: "all", or some ("bf16,int8"): every strategy is predicted. bf16 and those that are named race, too,
-            and of "all" the best lossy one. `result.plan` stays that of the exact ones.
+        confirm: With False, only predict; do not run the job with the plans.
+        caps: Bucket sizes to run ("1MiB,25MiB"). Default: a range.
+        iters: Number of timed steps. Default: as time allows.
+        network: Emulate this network: one rank computes, and its messages take as long as they would there.
+        network_ranks: Number of ranks on that network.
+        budget: Time limit for comparing plans, in seconds.
+        strategy: "all", or a list ("bf16,int8"): predict every strategy. bf16 and the named ones are also measured; for
+            "all", bf16 and the best lossy one. `result.plan` is always for exact gradients.
         out: Save the run in a new folder there.
-        job: Of a built-in model, the options of `paceline.train` (`data`, `batch_size`, ...).
+        job: Options of `paceline.train`, for a built-in model (`data`, `batch_size`, ...).
     """
     is_odd = network is None and network_ranks is not None
     refuse((is_odd, f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one"))
@@ -64,8 +64,8 @@ def tune(
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     refuse(
         (not isinstance(model, str) and callable(step) and not is_launched() and network is None,
-         "a module and its step are tuned in a launched world: start this program with torchrun, or pass a factory "
-         "that returns (model, step), which is started on local ranks"),
+         "a module and its step can only be tuned in a launched world: start this program with torchrun, or pass a "
+         "factory that returns (model, step), which is started on local ranks"),
         code="not-launched",
     )  # fmt: skip
     count = choose_world(ranks, 2 if network is None else 1)
@@ -76,7 +76,7 @@ def tune(
             job = JOB_DEFAULTS | job
     opened, given = open_job("tune", model, step, count, job, out, progress)
     parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
-    refuse((parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"))
+    refuse((parts != 1, f"--accumulate {parts}: gradients are only sent with the last micro-batch; tune without it"))
     with opened as session:
         records, *found = session.ask("paceline.measure.tuning:tune_job", (settings, given))
         session.config |= settings.to_json(*found)
