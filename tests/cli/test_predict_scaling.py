@@ -152,15 +152,9 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--network", "hdr", "--ranks", "0"], "--ranks '0' is not a whole number of at least 1"),
         (["--network", "hrd"], "did you mean hdr"),
         (["--network", "hdr", "--algorithm", "tre"], "did you mean tree"),
-<<<<<<< HEAD
         (["--network", "hdr", "--algorithm", "shared"], "shared memory is not a network"),
         (["--network", "hdr", "--algorithm", "two-level"], "set --ranks-per-node"),
-        (["--network", "hdr", "--straggler", "3"], "a share such as 3%"),
-=======
-        (["--network", "hdr", "--algorithm", "shared"], "shared memory is no network"),
-        (["--network", "hdr", "--algorithm", "two-level"], "give --ranks-per-node"),
         (["--network", "hdr", "--straggler", "3"], "a percentage such as 3%"),
->>>>>>> en-training
         (["--network", "hdr", "--straggler", "300%"], "spread of 300%"),
         (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
         (["--network", "hdr", "--gradients", "fp8"], "known are fp32, bf16"),

@@ -61,13 +61,8 @@ def allreduce(
     def build(run: Run, folder: Path | None) -> CollectiveResult:
         from paceline.report.collectives import CollectiveResult
 
-<<<<<<< HEAD
-        # What makes the two runs incomparable; a table that is no run does not say.
-        is_run = compare is not None and is_run_path(compare)
-=======
         # Differences that make two runs incomparable; a table does not record its environment.
-        is_run = compare is not None and (Path(compare).is_dir() or Path(compare).suffix == ".json")
->>>>>>> en-training
+        is_run = compare is not None and is_run_path(compare)
         differences = run.environment.differences(load_run(compare or "").environment) if is_run else []
         return CollectiveResult(run, folder, compared, differences)
 

@@ -332,13 +332,8 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
     if isinstance(result, TrainRunResult):
         rows = pick_like_last(result.rows)
         times["step"] = [row["step_s"] for row in rows[min(5, len(rows) // 2) :] if row["step_s"]][-_MOST_STEPS:]
-<<<<<<< HEAD
-        saves = result.saves[len(result.saves) > 2 :]  # the first makes its buffers
-        times["save"] = [row["stall_s"] - row["wait_s"] for row in saves]
-=======
         saves = result.saves[len(result.saves) > 2 :]  # the first also allocates its buffers
-        times["save"] = [row["stall_s"] - row.get("wait_s", 0.0) for row in saves]
->>>>>>> en-training
+        times["save"] = [row["stall_s"] - row["wait_s"] for row in saves]
         times["write"] = [row["write_s"] for row in saves]
         step_s = statistics.median(times["step"] or [0.0])
         for fault in result.config.get("faults") or ():  # recovery times end with a step
@@ -465,13 +460,8 @@ def _get_run(source: Result | str | Path) -> Run:
 
 
 def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
-<<<<<<< HEAD
-    """The collectives of a run or of a table, and the run."""
-    if isinstance(source, str | Path) and not is_run_path(source):
-=======
     """The collectives of a run or a table, and the run, if there is one."""
-    if isinstance(source, str | Path) and not (Path(source).is_dir() or Path(source).name == RUN_FILE):
->>>>>>> en-training
+    if isinstance(source, str | Path) and not is_run_path(source):
         return load_table(source), None
     run = _get_run(source)
     return list_collectives(run, source if isinstance(source, str | Path) else "the result"), run
