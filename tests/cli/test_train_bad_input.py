@@ -164,7 +164,7 @@ def test_a_damaged_file_is_named(command, tmp_path, verb, spoil, words):
             "a drop at 0.5 of 10 steps, inside the warm-up of 6",
         ),
         (("train", "--samples", "8", "--tail", "drop"), "8 samples do not fill one global batch of 32"),
-        (("train", "--samples", "64", "--batch-growth", "0.5:4"), "4 times 32 is more than the 64"),
+        (("train", "--samples", "64", "--batch-growth", "0.5:4"), "4 x 32 is more than the 64"),
         ((*PHASES, "--samples", "8", "--batch-size", "4,16"), "less than one global batch of 16"),
         ((*TRACE, "--samples", "8"), "less than one global batch of 32"),
         ((*TRAIN, "--device", "cuda"), "device 'cuda' needs a GPU"),

@@ -72,7 +72,7 @@ def test_on_a_gpu_messages_of_the_host_are_a_share_of_the_step():
 def test_another_plan_can_hide_what_fits_behind_backward():
     advice = given(with_messages(2, hidden=1), "buckets")
     assert (advice.gain_s, advice.certainty) == (pytest.approx(2e-3), "at most")
-    assert "messages take 3 ms and backward 4 ms" in advice.text
+    assert "communication takes 3 ms and backward 4 ms" in advice.text
     assert given(with_messages(4), "buckets") is None
 
 
@@ -176,8 +176,8 @@ def test_kernels_that_fill_few_sms_want_a_larger_batch():
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (full_gpu(**{"blocks per SM": 4}), f"bound by kernels, 100% of 10 ms, of which {TENSOR_GEMM} takes 10 ms"),
-        (MadeTrace().step().op("aten::mm", 0, 9), "bound by operators, 90% of 10 ms, of which aten::mm takes 9 ms"),
+        (full_gpu(**{"blocks per SM": 4}), f"step is kernels, 100% of 10 ms, of which {TENSOR_GEMM} takes 10 ms"),
+        (MadeTrace().step().op("aten::mm", 0, 9), "step is operators, 90% of 10 ms, of which aten::mm takes 9 ms"),
     ],
 )
 def test_where_nothing_is_wrong_the_bound_is_named(made, words):

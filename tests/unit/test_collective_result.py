@@ -106,7 +106,7 @@ def test_backends_are_compared_repetition_by_repetition(build, build_collective,
     (found,) = build(*records).ratios
     assert (found.backend, found.other, found.world_size) == ("shm", "gloo", 2)
     assert [(size, ratio.value) for size, ratio in found.by_size] == [(4, pytest.approx(0.1))]
-    assert build(*records).findings[0].startswith("shm / gloo, 2 ranks, in turns: 4 B 0.100 ± ")
+    assert build(*records).findings[0].startswith("shm / gloo, 2 ranks, interleaved: 4 B 0.100 ± ")
 
 
 def test_wrong_data_is_in_the_answer_and_a_failure(build, record):

@@ -249,7 +249,7 @@ def test_points_without_a_fit_are_refused(points, reason):
 def test_beyond_what_was_measured_an_estimate_is_doubted():
     fit = fit_family([(1000, 2, 1.0), (2000, 2, 2.0), (2000, 8, 4.0)], "ring")
     assert replace(fit, world_size=16).explain(4000)[1] == ""
-    assert "17 ranks are beyond twice" in replace(fit, world_size=17).explain(4000)[1]
+    assert "17 ranks are over twice" in replace(fit, world_size=17).explain(4000)[1]
     both = replace(fit, world_size=17).explain(4001)[1]
     assert "17 ranks" in both and "largest measured size" in both
     assert FamilyCurve("ring", 10**6, 1e-6, 1e9).explain(2**50)[1] == ""  # assumed, not measured

@@ -137,7 +137,7 @@ def test_evidence_that_is_not_there_is_missed(is_lost):
 def test_without_a_sweep_or_with_a_summary_of_one_nothing_is_fitted():
     records = JOB.build_calibration()
     evidence = Evidence([record for record in records if not isinstance(record, CollectiveRecord)])
-    with pytest.raises(MeasurementError, match="two or more sizes"):
+    with pytest.raises(MeasurementError, match="two or more distinct sizes"):
         fit_job(evidence)
     received = [replace(r, timing=Summary(mean_s=1.0)) if isinstance(r, CollectiveRecord) else r for r in records]
     with pytest.raises(MeasurementError, match="needs raw samples"):

@@ -343,7 +343,7 @@ def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_d
     assert (found["share"], found["predicted"], found["measured"]) == pytest.approx((0.422, 0.267, 0.2), abs=5e-4)
     (line,) = (line for line in result.findings if "predicts" in line)
     assert "42.2% of kernel time on rank 1 at accumulate 1" in line
-    assert "predicts 26.7%; measured: 20.0%; the mean of all ranks: " in line and found["rank"] == 1
+    assert "predicts 26.7%; measured: 20.0%; mean over all ranks: " in line and found["rank"] == 1
     assert found["means"] == pytest.approx([(2.8 / 6.8 + 0.422) / 2, (3 / 7 + 1 / 5) / 2], abs=5e-4)
     assert "s / (s + 2 (1 - s))" in line and found["optimizer"] == 0
     fewer = compare({"accumulate": 2, "from_": 4}).to_json()["accumulation"]

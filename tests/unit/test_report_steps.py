@@ -169,7 +169,7 @@ def test_in_words(build_phases, build_samples):
     assert "2 ranks, batch 16: each rank sends" in sent and "in 3 messages per step" in sent and "20.0%" in sent
     assert "profiling overhead: +1.0%" in cost and "within the noise" not in cost
     (alone,) = describe_phases(build_phases(world_size=1, busy=None, marked=build_samples(*(0.01, 0.011) * 5, ranks=1)))
-    assert alone.startswith("1 rank, batch 16: profiling costs") and alone.endswith("within the noise")
+    assert alone.startswith("1 rank, batch 16: profiling overhead") and alone.endswith("within the noise")
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_faults_are_named_and_one_that_ended_the_run_is_none_of_them():
     assert line == f"Recovered from 6 faults in 1.2 s and repeated 15 steps: {listed}."
     assert not build_run(EPOCH_ROWS, faults=faults[-1:])._describe_faults()
     (line,) = build_run(EPOCH_ROWS, faults=faults[-2:])._describe_faults()
-    assert line.endswith("again: all ranks before the first step (restart).")
+    assert line.endswith("steps: all ranks before the first step (restart).")
 
 
 def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
@@ -158,7 +158,7 @@ def test_runs_that_learn_something_else_are_told_from_when_on():
     other = build_curve(2, 0.5)
     doubled = [row | {"loss": 2 * row["loss"]} for row in other.rows]
     result = compare(build_curve(1, 0.5), TrainRunResult(other.run, rows=doubled))
-    assert "learn something else from the first step on; the loss of a step differs by up to 100.0%" in result.answer
+    assert "diverge from the first step on; the loss of a step differs by up to 100.0%" in result.answer
 
 
 def test_a_comparison_names_what_differs_and_what_is_unfinished():
@@ -197,7 +197,9 @@ def test_runs_without_a_loss_are_compared_by_their_other_steps(loss):
     one, other = build_curve(1, 0.5), build_curve(2, 0.5)
     gone = TrainRunResult(other.run, rows=[*other.rows[:3], other.rows[3] | {"loss": loss}])
     for result in (compare(one, gone), compare(gone, one)):
-        assert "learn the same for 3 of 4 steps; then the loss of a step is no number in one of them" in result.answer
+        assert (
+            "learn the same for 3 of 4 steps; then one of them has a loss that is not a finite number" in result.answer
+        )
         assert "inf" not in result.text(80) and "nan" not in result.text(80)
         json.dumps(result.to_json(), allow_nan=False)
 

@@ -299,7 +299,7 @@ def test_what_another_node_than_a_hook_reduces_is_no_bucket():
     steps = read(made)
     assert [step.num_other for step in steps] == [1, 1] and [step.num_other for step in plain] == [0, 0]
     assert [replace(step, num_other=0) for step in steps] == plain
-    assert any("other traffic: 1 all-reduce a step" in note for note in TracedJob(steps).notes)
+    assert any("other traffic: 1 all-reduce per step" in note for note in TracedJob(steps).notes)
     assert not any("other traffic" in note for note in TracedJob(plain).notes)
 
 

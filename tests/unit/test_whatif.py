@@ -138,7 +138,7 @@ def test_the_table_says_what_is_simulated_and_why_not_to_trust_it():
     ("scenario", "options", "words"),
     [
         ({}, {}, "all ranks are equally fast"),
-        ({"spread": 0.03}, {}, "varies by 3.0%"),
+        ({"spread": 0.03}, {}, "vary by 3.0%"),
         ({"accumulate": 4}, {}, "4 micro-batches"),
         ({}, {"algorithm": "gloo"}, "two at a time"),
     ],
@@ -205,8 +205,8 @@ def test_the_comm_table_agrees_with_predict(device, world_size, build_collective
 def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):
     job = replace(JOB, device="cpu")
     lines = "\n".join(describe_scenario(job, [join(), sweep]))
-    assert "contention on net: assumed: messages on a link take no core" in lines
-    assert "contention on gloo: assumed: a message between ranks of a full CPU host takes half" in lines
+    assert "contention on net: assumed: messages over a link use no core" in lines
+    assert "contention on gloo: assumed: a message between ranks of a full CPU host uses half" in lines
     (here,), (free,) = (simulate_what_if(one, [], sweep, [4]) for one in (job, replace(JOB, device="")))
     assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s
 

@@ -1,7 +1,6 @@
-"""Cost curves, and predictions built on them; the package is callable as `paceline.predict(profile, ...)`. It times
-nothing.
+"""Cost curves, and predictions built on them. Nothing here times anything.
 
-The package has the name of a verb, so calling it calls `verbs.predict`.
+The package has the name of a verb, so calling it, as in `paceline.predict(profile, ...)`, calls `verbs.predict`.
 """
 
 import sys

@@ -1,5 +1,4 @@
-"""Advice on how to speed up a step, with the predicted gains, from the overviews of its ranks. Takes no
-measurements."""
+"""Advice on how to speed up a step, with predicted gains, from the overviews of its ranks."""
 
 import math
 import re

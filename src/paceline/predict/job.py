@@ -1,5 +1,7 @@
-"""One rank's step without communication: the simulator's job, built from profiles and from tables of layers. For a
-tuning run, `predictor` fits the job together with its costs."""
+"""One rank's step without communication: the simulator's job, built from profiles and from tables of layers.
+
+For a tuning run, `predictor` fits the job together with its costs.
+"""
 
 from __future__ import annotations
 

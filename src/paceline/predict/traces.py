@@ -1,5 +1,4 @@
-"""Traces: their events, the merged document of all ranks, and the analysis of steps: where the time goes, and late
-ranks.
+"""Traces: their events, the merged document of all ranks, and the analysis of their steps.
 
 Each instant of a step counts once. With kernels in the trace it belongs to the first of: a compute kernel, a message, a
 copy, waiting for data, the host (an operator or a runtime call), other. Without kernels, operators are the compute and

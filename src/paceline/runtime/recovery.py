@@ -1,5 +1,4 @@
-"""Recovery from a fault of a local rank: a new world, from the other ranks' state in memory or from the last
-checkpoint.
+"""Recovery from a fault of a local rank: a new world, from memory or from the last checkpoint.
 
 This is the launcher's part: it counts faults and decides which ranks are in the next world. Ranks that stay have left
 the old world and wait for their new places (`worker.stand_by`); a spare waits there from the start. The ranks
