@@ -155,8 +155,8 @@ def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
         (TYPED, "how often do faults occur"),
         ((*TYPED, "--mtbf", "3h", "--mtbf-per-rank", "3h"), "leave one out"),
         ((*TYPED, "--mtbf", "3h"), "how many ranks"),
-        ((*TYPED, "--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with its unit"),
-        (("--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with its unit"),  # before what is not known
+        ((*TYPED, "--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with a unit"),
+        (("--mtbf", "3", "--ranks", "2"), "--mtbf '3' is not a time with a unit"),  # before what is not known
         ((*TYPED, "--mtbf", "3weeks", "--ranks", "2"), "--mtbf '3weeks' is not a time"),
         ((*TYPED, "--mtbf", "-3h", "--ranks", "2"), "--mtbf '-3h' is not a time"),
         ((*TYPED, "--mtbf", "0h", "--ranks", "2"), "must be above 0"),
