@@ -211,7 +211,7 @@ def test_a_kill_for_memory_is_that_of_the_rank_only_at_that_time(monkeypatch):
             now_s[0] += 0.1
             assert found.look() is None
         kills[0] += 1
-        assert "as memory ran out" in found.describe_end(0, -signal.SIGKILL)
+        assert "out of memory" in found.describe_end(0, -signal.SIGKILL)
         for _ in range(30):
             now_s[0] += 0.1
             assert found.look() is None
@@ -306,7 +306,7 @@ def test_the_verdict_is_one_paragraph():
     assert "Paceline" not in dataclasses.replace(verdict, kind="ended").summary
     assert find_frames("") == []
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
-    assert "by the kernel, as" in describe_end(-signal.SIGKILL, is_oom=True)
+    assert "by the kernel: out" in describe_end(-signal.SIGKILL, is_oom=True)
     assert "by hand" in describe_end(-signal.SIGKILL)
 
 

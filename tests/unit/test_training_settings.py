@@ -104,13 +104,8 @@ BAD = [
     ({"momentum": -0.5}, "--momentum -0.5"),
     ({"weight_decay": -0.5}, "--weight-decay -0.5"),
     ({"save_every": "soon"}, "--save-every 'soon'"),
-<<<<<<< HEAD
     ({"mtbf": "3h"}, "--mtbf 3h with --save-every 60s"),
-    ({"mtbf": "3", "save_every": "auto"}, "--mtbf '3' is not a time with its unit"),
-=======
-    ({"mtbf": "3h"}, "--mtbf 3h with --save-every 60s: it is for auto"),
     ({"mtbf": "3", "save_every": "auto"}, "--mtbf '3' is not a time with a unit"),
->>>>>>> en-parallel
     ({"mtbf": "0h", "save_every": "auto"}, "--mtbf 0h: above 0"),
     ({"batch_size": 0}, "--batch-size 0"),
     ({"ranks": 2, "global_batch_size": 5}, "--global-batch-size 5"),

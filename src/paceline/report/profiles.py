@@ -430,14 +430,14 @@ class CommTableResult(Result):
 
     def _derive(self) -> None:
         self.rows: list[CommRow] = []
-        self._lost = [path for path in self.config["curves"] if not Path(path).exists()]
+        self._lost = [path for path in self.config.get("curves", ()) if not Path(path).exists()]
         ranks, profiles = self.config["ranks"], self.only(LayerProfileRecord)
         self._profiles = profiles
         parts: list[tuple[str, Any, Any]] = [("", find_networks(self.config["networks"]), ())]
-        curves = [path for path in self.config["curves"] if path not in self._lost]
+        curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
-        busy = {*self.config["busy"], *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
+        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
         # What a profile carries follows it: two may be of the same job, on two devices or before and after a change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
         carried = [self.records[start:end] for start, end in itertools.pairwise([*places, None])]

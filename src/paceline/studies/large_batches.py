@@ -244,9 +244,9 @@ class Recipe:
             typed = f"recipe {text!r}: {number} after {name}"
             refuse(
                 (is_odd, f"{typed}: a number above 0 is needed"),
-                (SWITCHES[name].is_share and value >= 1, f"{typed} is a share: below 1 is needed"),
+                (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: below 1 is needed"),
                 (name == "ghost" and colon and not is_size, f"{typed}: an integer of at least 2 is needed"),
-                (name == "sync" and colon, f"{typed}, which takes no number"),
+                (name == "sync" and colon, f"{typed}, which does not take a number"),
             )
             found.append((name, value))
         names = [name for name, _ in found]
@@ -292,7 +292,7 @@ def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None
     if size % ranks:
-        raise ConfigError(f"a global batch of {size} cannot be shared by {ranks} ranks: use a multiple of {ranks}")
+        raise ConfigError(f"a global batch of {size} cannot be divided evenly among {ranks} ranks: use a multiple of {ranks}")
     share = size // ranks
     accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
     largest = share * max((factor for _, factor in settings.batch_growth), default=1)
