@@ -292,7 +292,8 @@ def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None
     if size % ranks:
-        raise ConfigError(f"a global batch of {size} cannot be divided evenly among {ranks} ranks: use a multiple of {ranks}")
+        text = f"a global batch of {size} cannot be divided evenly among {ranks} ranks"
+        raise ConfigError(f"{text}: use a multiple of {ranks}")
     share = size // ranks
     accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
     largest = share * max((factor for _, factor in settings.batch_growth), default=1)
