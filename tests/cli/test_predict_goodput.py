@@ -185,7 +185,7 @@ def test_a_run_that_did_not_measure_it_says_which_option_to_give(command, traine
     asked = ("--mtbf", "3h", "--out", str(tmp_path / "runs"))
     answer = command(*GOODPUT, str(trained), *asked)
     assert answer.code == 2
-    assert "how long does a save take? trained does not say it: give --save-seconds" in answer.err
+    assert "how long does a save take? trained did not measure it: give --save-seconds" in answer.err
     answer = command(*GOODPUT, str(trained), "--save-seconds", "1", *asked)
     assert answer.code == 2 and "give --restart-seconds" in answer.err
     document = json.loads((harmed / "run.json").read_text())

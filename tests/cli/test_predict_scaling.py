@@ -155,14 +155,14 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--network", "hdr", "--algorithm", "shared"], "shared memory is not a network"),
         (["--network", "hdr", "--algorithm", "two-level"], "set --ranks-per-node"),
         (["--network", "hdr", "--straggler", "3"], "a percentage such as 3%"),
-        (["--network", "hdr", "--straggler", "300%"], "spread of 300%"),
-        (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
-        (["--network", "hdr", "--gradients", "fp8"], "known are fp32, bf16"),
+        (["--network", "hdr", "--straggler", "300%"], "300% on 8"),
+        (["--network", "hdr", "--accumulate", "0"], "at least 1 micro-batch, not 0"),
+        (["--network", "hdr", "--gradients", "fp8"], "use fp32, bf16"),
         (["--network", "hdr", "--backend", "gloo"], "there is none"),
         (["--allreduce", "{gloo}", "--inside", "nvlink"], "needs a --network, but there is none"),
         (["--allreduce", "{gloo}", "--ranks-per-node", "0"], "0 ranks per node: at least 1"),
         (["--allreduce", "{both}"], "gloo on cpu in float32; paceline on cpu in float32"),
-        (["--allreduce", "{both}", "--backend", "nccl"], "there is gloo, paceline"),
+        (["--allreduce", "{both}", "--backend", "nccl"], "only on gloo, paceline"),
         (["--allreduce", "{both}", "--backend", "paceline"], "1,024 ranks do not fit"),
         (["--allreduce", "{profile}"], "has no record of a collective"),
         (["--allreduce", "{gloo}/none"], "does not exist"),
@@ -199,7 +199,7 @@ def test_the_numbers_of_several_rows_are_not_one_number(files):
     result = paceline.predict(files["profile"], network="10gbe,hdr", ranks=(8, 64))
     assert len(result.rows) == 4
     for name in ("step_s", "interval", "exposed_s"):
-        with pytest.raises(RecordError, match="4 networks and numbers of ranks"):
+        with pytest.raises(RecordError, match="4 networks and rank counts"):
             getattr(result, name)
 
 

@@ -59,7 +59,7 @@ FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: 
 @pytest.mark.parametrize(
     ("there", "words", "name", "advice"),
     [
-        (OTHER, (), "b: torch: 1.0.0", "one version"),
+        (OTHER, (), "b: torch: 1.0.0", "install the same version"),
         ({"sitecustomize.py": SHIFTED}, (), "b: clock", "NTP"),
         ({"sitecustomize.py": FULL}, (), "b: disk", "free some space"),
         ({}, ("--interface", "nowhere0"), "a: network: no interface nowhere0", "--interface"),

@@ -364,7 +364,7 @@ def test_times_of_another_machine_are_not_mixed_in(command, studies, tmp_path, v
     (folder / "study.json").write_text(json.dumps(document))
     (folder / "run.json").unlink()
     answer = command("scale", verb, "--resume", str(folder))
-    assert_refused(answer, "it was started on a faster box, and this is")
+    assert_refused(answer, "it was started on a faster box, but this is")
     # As a part of a page, too.
     shutil.copytree(folder, tmp_path / "page" / verb)
     if verb == "batch":

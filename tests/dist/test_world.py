@@ -110,7 +110,7 @@ def test_where_the_program_has_a_group_the_hint_is_not_to_close_a_world():
         ({"backend": "cpu:gloo,tpu:gloo"}, "unknown device 'tpu'"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
         ({"rank": 2, "world_size": 2}, "0 <= rank < world_size"),
-        ({"rank": 0}, "give both"),
+        ({"rank": 0}, "pass both"),
         ({"threads": 0}, "at least 1"),
         ({"rendezvous": "http://here"}, "rendezvous 'http://here' is unknown"),
         ({"rendezvous": "tcp://here"}, "lacks a host or a port"),

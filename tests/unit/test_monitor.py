@@ -215,7 +215,7 @@ def test_a_kill_for_memory_is_that_of_the_rank_only_at_that_time(monkeypatch):
         for _ in range(30):
             now_s[0] += 0.1
             assert found.look() is None
-        assert "by hand" in found.describe_end(0, -signal.SIGKILL)
+        assert "manually" in found.describe_end(0, -signal.SIGKILL)
 
 
 def test_a_suspended_job_is_no_hang():
@@ -307,7 +307,7 @@ def test_the_verdict_is_one_paragraph():
     assert find_frames("") == []
     assert "SIGSEGV" in describe_end(-signal.SIGSEGV) and "code 3" in describe_end(3, "in step 4")
     assert "by the kernel: out" in describe_end(-signal.SIGKILL, is_oom=True)
-    assert "by hand" in describe_end(-signal.SIGKILL)
+    assert "manually" in describe_end(-signal.SIGKILL)
 
 
 def test_a_crash_tells_where_it_was():
