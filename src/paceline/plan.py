@@ -265,9 +265,11 @@ def drop_late_rows(plan: Plan, ready_order: Sequence[int]) -> Plan:
     return plan.without_rows(find_late(plan.partition, ready_order[-1], tied)) if tied else plan
 
 
-def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = ()) -> Plan:
-    """The buckets of torch's first iteration: one per dtype and device, before the ready order is known."""
-    whole = plan_like_torch(gradients, range(len(gradients)), [sys.maxsize], rows)
+def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = (), is_limited: bool = False) -> Plan:
+    """The buckets of the first step, before the ready order is known: one per dtype and device, as in torch, or several
+    if their size is limited."""
+    cap_bytes = TORCH_CAP_BYTES if is_limited else sys.maxsize
+    whole = plan_like_torch(gradients, range(len(gradients)), [cap_bytes], rows)
     return replace(whole, buckets=whole.buckets[::-1], rule="torch's first iteration: one bucket per dtype")
 
 

@@ -274,7 +274,7 @@ def test_a_test_set_is_evaluated_and_where_there_is_none_nothing_is(here):
     alone = list_numbers(find_run(answer))
     assert [row[4] is None for row in alone] == [True]
     answer = type_alone("train", *JOBS["step on named data"], "--out", str(here))
-    assert answer.code == 0 and "returned no evaluate, without which" in answer.err
+    assert answer.code == 0 and "returned no evaluate, so it is not tested" in answer.err
 
 
 def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resumed(here):
@@ -316,7 +316,7 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not say"),
         (
             ("--model", "job.py:build_net", "--data", "job.py:load_stream"),
-            "not known; give the data a __len__, or train with --steps",
+            "unknown; give the data a __len__, or train with --steps",
         ),
         (
             ("--model", "job.py:build_net", "--data", "job.py:load_stream", "--steps", "2", "--tail", "pad"),

@@ -253,7 +253,7 @@ def test_the_load_under_which_its_inputs_were_measured_travels_into_a_prediction
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     assert [line for line in document["warnings"] if "busy" in line] == [f"{name}: {BUSY}" for name in busy]
-    assert document["answer"].endswith("Simulated, from times of a busy machine." if busy else "Simulated.")
+    assert document["answer"].endswith("Simulated, from times measured on a busy machine." if busy else "Simulated.")
     doubts = {(row["network"], row["world_size"]): row["doubt"] for row in document["rows"]}
     for (network, ranks), doubt in doubts.items():
         names = [name for name in busy if name == "profile" or network == "gloo"]

@@ -60,7 +60,7 @@ def phases_bare(out) -> Answer:
 
 def test_phases_are_a_table_and_a_record_for_each_batch_size(phases):
     run = find_run(phases)
-    for words in ("forward (ms)", "backward (ms)", "exposed (ms)", "comm overhead", "batch 8: profiling costs"):
+    for words in ("forward (ms)", "backward (ms)", "exposed (ms)", "comm overhead", "batch 8: profiling overhead"):
         assert words in phases.out
     lines = [line for line in phases.err.splitlines() if "cells" in line]
     assert [line.partition(", about")[0] for line in lines] == [
@@ -83,7 +83,7 @@ def test_phases_are_a_table_and_a_record_for_each_batch_size(phases):
 def test_one_rank_sends_nothing_and_has_no_column_for_it(phases_alone):
     find_run(phases_alone)
     assert "busbw" not in phases_alone.out and "busy (ms)" not in phases_alone.out
-    assert "1 rank, batch 8: profiling costs" in phases_alone.out
+    assert "1 rank, batch 8: profiling overhead" in phases_alone.out
 
 
 @pytest.mark.parametrize("wrapper", ["torch", "none"])

@@ -101,7 +101,7 @@ class _ReplicaCheck(Probe):
         self.replica = replica
         self._device = replica.device
         self.held_bytes = held_bytes
-        self.peak_step_bytes = 0
+        self._peak_bytes = 0
         self.num_wrong = 0
         self._num_steps = 0
 
@@ -115,10 +115,15 @@ class _ReplicaCheck(Probe):
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
-            self.peak_step_bytes = max(self.peak_step_bytes, peak)
+            # What is held between steps may be freed before the peak, so the two are only added within a step.
+            self._peak_bytes = max(self._peak_bytes, self.held_bytes + peak)
             if self._num_steps < _MEMORY_STEPS:
                 self.held_bytes += _count_allocated(self._device, True) - self._before
             self._num_steps += 1
+
+    @property
+    def peak_step_bytes(self) -> int:
+        return max(0, self._peak_bytes - self.held_bytes)
 
 
 class _Cell:

@@ -7,7 +7,6 @@ step logic calls the reducer, and the reducer returns its results, failures incl
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import operator
@@ -24,7 +23,7 @@ from paceline.parallel import streams
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
-from paceline.parallel.flat import FlatGradients, LiveBucket
+from paceline.parallel.flat import FlatGradients, LiveBucket, choose_separate
 from paceline.parallel.graph import Arrivals, find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
@@ -568,7 +567,7 @@ class BucketedReducer:
         self._arrivals = Arrivals(replica.params)
         # Until the ready order is known, there is one bucket per dtype, as in torch, sent at the end of backward.
         self.is_planned = self._has_agreed = False
-        self._lay_out(plan_torch_start(replica.gradients, rows.choose_first()))
+        self._lay_out()
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -916,7 +915,7 @@ class BucketedReducer:
             # These gradients are sent whole from now on and become ready last, so the plan is made again.
             self.is_planned, self._is_recording = False, True
             self.stop()
-            self._lay_out(plan_torch_start(self.replica.gradients, self.rows.choose_first()))
+            self._lay_out()
             self._note_versions()
         elif self._is_recording:
             self._is_recording = False
@@ -949,16 +948,15 @@ class BucketedReducer:
         self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule, plan.rows))
         self._note_versions()  # moves the gradients, which frees the memory of the first step
 
-    def _lay_out(self, plan: Plan) -> None:
-        self.plan = plan
-        pieces = collections.Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
-        split = {index for index, count in pieces.items() if count > 1}
-        # A communication hook needs one contiguous vector, and so does a split gradient.
+    def _lay_out(self, plan: Plan | None = None) -> None:
+        # A communication hook needs one contiguous vector.
         stays = self.channel.is_nccl and self.hook_calls is None
+        if plan is None:  # the first step; while a message is packed its gradients exist twice, so its size is limited
+            is_limited = stays and self.sharding is None
+            plan = plan_torch_start(self.replica.gradients, self.rows.choose_first(), is_limited)
+        self.plan = plan
         least = 0 if stays else _SEPARATE_BYTES if self.channel.device.type == "cpu" else math.inf
-        separate = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= least} - plan.alone | split
-        uncopied = separate - split if stays else set[int]()
-        self._kinds = uncopied, separate
+        self._kinds = uncopied, separate = choose_separate(plan, least, stays)
         allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for lasting buffers
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         params = self.replica.params

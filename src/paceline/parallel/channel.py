@@ -265,16 +265,24 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
             group = dist.new_group(backend=like.backend)
     except ValueError:
         return None
-    proof.check_group(group)
-    weakref.finalize(owner, _destroy_group, group).atexit = False
-    return cast(dist.ProcessGroup, group)
+    return _own(group, like.device, owner)
 
 
-def open_part(ranks: Sequence[Sequence[int]], backend: str, owner: object) -> dist.ProcessGroup:
+def open_part(
+    ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object
+) -> dist.ProcessGroup:
     """This rank's group among `ranks`, which lives as long as `owner`. Collective: every rank of the world must call
     this with the same groups."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
+    return _own(group, device, owner)
+
+
+def _own(group: Any, device: torch.device, owner: object) -> dist.ProcessGroup:
     proof.check_group(group)
+    if "nccl" in str(dist.get_backend(group)) and dist.get_world_size(group) > 1:
+        # NCCL connects in the first message. A rank that failed before it would leave the others waiting there, where
+        # they cannot look for failures.
+        group.allreduce([torch.zeros(1, device=device)]).wait()
     weakref.finalize(owner, _destroy_group, group).atexit = False
     return cast(dist.ProcessGroup, group)
 

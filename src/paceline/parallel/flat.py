@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from typing import Any
@@ -92,6 +93,15 @@ class FlatGradients:
             flat.mul_(factor)
 
 
+def choose_separate(plan: Plan, least_bytes: float, stays: bool) -> tuple[set[int], set[int]]:
+    """The gradients that stay where autograd leaves them until they are sent, and all that are not gathered by a fused
+    copy: those of at least `least_bytes`, and split ones, which need one contiguous vector."""
+    pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
+    split = {index for index, count in pieces.items() if count > 1}
+    separate = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= least_bytes} - plan.alone | split
+    return (separate - split if stays else set()), separate
+
+
 class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together once all have arrived, and `copied` ones separately
     as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent: if the bucket `packs`,
@@ -163,6 +173,7 @@ class Pack:
         """Forget the message. Its memory stays with the gradients and any other user."""
         self.views: list[torch.Tensor] = []
         self.message = self._gradients = self._like
+        self._storage = self._like.untyped_storage()
 
     def _build(self) -> None:
         self.message = self._like.new_empty(self._numel)

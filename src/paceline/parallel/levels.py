@@ -64,7 +64,7 @@ class Levels:
         here = [[ranks[rank] for rank in host] for host in self.hosts]
         across = list(zip(*here, strict=True))
         asked: list[tuple[Any, str]] = [(here, inside), (across, between), (across, between), (here, inside)]
-        return [(open_part(parts, backend, owner), len(parts[0])) for parts, backend in asked]
+        return [(open_part(parts, backend, channel.device, owner), len(parts[0])) for parts, backend in asked]
 
     @staticmethod
     def _shares_memory(channel: Channel) -> bool:

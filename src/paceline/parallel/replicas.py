@@ -36,6 +36,9 @@ _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this share of the model, so that small models overlap with backward, too. This gives
 # about four messages; with more, their latency would cost what the overlap gains.
 _SHARE = 2 / 7
+# On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
+# measured beyond). The first bucket is at least as large as one latency, the others as large as four.
+_NCCL_LATENCY_BYTES, _MEASURED_RANKS = 5 * MIB // 16, 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
@@ -117,7 +120,8 @@ class Options:
         if self.caps:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
-            caps = [TORCH_FIRST_CAP_BYTES, min(share, TORCH_CAP_BYTES)]
+            latency = _NCCL_LATENCY_BYTES * min(channel.world_size, _MEASURED_RANKS)
+            caps = [max(TORCH_FIRST_CAP_BYTES, latency), min(max(share, 4 * latency), TORCH_CAP_BYTES)]
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
