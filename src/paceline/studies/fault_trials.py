@@ -1,7 +1,7 @@
-"""`paceline faults`: inject faults into a small job, again and again. How soon is each identified, and how correctly?
+"""`paceline faults`: inject faults into a small job repeatedly. How quickly and how correctly is each identified?
 
 The job is `fault_job`, in processes of its own: under `paceline train`, as a script with Paceline's wrapper and monitor
-under torchrun, and as a script with torch's wrapper alone.
+under torchrun, and as a script with torch's wrapper only.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 
 class Fault(NamedTuple):
-    """`place`: where in a step it happens. `cause`: a pattern in the report of its cause; empty for what is not a fault
-    but a pause or a slow network. `needs`: a prepared environment (`fault_places`). `names_rank`: the report names the
-    rank. `rank`: the only rank that can have it. `is_saved`: afterwards a run must resume from its newest checkpoint.
-    `is_final`: a run does not continue, whatever its policy."""
+    """A kind of fault.
+
+    `place`: where in a step it happens. `cause`: a pattern that a correct report matches; empty for pauses and slow
+    networks, which are not faults. `needs`: a prepared environment (`fault_places`). `names_rank`: whether the report
+    names the rank. `rank`: the only rank that can have it. `is_saved`: afterwards a run must resume from its newest
+    checkpoint. `is_final`: a run does not continue, whatever its policy.
+    """
 
     place: str
     cause: str
@@ -182,21 +185,20 @@ def faults(
     state: str | None = None, device: str = "cpu", out: Place = None, resume: Place = None,
     progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
-    """Inject faults into a small job in processes of its own, under each system in turns, and measure what follows.
+    """Inject faults into a small job in processes of its own, alternating between systems, and measure the outcome.
 
     Args:
         faults: Names, or "all".
         systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
             "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
         trials: How often each fault is injected; once by default.
-        patience: How many seconds to wait for a fault to be identified; the noise of a healthy job lasts as long.
+        patience: Seconds to wait for a fault to be identified; the noise of a healthy job lasts as long.
         restart: Restart each job once from its newest checkpoint.
-        on_fault: What `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several in turns.
+        on_fault: What `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several of these.
         state: Size of the model and optimizer, such as "100MB"; small by default.
         device: "cpu" or "cuda".
         out: Save the run in a new folder there, trial by trial.
-        resume: The folder of an interrupted run, which has its own settings: other arguments than `trials` must be left
-            out.
+        resume: The folder of an interrupted run. It keeps its own settings: only `trials` may be given.
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
     check_counts(trials=trials)
@@ -224,7 +226,7 @@ def _build_config(
     *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The configuration of the run, after every check that needs no job."""
+    """The configuration of the run, after all checks that need no job."""
     named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     strange = [one for one in named if one not in known]
@@ -250,7 +252,7 @@ def _build_config(
 
 
 def _list_tasks(config: dict[str, Any]) -> list[Task]:
-    """All trials, in turns. Only `train` has a policy."""
+    """All trials, alternating between faults and systems. Only `train` has a policy."""
     tasks = list[Task]()
     policies = config["on_fault"]
     turns = itertools.product(
@@ -288,7 +290,7 @@ def _describe(records: Sequence[Any]) -> str:
 
 
 def why_not(fault: str, device: str, ranks: int) -> str:
-    """Why it cannot be injected here; empty where it can."""
+    """Why it cannot be injected here; empty if it can."""
     needs = FAULTS[fault].needs
     if needs == "hosts" and ranks != 2:
         return "there is one rank on each of two hosts; use --ranks 2"
@@ -296,7 +298,7 @@ def why_not(fault: str, device: str, ranks: int) -> str:
 
 
 def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[str], dict[str, str]]:
-    """The named faults, or all that can be injected here; and the others, each with the reason why not."""
+    """The named faults, or all that can be injected here; and the others, each with the reason."""
     chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise ConfigError(f"unknown faults: {', '.join(unknown)}; known are {', '.join(FAULTS)}")
@@ -343,7 +345,7 @@ class _Job:
         return [pid for pid in found if pid != self.process.pid]
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
-        """Each match: when it was complete, its last line, and all its lines. A match may span three lines."""
+        """Each match: the time of its last line, this line, and all its lines. A match may span three lines."""
         lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
@@ -351,13 +353,13 @@ class _Job:
                 yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
 
     def find_last(self) -> str:
-        """Its error, or the last line with a word in it."""
+        """The error, or else the last line that contains a word."""
         lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
         errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
         return next(iter((*errors, *lines)), "").strip()
 
     def stop(self) -> None:
-        """Ask it to end, as a user or a scheduler does."""
+        """Ask the job to end, as a user or a scheduler does."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP_S)
@@ -389,7 +391,7 @@ def _build_command(trial: Trial, asked: dict[str, Any], place: fault_places.Plac
 
 
 def _find_saved(trial: Trial, folder: Path) -> int:
-    """The step of the newest checkpoint; 0 where there is none."""
+    """The step of the newest checkpoint; 0 if there is none."""
     if trial.system == "train":
         steps = [int(path.name.rpartition("-")[2]) for path in folder.glob(f"{OUT}/*/checkpoints/step-*")]
         return max(steps, default=0)
@@ -414,7 +416,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
         with contextlib.closing(_Job(trial, asked, place, policy)) as job:
             fault_s, noted = _await_fault(job, folder)
             place.act(trial.fault, trial.rank)
-            until_s = fault_s + trial.limit_s * (2 if trial.fault == "slow-link" else 1)  # its last step is slow
+            until_s = fault_s + trial.limit_s * (2 if trial.fault == "slow-link" else 1)  # the last step is slow
             while job.process.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.02)
             waited_s = time.monotonic()
@@ -459,7 +461,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
 
 
 def _build_pattern(kind: Fault, rank: int) -> str:
-    """The pattern of a correct report, or of any report, which is wrong in a pause."""
+    """The pattern of a correct report; for a pause, of any report, as each is wrong."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # no other rank before the cause
@@ -492,7 +494,7 @@ def _find_width(state_bytes: int) -> int:
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
-    """What a run that continued recorded about its fault; empty where it did not continue."""
+    """What a run that continued recorded about its fault; empty if it did not continue."""
     for path in folder.glob(f"{OUT}/*/config.json"):
         for fault in json.loads(path.read_text()).get("faults", []):
             return {name: value for name, value in fault.items() if value is not None}
@@ -506,7 +508,7 @@ def _list_shared() -> set[str]:
 
 
 def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
-    """When the fault happened, and in which step."""
+    """When the fault happened, and in which step it did."""
     until_s, path = time.monotonic() + _START_S, folder / "injected"
     while not path.exists() or not path.read_text():
         if job.process.poll() is not None or time.monotonic() > until_s:
@@ -519,7 +521,7 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
 
 
 def _measure_restart(trial: Trial, asked: dict[str, Any]) -> float | None:
-    """Seconds from a restart of the same job to the end of the step of the fault; None where it failed."""
+    """Seconds from a restart of the same job to the end of the step of the fault; None if it failed."""
     again = asked | {"fault": "", "steps": trial.step}
     begin_s = time.monotonic()
     with contextlib.closing(_Job(trial, again, fault_places.Place())) as job:
@@ -538,7 +540,7 @@ _NAMES = {
 }
 
 
-# The faults whose times are among the findings.
+# Faults whose detection times are findings.
 _TIMED = ("kill", "stop", "gil", "loop", "link-down")
 
 
@@ -547,7 +549,7 @@ def _format_s(seconds: float) -> str:
 
 
 def _find_p95(values: Sequence[float | None]) -> float | None:
-    """The 95th percentile; None where more than one value in twenty is missing."""
+    """The 95th percentile; None if more than one value in twenty is missing."""
     known, place = sorted(one for one in values if one is not None), math.ceil(0.95 * len(values)) - 1
     return known[place] if known and place < len(known) else None
 
@@ -578,7 +580,7 @@ class _Row:
         # From the report of the fault to the end of the next step, where the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
         self.recovered_s, self.recovered_p95_s = _find_median(recovered_s), _find_p95(recovered_s)
-        # Where the fault was identified, and its step can be known.
+        # Only of faults that were identified and have a known step.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
 
@@ -608,7 +610,7 @@ class FaultsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        """What all trials under Paceline show together."""
+        """What all trials under Paceline show together, without those of torch's wrapper alone."""
         ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
         faults = [one for one in ours if one.steps_lost is not None]
         stepped = [one for one in faults if one.names_step is not None]

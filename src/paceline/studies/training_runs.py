@@ -1,4 +1,4 @@
-"""What the ranks of a study of training run: one cell to its end, with evaluations and noise probes on the way.
+"""What the ranks of a training study run: one cell to its end, with evaluations and noise probes on the way.
 
 `records.training` derives the gradient noise scale from the squared norms of the probes.
 """
@@ -32,15 +32,15 @@ from paceline.training.settings import TrainSettings
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
-# When gradient noise is probed, as shares of the run, and how. All probes together may take a small share of the run's
-# samples: the more small batches a probe has, the later in training the noise can still be measured.
+# When gradient noise is probed, as fractions of the run, and how. All probes together may use a small fraction of the
+# run's samples: with more small batches per probe, the noise can be measured until later in training.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
-    """How many samples an epoch has, and whether the model has a BatchNorm. Collective: call on every rank of the
+    """The number of samples of an epoch, and whether the model has a BatchNorm. Collective: call on every rank of the
     launched world."""
     with open_world(settings) as world:
         train, test = load_sets(settings, world)
@@ -51,8 +51,10 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Train the cell to its end. Collective: call on every rank of the launched world. Synthetic data has the same seed
-    in all cells: another one would be another task, not another run of the same task."""
+    """Train the cell to its end. Collective: call on every rank of the launched world.
+
+    Synthetic data has the same seed in all cells: another seed would be another task, not another run of the same one.
+    """
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
         is_synthetic = settings.data.startswith("synthetic")
@@ -80,7 +82,7 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         num_targets += taken.num_targets
         num_samples += taken.num_samples
         largest = max(largest, taken.num_samples)
-        # By samples, since a growing batch has most of its updates at the beginning; or by updates, where they end it.
+        # By samples, since a growing batch has most of its updates at the beginning; by updates if they end the run.
         done = step / num_steps if settings.steps is not None else num_samples / (epochs * epoch_samples)
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]
@@ -134,7 +136,7 @@ def measure_noise_scale(
     # Gradients that fit half precision in training may overflow here: the losses of smaller batches weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
-    # A second batch size would make torch.compile switch to dynamic shapes, and training to other kernels.
+    # A second batch size would make torch.compile switch to dynamic shapes, and training would use other kernels.
     eager: Any = torch.compiler.set_stance("force_eager") if job.settings.compile else contextlib.nullcontext()
     with _restoring(job.learner.module), eager:
         job.learner.module.train()
