@@ -289,6 +289,10 @@ def test_a_batch_grows_as_it_was_typed(mnist, tmp_path):
     [
         (("--lr", "0.1"), "--lr 0.1 with --resume: the run was started with 0.05"),
         (("--channels", "8", "8"), "--channels 8 8 with --resume: the run was started with 4 8"),
+        (("--hidden", "17"), "--hidden 17 with --resume: the run was started with 16"),
+        (("--model", "mlp"), "--model mlp with --resume: the run was started with cnn"),
+        (("--seed", "2"), "--seed 2 with --resume: the run was started with 1"),
+        (("--ranks", "3"), "3 ranks cannot divide the run's global batch of 16 samples evenly"),
         (("--global-batch-size", "32"), "the run was started with 16"),
         (("--data", "synthetic"), "--data synthetic with --resume"),
         (("--out", "elsewhere"), "--out elsewhere with --resume"),
