@@ -156,7 +156,8 @@ class Trial:
 
     def build_request(self, folder: Path) -> dict[str, Any]:
         """What the job is asked to do: the fields of `fault_job.Asked`."""
-        fault, place = self.fault, self.kind.place
+        fault = self.fault
+        place = self.kind.place
         steps = _LONG_STEPS
         if (not self.kind.cause and fault != "noise") or place == "start":
             steps = self.step + (1 if fault == "slow-link" else 40)
@@ -405,7 +406,9 @@ def _find_saved(trial: Trial, folder: Path) -> int:
 
 def measure_fault(trial: Trial) -> FaultRecord:
     """Inject one fault into one job."""
-    kind, is_noise, is_pause = trial.kind, trial.fault == "noise", not trial.kind.cause
+    kind = trial.kind
+    is_noise = trial.fault == "noise"
+    is_pause = not kind.cause
     shared = _list_shared()
     with tempfile.TemporaryDirectory(prefix="paceline-fault-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -427,8 +430,8 @@ def measure_fault(trial: Trial) -> FaultRecord:
             deadline_s = time.monotonic() + (_LEAVE_S[kind.needs == "hosts"] if is_over else 0.0)
             while (left := job.find_processes()) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
-            pattern, code = _build_pattern(kind, trial.rank), job.process.returncode
-            matches = list(job.find_lines(pattern, waited_s if is_through else math.inf))
+            code = job.process.returncode
+            matches = list(job.find_lines(_build_pattern(kind, trial.rank), waited_s if is_through else math.inf))
             found = matches[0] if matches else None
             text = job.find_last() if found is None else found[1].strip()
         left_over = [f"{len(left)} processes"] if left and is_over else []
@@ -443,11 +446,12 @@ def measure_fault(trial: Trial) -> FaultRecord:
         for path in folder.glob("noise-*"):
             with contextlib.suppress(ValueError):  # killed while writing
                 noises.update(json.loads(path.read_text()))
+    detected_s = None
     if is_pause:
-        is_right, detected_s = (is_through or code == 0) and found is None, None
+        is_right = (is_through or code == 0) and found is None
     else:
-        is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
-        is_right = is_right and (not trial.continues or code == 0) and (not kind.is_saved or restart_s is not None)
+        is_right = found is not None and (not trial.continues or code == 0) and (not kind.is_saved or bool(restart_s))
+        detected_s = None if found is None else found[0] - fault_s
     if is_right and noises:
         text = ", ".join(f"{name} {count}" for name, count in sorted(noises.items()))
     return trial.build_record(
