@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from paceline.report import plots
+from paceline.report.plots import render_png, render_svg
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
 
@@ -122,11 +123,25 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are built and not rendered: that takes longer than all else of a run that is small."""
-    monkeypatch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
-    monkeypatch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
+@pytest.fixture(scope="session", autouse=True)
+def _sketched() -> Iterator[None]:
+    """Figures are built and not rendered: that takes longer than all else of a run that is small.
+
+    Tests of figures use `render_png` and `render_svg`; tests of files use `rendered`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
+        patch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
+        yield
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Iterator[None]:
+    """Saved figures are rendered after all, in a whole module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_png", render_png)
+        patch.setattr(plots, "render_svg", render_svg)
+        yield
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.cli.test_train_bad_input import assert_refused
 from tests.cli.test_train_stops import gone
 from tests.conftest import descendants, wait_until
 
-pytestmark = [pytest.mark.usefixtures("sketched"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # Long enough that a signal comes in the middle of it, on one rank.
 LONG = (
