@@ -115,7 +115,7 @@ def test_large_batch(start):
     assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80
 
 
-def test_paraphrase(tmp_path, monkeypatch, sketched):
+def test_paraphrase(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_mrpc(tmp_path / "mrpc")
     asked = ("--data", "mrpc:mrpc", "--context", "64", "--batch-size", "4", "--optimizer", "adamw", "--lr", "0.01")
