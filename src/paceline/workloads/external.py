@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 
 from paceline.errors import ConfigError, PacelineError, refuse, suggest
 from paceline.runtime.worker import find_code
-from paceline.workloads.data import DataForm, import_hf, is_own, shorten_error
+from paceline.workloads.data import DataForm, fetch_from_hub, import_hf, is_own, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,6 @@ _KEPT = Path(__file__).parent / "configs"
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FILES = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_HUB_TIMEOUT_S = 5
 _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClassification"}
 
 
@@ -109,24 +108,30 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
 def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     """The folder of a model, and why it has no weights (empty if it has). Searched in this order: a folder of this
     name, the hub's cache, the hub, the bundled configurations."""
-    path, wants_weights = Path(name).expanduser(), _WEIGHTS in files
+    path = Path(name).expanduser()
+    wants_weights = _WEIGHTS in files
     if path.is_dir():
         return path, _check_folder(path) if wants_weights else ""
-    reason, known = "", _KEPT / name.replace("/", "--")
-    for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
-        try:
-            hub = import_hf("huggingface_hub")
-            folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
-        except Exception as error:
-            # The library's errors have no common base class in all versions.
-            reason = shorten_error(error)
-            continue
-        if (folder / _CONFIG).is_file():
-            if not wants_weights or not _missing_weights(folder):
-                return folder, ""
-            if "local_files_only" not in options:
-                raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
-            known = folder
+    known = _KEPT / name.replace("/", "--")
+
+    def is_complete(folder: Path) -> bool:
+        nonlocal known
+        if not (folder / _CONFIG).is_file():
+            return False
+        if not wants_weights or not _missing_weights(folder):
+            return True
+        known = folder
+        return False
+
+    reason = f"it has no {_CONFIG}"
+    try:
+        folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
+    except Exception as error:
+        reason = shorten_error(error)
+    else:
+        if is_complete(folder):
+            return folder, ""
+        refuse((known == folder, f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read"))
     if known.is_dir():
         return known, "because the hub cannot be reached and only its configuration is here"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
