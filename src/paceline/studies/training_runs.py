@@ -43,7 +43,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
     """The number of samples of an epoch, and whether the model has a BatchNorm. Collective: call on every rank of the
     launched world."""
     with open_world(settings) as world:
-        train, test = load_sets(settings, world)
+        (train, test), _ = load_sets(settings, world)
         needed = "whole epochs are compared by their test loss: return (train, test), each with a length"
         refuse((train.is_stream or test is None, f"data {train.name}: {needed}"), code="own-type")
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
@@ -58,7 +58,7 @@ def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> li
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
         is_synthetic = settings.data.startswith("synthetic")
-        sets = load_sets(dataclasses.replace(settings, seed=data_seed) if is_synthetic else settings, world)
+        sets, _ = load_sets(dataclasses.replace(settings, seed=data_seed) if is_synthetic else settings, world)
         return train_cell(build_job(settings, world, sets=sets), cell, evaluations)
 
 

@@ -112,9 +112,9 @@ def build_job(
     """Build a job. `sets` is data that is already loaded; `like` is a model to copy instead of building a new one.
     Collective: call on every rank."""
     parts = None
-    if sets is None and settings.is_whole:
-        parts, sets = open_whole(settings, world)
-    train, test = load_sets(settings, world) if sets is None else sets
+    if sets is None:
+        sets, parts = load_sets(settings, world)
+    train, test = sets
     num_samples = len(train)
     if num_samples < world.world_size and not train.is_stream:
         raise ConfigError(f"{train.describe()}: fewer samples than {world.world_size} ranks; use fewer ranks")
@@ -144,16 +144,19 @@ def build_job(
     return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 
-def load_sets(settings: TrainSettings, world: World) -> Sets:
-    """The training set and the test set, in the form that suits the model. A user's own data may have no test set."""
-    if is_own_data(settings.data):
-        return load_own(settings, world)
+def load_sets(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
+    """The training set and the test set, in the form that suits the model. A user's own data may have no test set.
+
+    Also returns the result of the user's model function if the data comes from it.
+    """
+    if settings.is_whole or is_own_data(settings.data):
+        return _load_own(settings, world)
     # A user's own model has no default data form; it needs one only for plain "synthetic".
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
     train, test = (load_data(settings.data_request, split, form, world.device, folder) for split in ("train", "test"))
-    return train, test if settings.test_samples is None else test.first(settings.test_samples)
+    return (train, test if settings.test_samples is None else test.first(settings.test_samples)), None
 
 
 def _list_facts(settings: TrainSettings, world: World) -> dict[str, Any]:
@@ -184,25 +187,21 @@ def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> 
     return parts, taken
 
 
-def open_whole(settings: TrainSettings, world: World) -> tuple[OwnParts, Sets]:
-    """The model, data and step from a user's function that returns all three."""
-    set_seed(settings.seed)  # all ranks build equal models
-    parts, taken = open_parts(settings, world, None)
-    if parts.data is None:
+def _load_own(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
+    """The data from the user's data function, or from the model function, which returns it with the model.
+
+    If the function took the rank, its streams are already sharded.
+    """
+    set_seed(settings.seed)  # all ranks build equal models; a random split is the same on all ranks and after a resume
+    parts = None
+    name = settings.model if settings.is_whole else settings.data
+    if settings.is_whole:
+        parts, taken = open_parts(settings, world, None)
+        found = parts.data
         advice = "name it, such as --data synthetic:images or --data FILE.py:FUNCTION, or return (model, data, step)"
-        raise ConfigError(f"model {settings.model} returned no data: {advice}", code="no-data")
-    return parts, _open_sets(parts.data, settings, settings.model, taken)
-
-
-def load_own(settings: TrainSettings, world: World) -> Sets:
-    """Load the data that the user's data function returns."""
-    set_seed(settings.seed)  # a random split is the same on all ranks and after a resume
-    found, taken = call_own(settings.data, "data", **_list_facts(settings, world))
-    return _open_sets(found, settings, settings.data, taken)
-
-
-def _open_sets(found: Any, settings: TrainSettings, name: str, taken: frozenset[str]) -> Sets:
-    """Open one set, or (train, test). If the function took the rank, its streams are already sharded."""
+        refuse((found is None, f"model {name} returned no data: {advice}"), code="no-data")
+    else:
+        found, taken = call_own(name, "data", **_list_facts(settings, world))
     two = found if isinstance(found, tuple) else (found, None)
     refuse((len(two) != 2, f"data {name} returned {len(two)} sets: return one, or (train, test)"), code="own-type")
     shared: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batches.batch_size}
@@ -211,7 +210,7 @@ def _open_sets(found: Any, settings: TrainSettings, name: str, taken: frozenset[
     test = None if two[1] is None else open_data(two[1], name, "test", **shared)
     train = train if settings.samples is None else train.first(settings.samples)
     train.form = train.form if settings.is_whole else find_form(train)
-    return train, test if test is None or settings.test_samples is None else test.first(settings.test_samples)
+    return (train, test if test is None or settings.test_samples is None else test.first(settings.test_samples)), parts
 
 
 def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: Learner) -> tuple[TrainSettings, Sets]:
