@@ -61,11 +61,11 @@ class StudySettings:
         return self.job.ranks
 
     def check(self) -> None:
-        """Refuse invalid settings; the job itself is checked separately."""
+        """Refuse what cannot be measured; the job itself is checked separately."""
         raise NotImplementedError
 
     def check_size(self) -> None:
-        """Refuse cells that do not fit into memory here, or would never end."""
+        """Refuse cells that do not fit into memory here, or that would not end."""
         given = asdict(self)
         check_counts(**{name: given.get(name) for name in ("iters", "epochs", "updates", "evaluations")})
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
