@@ -29,7 +29,7 @@ from paceline.training.journal import Position
 from paceline.training.optimizers import match_strides
 from paceline.training.settings import AUTO, FIRST_SAVE_S, HOST_MTBF_S, TrainSettings, parse_save_every
 from paceline.training.step import list_models
-from paceline.units import parse_duration
+from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
@@ -161,6 +161,7 @@ class RunFiles:
         """Load the checkpoint into the job; ConfigError if it belongs to another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
+        num_workers = 1 if learner.workers is None else len(learner.workers.learners)
         grown = [tuple(mark) for mark in meta["growth"]]
         wanted = list(job.batch_schedule.marks)
         refuse(
@@ -170,6 +171,9 @@ class RunFiles:
             (meta["tail"] != job.settings.tail,
              f"{found} was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the "
              f"loader's drop_last, or of {self._world.world_size} ranks), which changes the steps per epoch: keep it"),
+            (_count_workers(state) != num_workers,
+             f"{found} has {format_number_of(_count_workers(state), 'worker')}, but this job has {num_workers}: "
+             "keep --workers"),
             (grown != wanted,
              f"{found} grows its batch {_format_growth(grown)}, but this job "
              f"{_format_growth(wanted)}: keep --batch-growth and --epochs"),
@@ -325,6 +329,10 @@ def build_meta(job: Job, position: Position) -> dict[str, Any]:
         "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
         "tail": job.settings.tail, "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
     }  # fmt: skip
+
+
+def _count_workers(state: dict[str, Any]) -> int:
+    return len(state["workers"]["memory"]) if "workers" in state else 1
 
 
 def find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:
