@@ -130,9 +130,8 @@ def test_all_trials_together():
         make_trial("exit", left_over=("1 processes",)), make_trial("stop", detected_s=1.8),
     )  # fmt: skip
     assert "false alarms in 1 of 2 pauses (60 min 12 s of noise)" in result.answer
-    right, times, left = result.findings
+    right, left = result.findings
     assert "4 of 5 faults (80.0%)" in right and "in 3 of the 4 reports" in right
-    assert times == "p95 of the time to identify it: stop 1.80 s on gloo"  # too many kills were not identified
     assert left.startswith("1 trial left something")
 
 

@@ -544,12 +544,7 @@ _NAMES = {
 }
 
 
-# Faults whose detection times are findings.
-_TIMED = ("kill", "stop", "gil", "loop", "link-down")
-
-
-def _format_s(seconds: float) -> str:
-    return f"{seconds:.2f}"
+_format_s = "{:.2f}".format
 
 
 def _find_p95(values: Sequence[float | None]) -> float | None:
@@ -625,10 +620,6 @@ class FaultsResult(Result):
             steps = sum(bool(one.names_step) for one in stepped)
             text += f", and the step in {steps} of the {len(stepped)} reports that name one" if stepped else ""
             lines.append(text)
-        groups = group_by((one for one in faults if one.fault in _TIMED), lambda one: (one.fault, one.backend))
-        times = {name: _find_p95([one.detected_s for one in trials]) for name, trials in groups.items()}
-        if known := [f"{fault} {p95_s:.2f} s on {backend}" for (fault, backend), p95_s in times.items() if p95_s]:
-            lines.append(f"p95 of the time to identify it: {', '.join(known)}")
         if faults := [one for one in ours if one.left_over]:
             lines.append(f"{format_number_of(len(faults), 'trial')} left something behind: {faults[0].left_over[0]}")
         return lines
