@@ -94,6 +94,17 @@ class TrainRunResult(Result):
         self.steps: int = rows[-1]["step"] if rows else 0
         self.world_size = int(self.outcome.get("world_size", self.config.get("ranks", 1)))
 
+    @classmethod
+    def load(cls, path: Path) -> TrainRunResult:
+        """The result of a training run, finished or not, from its folder."""
+        document = records.load_config(path)
+        try:
+            environment: Environment = decode(Environment, document.get("environment"), "environment")
+        except (RecordError, TypeError) as error:
+            raise RecordError(f"{path / records.CONFIG_FILE}: {error}", code="damaged") from None
+        config = document["settings"] | {"outcome": document.get("outcome"), "faults": document.get("faults", [])}
+        return cls(Run("train", config, environment, ()), path)
+
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
         """One row per completed save: its `step`, how long steps waited for it (`stall_s`), the part of that spent on
@@ -409,18 +420,6 @@ def render_config(
     }
     document |= {"outcome": outcome} if outcome else {}
     return json.dumps(document | ({"faults": list(faults)} if faults else {}), indent=1) + "\n"
-
-
-def load_training(folder: str | Path) -> TrainRunResult:
-    """The result of a training run, finished or not, from its folder."""
-    folder = Path(folder)
-    document = records.load_config(folder)
-    try:
-        environment: Environment = decode(Environment, document.get("environment"), "environment")
-    except (RecordError, TypeError) as error:
-        raise RecordError(f"{folder / records.CONFIG_FILE}: {error}", code="damaged") from None
-    config = document["settings"] | {"outcome": document.get("outcome"), "faults": document.get("faults", [])}
-    return TrainRunResult(Run("train", config, environment, ()), folder)
 
 
 def plot_losses(rows: Sequence[ComparedRun], title: str, subtitle: str) -> Figure:
