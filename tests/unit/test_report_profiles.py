@@ -9,9 +9,10 @@ import pytest
 import paceline
 from paceline import load_result
 from paceline.errors import ConfigError, RecordError
-from paceline.predict.advice import Advice, StepFacts, advise
+from paceline.predict.advice import StepFacts, advise
 from paceline.predict.traces import build_overview
 from paceline.records import BlockTimes, ParameterTimes
+from paceline.records.findings import Finding
 from paceline.records.store import Run, load_run, save_run
 from paceline.report.plots import render_png
 from paceline.report.profiles import (
@@ -154,14 +155,18 @@ def test_the_title_of_a_trace_says_what_is_accumulated(traced):
     assert traced().table().title == "cnn on 1 rank, batch 8, fp32"
 
 
-def test_advice_is_listed_with_its_gain(build_environment):
-    advice = Advice("data", "more workers", gain_s=5e-3, certainty="at most", step_s=10e-3)
+def test_the_finding_with_the_largest_gain_is_in_the_answer_and_old_documents_are_read(build_environment):
+    first = Finding("data", "the step waits", "use more workers", gain_s=5e-3, certainty="at most", step_s=10e-3)
     overview = build_overview(MadeTrace().step().op("aten::mm", 0, 6).build())
-    document = TraceResult.build_document([overview], StepFacts(8), [advice])
+    document = TraceResult.build_document([overview], StepFacts(8), [first, Finding("bound", "nothing else")])
     run = Run("profile trace", {}, build_environment(), ())
     result = TraceResult(run, None, document)
-    assert result.findings == ["1. more workers (at most 2.00x as fast)"]
+    assert result.answer.endswith(" The step waits: use more workers (at most 2.00x as fast).")
+    assert (result.advice[0], result.findings) == (first, ["also: nothing else"])
     assert result.to_json()["advice"][0]["factor"] == pytest.approx(2)
+    old = {"kind": "data", "text": "the step waits: use more workers", "gain_s": 5e-3, "certainty": "at most",
+           "step_s": 10e-3, "factor": 2.0}  # fmt: skip
+    assert TraceResult(run, None, document | {"advice": [old]}).answer == result.answer
 
 
 def test_the_comm_table_says_what_is_simulated_and_from_what(build):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from paceline.records.environment import Environment
+from paceline.records.findings import Finding
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import UNSTABLE, Samples
@@ -22,23 +22,19 @@ _MOST_NAMES = 3
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
 # Most serious first. `_KINDS` maps those that differ only in their text to one kind.
 _TEXTS = {
-    "wrong": "WRONG DATA at {}: do not use this backend for these messages",
-    "parameters": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
-    "above": "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
-    "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
-    "epochs": "unstable at {} (p10 to p90 of epochs): repeat on a quiet machine or with more --epochs",
-    "drifting": "not settled at {} (second half compared with the first): raise --warmup",
-    "few": "fewer than 5 repetitions at {}: a median of these says little",
-    "skewed": "ranks arrive far apart at {}: over half of the time is waiting for the last one",
+    "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
+    "parameters": ("WRONG PARAMETERS of {}", "replicas differ, or are not those of torch's wrapper"),
+    "above": (
+        "faster than one core per rank passes over memory at {}",
+        "several cores took part, or it was disturbed",
+    ),
+    "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),
+    "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
+    "drifting": ("not settled at {} (second half compared with the first)", "raise --warmup"),
+    "few": ("fewer than 5 repetitions at {}", "a median of these says little"),
+    "skewed": ("ranks arrive far apart at {}", "over half of the time is waiting for the last one"),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
-
-
-class Doubt(NamedTuple):
-    """One reason to doubt a measurement: one line of text, and a `kind` for programs."""
-
-    kind: str
-    text: str
 
 
 _Step = StepRecord | LayerProfileRecord | BatchRecord
@@ -91,7 +87,7 @@ def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
     return [took] if stolen > _MOST_STOLEN else [], [worked] if load > _MOST_LOAD * cores else []
 
 
-def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
+def find_doubts(records: Sequence[Record], environment: Environment) -> list[Finding]:
     """Every reason to doubt the measured records, most serious first. An environment without a load belongs to a run
     that timed nothing, or whose load is irrelevant. Steps of a plan comparison are left out: its intervals include
     their noise."""
@@ -123,10 +119,11 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
         if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # wrong data is listed in full
             names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
         place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
-        doubts.append(Doubt(_KINDS.get(kind, kind), f"{place}: {_TEXTS[kind].format(names)}"))
+        evidence, cure = _TEXTS[kind]
+        doubts.append(Finding(_KINDS.get(kind, kind), f"{place}: {evidence.format(names)}", cure))
     if crowded:
         many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(cores, 'core')}"
-        doubts.append(Doubt("crowded", f"{many}: their times include waiting for a core"))
+        doubts.append(Finding("crowded", many, "their times include waiting for a core"))
     causes, load = describe_load(environment)
     # The conclusion of a tuning rests on the steps of its candidates.
     steps = [step for step in steps if getattr(step[0], "role", "") == "job"] or steps
@@ -137,15 +134,16 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     because = ", ".join([*causes, *load])
     if causes:
         why = "nothing can be concluded from the times; repeat on a quiet machine"
-        why = "predictions may be off; the race of plans allows for the noise" if raced else why
-        text = f"the machine was too busy to measure ({because}): {why}"
-        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
+        why = "predictions may be off; plan comparisons allow for the noise" if raced else why
+        busy = Finding("inconclusive", f"the machine was too busy to measure ({because})", why)
+        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), busy)
     elif load:
-        doubts.append(Doubt("busy", f"the machine was busy before the run ({because}): other work may be in the times"))
+        before = f"the machine was busy before the run ({because})"
+        doubts.append(Finding("busy", before, "other work may be in the times"))
     return doubts
 
 
-def is_busy(doubts: Sequence[Doubt]) -> bool:
+def is_busy(doubts: Sequence[Finding]) -> bool:
     """Whether the machine was too busy to trust predictions from this run."""
     return any(doubt.kind in ("inconclusive", "busy") for doubt in doubts)
 

@@ -176,8 +176,7 @@ class AttachedResult(Result):
         """One sentence that names the bottleneck, and one that says what helps."""
         if self.bottleneck.kind not in _WORDS:
             return "There is no bottleneck besides compute."
-        found = self.bottleneck.text.removeprefix("the bucket size: ").replace(": ", ". To fix it, ")
-        return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {found}."
+        return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {self.bottleneck.sentences}"
 
     @property
     def headline(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.predict import traces as tracing
-from paceline.predict.advice import Advice, StepFacts, find_message_share
+from paceline.predict.advice import StepFacts, find_message_share
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
 from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
@@ -26,6 +26,7 @@ from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.doubts import add_busy, is_busy
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
+from paceline.records.findings import Finding
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
 from paceline.records.store import Run, load_run, read_file
@@ -228,7 +229,7 @@ class TraceResult(Result):
             self.document: dict[str, Any] = json.loads(read_file(path)) if document is None else document
             self.overviews = [tracing.overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
-            self.advice: list[dict[str, Any]] = self.document["advice"]
+            self.advice = [Finding.from_json(one) for one in self.document["advice"]]
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
         self._model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
@@ -237,12 +238,12 @@ class TraceResult(Result):
         self._memory = self.overviews[0].memory
 
     @staticmethod
-    def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
+    def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Finding]) -> dict[str, Any]:
         """The contents of `overview.json`."""
         return {
             "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
-            "advice": [asdict(one) | {"factor": one.factor} for one in advice],
+            "advice": [one.to_json() for one in advice],
         }
 
     @property
@@ -252,14 +253,13 @@ class TraceResult(Result):
     @property
     def answer(self) -> str:
         text = f"A step of {self._name} takes {format_duration(self.overviews[0].step_s)} in the trace of rank 0."
-        return f"{text} {self.advice[0]['text']}" if self.advice else text
+        first = "".join(_say_gain(one) for one in self.advice[:1])
+        return f"{text} {first[:1].upper()}{first[1:]}." if first else text
 
     @property
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
-        for number, one in enumerate(self.advice, 1):
-            gain = f" ({one['certainty']} {one['factor']:.2f}x as fast)" if one["gain_s"] else ""
-            lines.append(f"{number}. {one['text']}{gain}")
+        lines += [f"also: {_say_gain(one)}" for one in self.advice[1:]]
         if self.folder is not None:
             lines.append(f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)")
             lines += [f"figure: {self.folder / name}.png" for name in self.figures()]
@@ -304,6 +304,10 @@ class TraceResult(Result):
     def to_json(self) -> dict[str, Any]:
         picture = str(self.folder / "timeline.png") if self.folder is not None and self._plot else None
         return super().to_json() | self.document | {"picture": picture}
+
+
+def _say_gain(one: Finding) -> str:
+    return f"{one.text} ({one.certainty} {one.factor:.2f}x as fast)" if one.gain_s else one.text
 
 
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}

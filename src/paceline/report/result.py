@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import RecordError
-from paceline.records.doubts import NOISY, Doubt, find_doubts
+from paceline.records.doubts import NOISY, find_doubts
+from paceline.records.findings import Finding
 from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, find_file, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
@@ -158,7 +159,7 @@ class Result:
         return self.run.warnings
 
     @property
-    def doubts(self) -> list[Doubt]:
+    def doubts(self) -> list[Finding]:
         """Reasons to doubt the measurement that follow from its records, each with its kind."""
         return find_doubts(self.records, self.run.environment)
 
