@@ -101,7 +101,7 @@ def test_two_runs_of_phases_are_compared(phases, phases_alone, phases_bare, comm
     first, second = find_run(phases_alone), other["run"]
     answer = command("profile", "--compare", str(first), second)
     assert answer.code == 0, answer.err
-    for words in ("1 rank, batch 8: step", "samples/s", "second / first", "they differ in wrapper: paceline and none"):
+    for words in ("1 rank, batch 8: step", "samples/s", "second / first", "differ in wrapper: paceline and none"):
         assert words in answer.out
     document = json.loads(command("profile", "--json", "--compare", str(first), second).out)
     rows = {row["name"]: row for row in document["rows"]}
@@ -149,8 +149,8 @@ def test_two_traces_are_compared(trace, phases, out, command):
     assert "Input Dims" in gzip.decompress(Path(other["run"], "trace.json.gz").read_bytes()).decode()
     answer = command("profile", "--compare", str(find_run(trace)), other["run"])
     assert answer.code == 0, answer.err
-    assert "  backward " in answer.out and "they differ in ranks: 2 and 1" in answer.out
-    assert "they differ in accumulate: 1 and 2" in answer.out and "operators of rank 0" in answer.out
+    assert "  backward " in answer.out and "the runs differ in ranks: 2 and 1" in answer.out
+    assert "the runs differ in accumulate: 1 and 2" in answer.out and "operators of rank 0" in answer.out
     unlike = command("profile", "--compare", str(find_run(trace)), str(find_run(phases)))
     assert unlike.code == 2 and unlike.out == "" and len(unlike.err.splitlines()) == 1
     assert "is a run of `profile trace` and" in unlike.err and "`paceline profile phases`" in unlike.err

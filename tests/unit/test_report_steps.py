@@ -15,11 +15,10 @@ from paceline.report.steps import (
     PhasesResult,
     WrappersResult,
     build_columns,
-    describe_change,
     describe_phases,
     plot_wrappers,
 )
-from paceline.report.table import Table
+from paceline.report.table import Table, describe_change
 
 ROW_KEYS = {
     "model", "wrapper", "world_size", "backend", "step_median_s", "backward_median_s", "ratio_to_torch",

@@ -138,6 +138,12 @@ def blame_data(waited_s: float, step_s: float, rank: int | None = None) -> Findi
     )
 
 
+def blame_buckets(code: str, saved_s: float, interval_s: tuple[float, float] | None, certainty: str) -> Finding:
+    """The bucket size, and the argument that sets a better one."""
+    saves = f"other buckets would save {format_duration(saved_s)} per step"
+    return Finding("buckets", saves, f"use {code}", saved_s, certainty, gain_interval_s=interval_s)
+
+
 def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Finding]:
     # Being late for a message that compute hides delays nobody.
     gain_s = min(lateness.mean_s, waited_s)

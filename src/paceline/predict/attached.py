@@ -71,12 +71,12 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
 
 
 def list_bottlenecks(
-    step_s: float, data: Samples, lateness: Lateness | None, buckets: tuple[str, float] | None,
+    step_s: float, data: Samples, lateness: Lateness | None, buckets: Finding | None,
     messages: tuple[float, float, float] | None, idle_s: float = 0.0,
 ) -> list[Finding]:  # fmt: skip
     """The bottlenecks of a step of `step_s`, largest first: data, late rank, buckets, batch (communication takes more
     than half as long as compute, and buckets do not hide it), network, host, or compute. `data` holds each rank's waits
-    in data loaders. `buckets` is the recommended code and the seconds it saves. `messages` is the communication time of
+    in data loaders. `buckets` is what better buckets save. `messages` is the communication time of
     a step, its exposed part with the best buckets, and the compute time of a rank. `idle_s` is how long a GPU is idle
     for reasons other than data and messages."""
     waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
@@ -91,9 +91,8 @@ def list_bottlenecks(
     found.append(Finding("host", f"{idle}launches more work", cure, idle_s, "at most"))
     saved_s = 0.0
     if buckets is not None:
-        write, saved_s = buckets
-        saves = f"other buckets would save {format_duration(saved_s)} per step"
-        found.append(Finding("buckets", saves, f"use {write}", saved_s, "at most"))
+        saved_s = buckets.gain_s
+        found.append(buckets)
     if messages is not None:
         message_s, exposed_s, compute_s = messages
         is_small = message_s > compute_s / 2

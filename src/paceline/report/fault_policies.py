@@ -98,22 +98,11 @@ class GoodputResult(Result):
         return [*self._compare(), *self._describe_interval(), *self._list_assumptions()]
 
     def _compare(self) -> list[str]:
-        """Which policy is better, and why."""
-        lines, best = [], self.best
-        for other in self.rows[1:]:
-            name, then = best.policy.name, other.policy.name
-            costs = f"a fault costs {format_duration(best.fault_s)} and {best.steps_lost:,.1f} steps with {name}, and "
-            costs += f"{format_duration(other.fault_s)} and {other.steps_lost:,.1f} steps with {then}"
-            idle = [one for one in (best, other) if one.policy.num_idle]
-            costs += "".join(f"; {one.policy.name} keeps {self._count_idle(one)} idle" for one in idle)
-            if is_ahead(best, other):
-                lines.append(f"{name} is better than {then}: {costs}")
-            else:
-                lines.append(f"{name} may be better than {then}: {costs}; the measured costs do not decide it")
-        return lines
-
-    def _count_idle(self, one: Goodput) -> str:
-        return format_number_of(one.policy.num_idle, "rank")
+        """Whether the first policy is shown to be better than each of the others; the table has their costs."""
+        best, name = self.best, self.best.policy.name
+        sure = "{} is better than {}: more of the time of all ranks is useful"
+        unsure = "{} may be better than {}: the measured costs do not decide it"
+        return [(sure if is_ahead(best, one) else unsure).format(name, one.policy.name) for one in self.rows[1:]]
 
     def _describe_interval(self) -> list[str]:
         one, (low_s, high_s) = self.best, self.best.good_intervals_s
