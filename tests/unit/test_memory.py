@@ -150,10 +150,7 @@ def test_the_peak_names_the_innermost_operator_of_its_thread():
         made.events.append(op | {"pid": 1, "tid": tid})
     memory = made.build()
     assert memory.operator == "aten::b" and make_step().build().operator == ""
-    assert describe_memory(memory).startswith("memory: peak 397 B in backward, 23 µs after the step began (aten::b)")
-    assert describe_memory(memory).endswith(
-        ": 25% parameters, 25% optimizer, 25% gradients, 10% activations, 8% temporary, 5% data, 2% other"
-    )
+    assert describe_memory(memory) == "memory: peak 397 B in backward, 23 µs after the step began (aten::b)"
 
 
 def test_a_long_timeline_is_thinned_but_keeps_its_peak_and_each_categorys_maximum():

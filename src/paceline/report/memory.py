@@ -60,13 +60,11 @@ MEMORY = (
 
 
 def describe_memory(memory: MemoryUse) -> str:
-    """The peak, when it occurs, and what contributes to it."""
-    *rows, total = list_memory(memory)
-    parts = [f"{row.share:.0%} {row.category}" for row in sorted(rows, key=lambda row: -row.share) if row.share >= 5e-3]
+    """The peak, and when it occurs; the table shows what contributes to it."""
     moment = format_duration(memory.times_s[memory.peak])
     where = f"in {memory.peak_phase}, {moment} after the step began" if memory.peak else "at the start of the step"
     by = f" ({memory.operator})" if memory.operator else ""
-    return f"memory: peak {format_bytes(total.peak_bytes)} {where}{by}: {', '.join(parts)}"
+    return f"memory: peak {format_bytes(memory.peak_bytes)} {where}{by}"
 
 
 def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:

@@ -129,18 +129,18 @@ class TrainRunResult(Result):
         epochs, total, tested = self.epochs, self.total, self.tested
         if total is None:
             return "No step was taken."
-        text = f"loss {epochs[-1].loss:.4g}"
+        scores = [f"loss {epochs[-1].loss:.4g}"]
         if tested is not None:
             accuracy = tested.test_accuracy
-            text += f", test loss {tested.test_loss:.4g}" if accuracy is None else f", test accuracy {accuracy:.1%}"
-            text += "" if tested.test_f1 is None else f", test F1 {tested.test_f1:.3f}"
+            scores.append(f"test loss {tested.test_loss:.4g}" if accuracy is None else f"test accuracy {accuracy:.1%}")
+            scores += [] if tested.test_f1 is None else [f"test F1 {tested.test_f1:.3f}"]
         length, ranks = format_number_of(len(epochs), "epoch"), format_number_of(self.world_size, "rank")
-        text += f" after {length} on {ranks}{'' if self.finished else ' (not finished)'}"
+        clauses = [f"{', '.join(scores)} after {length} on {ranks}{'' if self.finished else ' (not finished)'}"]
         if total.seconds:
-            text += f"; {format_speed(total.samples_per_s)} samples/s; data wait {total.data_wait_share:.0%}"
+            clauses += [f"{format_speed(total.samples_per_s)} samples/s", f"data wait {total.data_wait_share:.0%}"]
         if self.world_size > 1 and total.exposed_share is not None:
-            text += f"; {total.exposed_share:.0%} of the time is exposed communication"
-        return f"{text}."
+            clauses.append(f"{total.exposed_share:.0%} of the time is exposed communication")
+        return f"{'; '.join(clauses)}."
 
     @cached_property
     def observed(self) -> AttachedResult | None:
