@@ -226,9 +226,10 @@ def compare(first: str | Path | Result, second: str | Path | Result) -> Comparis
     if one.run.verb == two.run.verb == "train":
         return compare_runs((one, two))
     result = ComparisonResult.of((one, two), capture_environment())
-    found = f"a run of `paceline {one.run.verb}` and one of `paceline {two.run.verb}`"
+    pairs = zip(result.config["runs"], (one, two), strict=True)
+    names = " and ".join(f"{name} (`paceline {part.run.verb}`)" for name, part in pairs)
     needed = "compare two runs of one verb on the same numbers of ranks and with the same sizes"
-    refuse((not result.rows, f"{found} have no numbers in common: {needed}"), code="mismatch")
+    refuse((not result.rows, f"{names} have no numbers in common: {needed}"), code="mismatch")
     return result
 
 
