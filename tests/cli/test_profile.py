@@ -189,7 +189,7 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
         assert row["overhead"] == pytest.approx(row["comm_s"] / (row["comm_s"] + row["compute_s"]))
     # A ring of two: each byte goes once over the wire, after two latencies.
     assert rows[2]["comm_s"] == pytest.approx(200e-6 + 2 * 4 * 50e-6 + 4 * 18_954 / 0.95 / 1.25e9)
-    assert "all-reduce as measured on 2, 4, 6 ranks" in rows[4]["assumption"]
+    assert "all-reduce measured on 2, 4, 6 ranks" in rows[4]["assumption"]
     asked = (*networks, "--ranks", "2", "--allreduce", curve, "--model-profile", json.loads(answer.out)["run"])
     predicted = json.loads(command("predict", *asked).out)["rows"]
     for row, other in zip([row for row in rows if row["world_size"] == 2], predicted, strict=True):

@@ -244,3 +244,10 @@ def test_runs_of_one_kind_are_compared_record_by_record(tmp_path):
     assert isinstance(result, ComparisonResult) and len({row.name for row in result.rows}) == len(result.rows) > 10
     same = compare_results([load_result(runs[0])] * 2, result.run.environment)
     assert {row.ratio for row in same.rows} == {1.0} and not any(row.change.is_clear for row in same.rows)
+
+
+def test_runs_that_share_no_number_still_make_a_page(tmp_path):
+    runs = [RESULTS / "neoverse-n1-2-cores" / f"layers-{name}" for name in ("cnn-tiny", "mlp")]
+    result = save_report(runs, page=tmp_path / "both.html")
+    assert isinstance(result, ComparisonResult) and result.rows == [] and "model" in result.differences
+    assert (tmp_path / "both.html").read_text().count("<section>") == 3

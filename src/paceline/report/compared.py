@@ -498,15 +498,17 @@ class TrainComparisonResult(ComparisonResult):
             if None not in found:
                 text += f" Test {name}: {join_words(map(say, found))}."
         speeds = ", ".join(f"{row.name} {row.speed_up:.2f}" for row in others)
-        return f"{text} Speed: {speeds} times that of {first.name}. {describe_numbers(self.numbers)}"
+        return f"{text} Speed: {speeds} times that of {first.name}."
 
     def _explain(self) -> list[str]:
-        """Why the losses differ, if only the number of ranks does."""
+        """How sure the differences are, and why the losses differ if only the number of ranks does."""
+        sure = describe_numbers(self.numbers).removesuffix(".")
         if self.learned_the_same or self.differences or len({row.run.world_size for row in self.rows}) == 1:
-            return []
+            return [sure]
         return [
+            sure,
             "rounding depends on the number of ranks and accumulates over steps; dropout and, without "
-            "--sync-batchnorm, BatchNorm depend on it as well"
+            "--sync-batchnorm, BatchNorm depend on it as well",
         ]
 
     @property
