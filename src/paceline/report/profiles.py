@@ -257,11 +257,14 @@ class TraceResult(Result):
     @property
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
-        lines += [f"also: {_say_gain(one)}" for one in self.advice[1:]]
-        if self.folder is not None:
-            lines.append(f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)")
-            lines += [f"figure: {self.folder / name}.png" for name in self.figures()]
-        return lines
+        return [*lines, *(f"also: {_say_gain(one)}" for one in self.advice[1:])]
+
+    @property
+    def places(self) -> list[str]:
+        if self.folder is None:
+            return super().places
+        trace = f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)"
+        return [*super().places, trace, *(f"figure: {self.folder / name}.png" for name in self.figures())]
 
     def tables(self) -> list[Table]:
         operators, kernels = self.overviews[0].operators, self.overviews[0].kernels

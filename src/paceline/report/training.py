@@ -82,16 +82,14 @@ class TrainRunResult(Result):
 
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
-        if rows is None:
-            file = None if folder is None else folder / records.METRICS_FILE
-            rows = records.load_metrics(file) if file is not None and find_file(file) is not None else ()
-        self.rows, self.epochs = rows, records.summarize_epochs(rows)
-        self.total = records.summarize_rows(rows) if rows else None  # the whole run as one epoch
+        self.rows = self._load_rows(records.METRICS_FILE) if rows is None else rows
+        self.epochs = records.summarize_epochs(self.rows)
+        self.total = records.summarize_rows(self.rows) if self.rows else None  # the whole run as one epoch
         self.tested = next((epoch for epoch in reversed(self.epochs) if epoch.test_loss is not None), None)
         # How the run ended; empty for an unfinished one.
         self.outcome: dict[str, Any] = dict(self.config.get("outcome") or {})
         self.faults: list[dict[str, Any]] = list(self.config.get("faults") or ())
-        self.steps: int = rows[-1]["step"] if rows else 0
+        self.steps: int = self.rows[-1]["step"] if self.rows else 0
         self.world_size = int(self.outcome.get("world_size", self.config.get("ranks", 1)))
 
     @classmethod
@@ -110,8 +108,11 @@ class TrainRunResult(Result):
         """One row per completed save: its `step`, how long steps waited for it (`stall_s`), the part of that spent on
         the previous write (`wait_s`), how long its own write took (`write_s`), and the interval that `--save-every
         auto` chose next (`next_s`)."""
-        file = None if self.folder is None else self.folder / records.SAVES_FILE
-        return records.load_metrics(file) if file is not None and find_file(file) is not None else []
+        return self._load_rows(records.SAVES_FILE)
+
+    def _load_rows(self, name: str) -> list[dict[str, Any]]:
+        file = None if self.folder is None else self.folder / name
+        return [] if file is None or find_file(file) is None else records.load_metrics(file)
 
     @property
     def finished(self) -> bool:
