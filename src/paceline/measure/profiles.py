@@ -29,6 +29,7 @@ from paceline.parallel.channel import Channel
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.rows import Lookups
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
+from paceline.runtime.moments import between_s
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
@@ -133,8 +134,7 @@ class LayerClock:
 
         # Measure everything from the first timestamp: events round, and a part must not exceed the whole.
         def at_s(moment: Any) -> float:
-            passed_s: float = moment - first if isinstance(moment, float) else first.elapsed_time(moment) / 1e3
-            return passed_s
+            return between_s(first, moment)
 
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
         for phase, begin_s, end_s in spans:
@@ -245,7 +245,7 @@ class Layers(steps.Probe):
         self._clock.attach(hooks)
         return self._clock
 
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+    def end(self, kind: str, times: PhaseTimes) -> None:
         if kind == "profiled":
             self.steps.append(self._clock.read())
             for phase in {"forward", "backward"} - self.steps[-1].took_s.keys():
@@ -393,7 +393,7 @@ def measure_layers(
             return [profile]
         # Last, so that it does not disturb the steps of other ranks.
         has_room = _has_room(world, replica)
-        codecs = measure_codecs(take_gradients(replica), replica.device, bench=bench) if has_room else []
+        codecs = measure_codecs(take_gradients(replica), replica.device, bench) if has_room else []
         return [profile, *(bench.build_record(variant) for variant in bench.variants), *codecs]
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from paceline.errors import RecordError, refuse
+from paceline.records.checked import Checked, Count, PositiveCount, at_least, one_of
 from paceline.records.kinds import Record
-from paceline.records.samples import Samples, check_known, group_by
+from paceline.records.samples import Samples, group_by
 from paceline.records.steps import StepRecord
 from paceline.records.store import check_format, load_json, read_file
 from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
@@ -43,9 +44,9 @@ class BatchRecord(Record):
     device: str
     precision: str
     threads: int
-    batch_size: int
-    num_samples: int
-    num_steps: int
+    batch_size: PositiveCount
+    num_samples: PositiveCount
+    num_steps: PositiveCount
     timing: Samples | None = None
     data_wait: Samples | None = None
     peak_bytes: int = 0
@@ -53,12 +54,8 @@ class BatchRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}"
-        refuse(
-            (min(self.batch_size, self.num_samples, self.num_steps) < 1, f"{found}: all must be at least 1"),
-            ((self.timing is None) != bool(self.failure), f"{found}: either times or a failure is needed"),
-            error=RecordError,
-        )
+        if (self.timing is None) != bool(self.failure):
+            raise RecordError(f"{self.model}, batch {self.batch_size}: either times or a failure is needed")
 
     @property
     def epoch_s(self) -> float | None:
@@ -108,7 +105,7 @@ class LargeBatchRecord(Record):
     largest_batch_size: int
     recipe: str
     configuration: str
-    budget: str
+    budget: Annotated[str, one_of(BUDGETS)]
     epochs: float
     num_updates: int
     num_samples: int
@@ -123,7 +120,6 @@ class LargeBatchRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_known("budget", self.budget, BUDGETS)
         values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy or 0.0)]
         place = f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
         refuse(
@@ -152,24 +148,24 @@ class LargeBatchRecord(Record):
 # -- the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training") -------------------
 
 
+Square = Annotated[float, at_least(0)]
+
+
 @dataclass(frozen=True)
-class NoiseProbe:
+class NoiseProbe(Checked):
     """Squared gradient norms of equally sized small batches from all ranks, and that of their mean: the gradient of the
     big batch that they form."""
 
-    small_squares: tuple[float, ...]
-    big_square: float
+    small_squares: tuple[Square, ...]
+    big_square: Square
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         squares, big = self.small_squares, self.big_square
-        odd = [value for value in (*squares, big) if not 0 <= value < math.inf]
-        refuse(
-            (len(squares) < 2, f"a probe has the small gradients {squares}; it needs at least 2"),
-            (odd, f"a probe has the squared norm {(odd or [0])[0]}; it must be finite and not negative"),
-            (not odd and squares and big > self.mean_small_square * (1 + _ROUNDING),
-             f"the squared norm of a probe's mean gradient, {big:g}, is above the mean of {squares}"),
-            error=RecordError,
-        )  # fmt: skip
+        if len(squares) < 2:
+            raise RecordError(f"a probe has the small gradients {squares}; it needs at least 2")
+        if big > self.mean_small_square * (1 + _ROUNDING):
+            raise RecordError(f"the squared norm of a probe's mean gradient, {big:g}, is above the mean of {squares}")
 
     @property
     def mean_small_square(self) -> float:
@@ -252,25 +248,20 @@ class NoiseRecord(Record):
     model: str
     data: str
     device: str
-    world_size: int
+    world_size: PositiveCount
     precision: str
-    step: int
-    epoch: float
+    step: Count
+    epoch: Annotated[float, at_least(0)]
     seed: int
-    small_batch_size: int
+    small_batch_size: PositiveCount
     probes: tuple[NoiseProbe, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = sorted({len(probe.small_squares) for probe in self.probes})
-        found = f"{len(self.probes)} probes of {sizes} small gradients of batches of {self.small_batch_size}"
-        place = f"{self.model}: {found} on {self.world_size} ranks after {self.step} steps, {self.epoch} epochs"
-        is_placed = self.step >= 0 and 0 <= self.epoch < math.inf
-        refuse(
-            (min(self.world_size, self.small_batch_size) < 1 or not is_placed, f"{place}: all must be positive"),
-            (len(sizes) != 1, f"{place}: at least one probe is needed, and equally many gradients in each"),
-            error=RecordError,
-        )
+        if len(sizes) != 1:
+            found = f"{self.model}: {len(self.probes)} probes of {sizes} small gradients"
+            raise RecordError(f"{found}: at least one probe is needed, and equally many gradients in each")
 
     @property
     def big_batch_size(self) -> int:
