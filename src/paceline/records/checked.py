@@ -40,7 +40,8 @@ class Checked:
     where the type allows it."""
 
     def __post_init__(self) -> None:
-        for name, rule in _list_rules(type(self)):
+        kind: type = type(self)
+        for name, rule in _list_rules(kind):
             values = [getattr(self, name)]
             while values and isinstance(values[0], tuple):
                 values = list(itertools.chain.from_iterable(values))
