@@ -61,7 +61,7 @@ def test_how_a_gpu_is_used(on_gpu):
     assert gpu.sm_efficiency == pytest.approx((0.5 * 2 + 1) / 10)
     assert gpu.occupancy == pytest.approx((0.2 * 2 + 0.8 * 1) / 3)
     assert (gpu.kernel_s, gpu.num_kernels) == (pytest.approx(7e-3), 4)
-    assert gpu.tensor_core_share == pytest.approx(1 / 7)
+    assert (gpu.tensor_core_share, gpu.matmul_share) == (pytest.approx(1 / 7), pytest.approx(3 / 7))
     assert (gpu.communication_share, gpu.missed_s) == (pytest.approx(3 / 7), pytest.approx(2e-3))
     assert (gpu.name, gpu.launch_s) == ("NVIDIA H200", pytest.approx(1e-5))
 

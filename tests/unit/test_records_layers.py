@@ -75,7 +75,7 @@ def test_sizes_and_times_for_the_files_of_others():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"parameters": ()}, "toy with 0 trained parameters"),
+        ({"parameters": ()}, "toy: 0 trained parameters"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"blocks": (BlockTimes("a", (0.1,) * 2, (0.1,) * 2),) * 2}, "a, a"),
         ({"blocks": (BlockTimes("outside", (0.1,) * 2, (0.1,) * 2),)}, "'outside'"),

@@ -395,6 +395,7 @@ class GpuUse:
     kernel_s: float
     num_kernels: float
     tensor_core_share: float
+    matmul_share: float
     communication_share: float
     missed_s: float
     launch_s: float
@@ -598,6 +599,7 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
         kernel_s=total_us * scale,
         num_kernels=len(kernels) / len(windows),
         tensor_core_share=tensor_us / total_us,
+        matmul_share=matmul_us / total_us,
         communication_share=1 - _sum_us(computing) / total_us,
         missed_s=(matmul_us - tensor_us) * scale,
         launch_s=_sum_us(launches) / len(launches) * 1e-6 if launches else 0.0,

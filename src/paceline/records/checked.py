@@ -1,4 +1,7 @@
-"""Dataclasses that check their own values: a field's annotation says which values it may have, as in `Count`."""
+"""Dataclasses that check their own values: a field's annotation says which values it may have, as in `Count`.
+
+What several fields must have in common is in `find_faults`.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,12 @@ class Checked:
             for value in values:
                 if value is not None and not rule.is_valid(value):
                     raise RecordError(f"{self.place}: {name} is {value!r}; {rule.needed}")
+        for fault in self.find_faults():
+            raise RecordError(f"{self.place}: {fault}")
+
+    def find_faults(self) -> Iterator[str]:
+        """What is wrong with values that are valid each by itself."""
+        yield from ()
 
     @property
     def place(self) -> str:

@@ -10,7 +10,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -68,11 +68,10 @@ class _Timed(Record):
     num_wrong: int | None = None
     num_checked: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if self.time_s <= 0:
             found = f"{self._moved_bytes} bytes on {self.world_size} ranks in {self.time_s} s"
-            raise RecordError(f"{found}: the time must be positive (was a table rounded too far?)")
+            yield f"{found}: the time must be positive (was a table rounded too far?)"
 
     @property
     def _moved_bytes(self) -> int:
@@ -163,10 +162,10 @@ class ChunksRecord(_Timed):
     total_bytes: PositiveCount
     chunk_bytes: PositiveCount
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
+        yield from super().find_faults()
         if self.chunk_bytes > self.total_bytes:
-            raise RecordError(f"{self.total_bytes} bytes in chunks of {self.chunk_bytes} are not valid")
+            yield f"chunks of {self.chunk_bytes} bytes are larger than the total of {self.total_bytes}"
 
     @property
     def chunk_elements(self) -> int:
@@ -261,10 +260,9 @@ class CostRecord(Record):
     name: Annotated[str, one_of(COSTS)]
     seconds: tuple[Seconds, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if not self.seconds:
-            raise RecordError(f"{self.name} has no time: at least one is needed")
+            yield f"{self.name} has no time: at least one is needed"
 
 
 def record_to_json(record: Record) -> dict[str, Any]:

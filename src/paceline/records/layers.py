@@ -3,12 +3,11 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar
 
-from paceline.errors import RecordError, refuse
 from paceline.records.checked import Checked, Count, PositiveCount, Seconds, one_of
 from paceline.records.kinds import Record
 from paceline.records.samples import Ratio, Samples, Summary, compare_times
@@ -49,10 +48,9 @@ class CapTimeRecord(Record):
     of: Annotated[str, one_of(("step", "backward"))]
     timing: Samples | Summary
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if self.timing.center_s <= 0:
-            raise RecordError(f"{self.of} in {self.timing.center_s} s with buckets of {self.cap_bytes} bytes")
+            yield f"{self.of} in {self.timing.center_s} s with buckets of {self.cap_bytes} bytes"
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,9 @@ class ParameterTimes(Checked):
     num_rows: int = 0
     rest_s: tuple[Seconds | None, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if self.shape and math.prod(self.shape) != self.num_elements:
-            raise RecordError(f"{self.name} has {self.num_elements} elements of shape {self.shape}")
+            yield f"{self.num_elements} elements of shape {self.shape}"
 
     @property
     def place(self) -> str:
@@ -145,39 +142,40 @@ class LayerProfileRecord(Record):
     profiled_forward: Samples
     profiled_backward: Samples
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        count, names = self.timing.count, [block.name for block in self.blocks]
-        found = f"{self.model} with {len(self.parameters)} trained parameters"
-        refuse(
-            (not self.parameters or self.timing.median_s <= 0, f"{found} in {self.timing.median_s} s"),
-            (len(set(names)) < len(names) or OUTSIDE in names,
-             f"{self.model}: blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}"),
-            error=RecordError,
-        )  # fmt: skip
+    @property
+    def place(self) -> str:
+        return self.model
+
+    def find_faults(self) -> Iterator[str]:
+        count = self.timing.count
+        names = [block.name for block in self.blocks]
+        if not self.parameters or self.timing.median_s <= 0:
+            yield f"{len(self.parameters)} trained parameters and a step of {self.timing.median_s} s"
+        if len(set(names)) < len(names) or OUTSIDE in names:
+            yield f"blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}"
         for phase in ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward"):
             samples: Samples = getattr(self, phase)
-            if (samples.count, samples.num_ranks, self.timing.num_ranks) != (count, 1, 1):
-                raise RecordError(f"{self.model}: {phase} has other repetitions than the step, or several ranks")
+            if samples.shape != (count, 1) or self.timing.num_ranks != 1:
+                yield f"{phase} has other repetitions than the step, or several ranks"
         for parameter in self.parameters:
             if parameter.block and parameter.block not in names:
-                raise RecordError(f"{parameter.name} is in the block {parameter.block!r}, which does not exist")
-            self._check_within(parameter.name, parameter.ready_s, self.profiled_backward)
+                yield f"{parameter.name} is in the block {parameter.block!r}, which does not exist"
+            yield from self._find_late(parameter.name, parameter.ready_s, self.profiled_backward)
         if any(first.order_s > second.order_s for first, second in itertools.pairwise(self.parameters)):
-            raise RecordError(f"{self.model}: the parameters are not in ready order")
+            yield "the parameters are not in ready order"
         for phase in ("forward", "backward"):
             rows = [getattr(block, f"{phase}_s") for block in self.blocks]
             if any(len(row) != count for row in rows):
-                raise RecordError(f"{self.model}: a block has other repetitions than the step")
+                yield "a block has other repetitions than the step"
             sums = [math.fsum(values) for values in zip(*rows, strict=True)] or [0.0] * count
-            self._check_within(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
+            yield from self._find_late(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
 
-    def _check_within(self, what: str, values: Sequence[float | None], whole: Samples) -> None:
+    def _find_late(self, what: str, values: Sequence[float | None], whole: Samples) -> Iterator[str]:
         if len(values) != whole.count:
-            raise RecordError(f"{self.model}: {what} has {len(values)} repetitions and the step has {whole.count}")
+            yield f"{what} has {len(values)} repetitions and the step has {whole.count}"
         for value, (limit,) in zip(values, whole.seconds, strict=True):
             if value is not None and value > limit * (1 + 1e-6) + 1e-9:
-                raise RecordError(f"{self.model}: {what} is at {value} s, after the end at {limit} s")
+                yield f"{what} is at {value} s, after the end at {limit} s"
 
     @property
     def num_bytes(self) -> int:
@@ -260,7 +258,6 @@ class CodecRecord(Record):
     num_buckets: PositiveCount
     parts: tuple[Samples, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if len(self.parts) < 2:
-            raise RecordError(f"{self.strategy}: {len(self.parts)} parts; at least 2 are needed")
+            yield f"{self.strategy} has {len(self.parts)} parts; at least 2 are needed"

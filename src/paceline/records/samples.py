@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, TypeVar
@@ -57,14 +57,13 @@ class Samples(Checked):
     arrivals_s: tuple[tuple[Seconds, ...], ...] = ()
     reducer: Annotated[str, one_of(REDUCERS)] = "max"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
         widths = {len(row) for row in rows}
         if not self.seconds or len(widths) != 1 or 0 in widths:
-            raise RecordError("samples need at least one repetition, and the same number of ranks in each")
+            yield "at least one repetition is needed, and the same number of ranks in each"
         if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
-            raise RecordError(f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions")
+            yield f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions"
 
     @cached_property
     def reduced_s(self) -> tuple[float, ...]:
@@ -78,6 +77,11 @@ class Samples(Checked):
     @property
     def num_ranks(self) -> int:
         return len(self.seconds[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of repetitions and ranks."""
+        return self.count, self.num_ranks
 
     @cached_property
     def median_s(self) -> float:
@@ -156,15 +160,14 @@ class Summary(Checked):
     max_s: Seconds | None = None
     count: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if self.mean_s is None and self.median_s is None:
-            raise RecordError("a summary needs a mean or a median")
+            yield "a mean or a median is needed"
 
     @property
     def center_s(self) -> float:
         center = self.mean_s if self.median_s is None else self.median_s
-        assert center is not None  # __post_init__ refuses a summary with neither
+        assert center is not None  # `find_faults` refuses a summary with neither
         return center
 
     @property

@@ -4,12 +4,12 @@
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
-from paceline.errors import MeasurementError, RecordError, refuse
+from paceline.errors import MeasurementError, RecordError
 from paceline.records.checked import Count, PositiveCount, one_of
 from paceline.records.kinds import CollectiveRecord, Record, bus_factor
 from paceline.records.samples import Ratio, Samples, compare_times
@@ -99,26 +99,22 @@ class StepRecord(Record):
     steps_per_turn: PositiveCount = 1
     order_seed: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
+        if self.timing.median_s <= 0:
+            yield f"a step in {self.timing.median_s} s; it must be positive"
+        if self.mode and self.threads < 1:
+            yield f"{self.threads} threads per rank in a scaling study: at least 1 is needed"
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
-        messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
+        if self.mode and samples != self.cell_size:
+            yield f"{samples} samples in a cell of {self.cell_size} ({self.mode})"
         is_disturbed = self.role == "disturbed"
-        place = self.place
-        extra = {name: found for name in EXTRA_SAMPLES if (found := getattr(self, name)) is not None}
-        shape = (self.timing.count, self.timing.num_ranks)
-        refuse(
-            (self.timing.median_s <= 0, f"{place}: a step in {self.timing.median_s} s; it must be positive"),
-            (self.mode and self.threads < 1,
-             f"{place}: {self.threads} threads per rank in a scaling study: at least 1 is needed"),
-            (self.mode and samples != self.cell_size,
-             f"{place}: {samples} samples in a cell of {self.cell_size} ({self.mode})"),
-            (messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or bool(self.alone) > is_disturbed,
-             f"{place}: single messages are timed in disturbed steps, and only there"),
-            *(((found.count, found.num_ranks) != shape,
-               f"{place}: {name} has other repetitions or ranks than the steps") for name, found in extra.items()),
-            error=RecordError,
-        )  # fmt: skip
+        messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
+        if messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or (self.alone and not is_disturbed):
+            yield "single messages are timed in disturbed steps, and only there"
+        for name in EXTRA_SAMPLES:
+            found: Samples | None = getattr(self, name)
+            if found is not None and found.shape != self.timing.shape:
+                yield f"{name} has other repetitions or ranks than the steps"
 
     @property
     def variant(self) -> str:

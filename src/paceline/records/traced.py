@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.errors import RecordError
 from paceline.records.checked import Checked, PositiveCount, Seconds
 from paceline.records.kinds import Record
 
@@ -24,12 +24,9 @@ class TracedMessage(Checked):
     start_s: float
     done_s: float
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def find_faults(self) -> Iterator[str]:
         if not self.launch_s <= self.start_s <= self.done_s < math.inf:
-            raise RecordError(
-                f"a message of {self.num_bytes} bytes from {self.start_s} to {self.done_s} s is not valid"
-            )
+            yield f"launched at {self.launch_s} s, started at {self.start_s} s and ended at {self.done_s} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +62,15 @@ class TracedStepRecord(Record):
     beside_s: Seconds = 0.0
     without_s: Seconds = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.ready_s) != len(self.gradient_bytes) or not self.ready_s or max(self.ready_s) > self.backward_s:
-            raise RecordError(f"{self.place} has gradients outside of its backward")
-        if not self.backward_s:
-            raise RecordError(f"{self.place} has a backward of 0 s")
-
     @property
     def place(self) -> str:
         return f"step {self.number} of rank {self.rank}"
+
+    def find_faults(self) -> Iterator[str]:
+        if len(self.ready_s) != len(self.gradient_bytes) or not self.ready_s or max(self.ready_s) > self.backward_s:
+            yield "gradients outside of its backward"
+        if not self.backward_s:
+            yield "a backward of 0 s"
 
     @property
     def over_s(self) -> float:

@@ -7,13 +7,13 @@ import math
 import mmap
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from paceline.errors import RecordError, refuse
+from paceline.errors import RecordError
 from paceline.records.checked import Checked, Count, PositiveCount, at_least, one_of
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples, group_by
@@ -52,10 +52,13 @@ class BatchRecord(Record):
     peak_bytes: int = 0
     failure: str = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def place(self) -> str:
+        return f"{self.model}, batch {self.batch_size}"
+
+    def find_faults(self) -> Iterator[str]:
         if (self.timing is None) != bool(self.failure):
-            raise RecordError(f"{self.model}, batch {self.batch_size}: either times or a failure is needed")
+            yield "either times or a failure is needed"
 
     @property
     def epoch_s(self) -> float | None:
@@ -118,15 +121,16 @@ class LargeBatchRecord(Record):
     sent_bytes: float | None = None
     num_classes: int = -1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def place(self) -> str:
+        return f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
+
+    def find_faults(self) -> Iterator[str]:
+        if not self.curve and not self.failure:
+            yield "nothing was evaluated"
         values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy or 0.0)]
-        place = f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
-        refuse(
-            (not self.curve and not self.failure, f"{place}: nothing was evaluated"),
-            (not all(map(math.isfinite, values)), f"{place}: a loss or accuracy is NaN or infinite"),
-            error=RecordError,
-        )
+        if not all(map(math.isfinite, values)):
+            yield "a loss or accuracy is NaN or infinite"
 
     @property
     def has_learned(self) -> bool:
@@ -159,13 +163,11 @@ class NoiseProbe(Checked):
     small_squares: tuple[Square, ...]
     big_square: Square
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        squares, big = self.small_squares, self.big_square
-        if len(squares) < 2:
-            raise RecordError(f"a probe has the small gradients {squares}; it needs at least 2")
-        if big > self.mean_small_square * (1 + _ROUNDING):
-            raise RecordError(f"the squared norm of a probe's mean gradient, {big:g}, is above the mean of {squares}")
+    def find_faults(self) -> Iterator[str]:
+        if len(self.small_squares) < 2:
+            yield f"small gradients {self.small_squares}; at least 2 are needed"
+        elif self.big_square > self.mean_small_square * (1 + _ROUNDING):
+            yield f"the square of the mean gradient, {self.big_square:g}, is above the mean of {self.small_squares}"
 
     @property
     def mean_small_square(self) -> float:
@@ -256,12 +258,15 @@ class NoiseRecord(Record):
     small_batch_size: PositiveCount
     probes: tuple[NoiseProbe, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def place(self) -> str:
+        return self.model
+
+    def find_faults(self) -> Iterator[str]:
         sizes = sorted({len(probe.small_squares) for probe in self.probes})
         if len(sizes) != 1:
-            found = f"{self.model}: {len(self.probes)} probes of {sizes} small gradients"
-            raise RecordError(f"{found}: at least one probe is needed, and equally many gradients in each")
+            found = f"{len(self.probes)} probes of {sizes} small gradients"
+            yield f"{found}: at least one probe is needed, and equally many gradients in each"
 
     @property
     def big_batch_size(self) -> int:
