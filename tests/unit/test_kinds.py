@@ -240,21 +240,6 @@ def test_a_wrapper_keeps_the_samples_of_every_phase(build_wrapper):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"num_parameters": -1}, "num_parameters is -1"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"times_s": (0.0,) * 3}, "in 0.0 s"),
-        ({"backward": Samples(seconds=((1.0, 1.0),) * 9)}, "backward has other repetitions"),
-        ({"forward": Samples(seconds=((1.0,),) * 10)}, "forward has other repetitions or ranks"),
-    ],
-)
-def test_an_impossible_wrapper_is_refused(build_wrapper, changes, reason):
-    with pytest.raises(RecordError, match=reason):
-        build_wrapper(**changes)
-
-
-@pytest.mark.parametrize(
     ("value", "reason"),
     [([[1.0]], "backward.* not list"), ({"seconds": [1.0]}, "backward.seconds must be a list")],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,19 +47,16 @@ def take_gradients(replica: Replica) -> Named:
     replica.activate()
     params = [(name, param) for name, param in replica.module.named_parameters() if param.requires_grad]
     nodes = [get_gradient_edge(param).node for _, param in params]  # kept alive, so that the step uses these
-    handles = [node.register_hook(partial(save, *named)) for node, named in zip(nodes, params, strict=True)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for node, named in zip(nodes, params, strict=True):
+            hooks.callback(node.register_hook(partial(save, *named)).remove)
         replica.run(replica.load(), NoPhases())
-    finally:
-        for handle in handles:
-            handle.remove()
     return list(found.items())
 
 
 def measure_codecs(
-    grads: Named, device: torch.device, bench: StepBench, strategies: Sequence[str] = MEASURED,
-    ranks: Sequence[int] = RANKS,
-) -> list[CodecRecord]:  # fmt: skip
+    grads: Named, device: torch.device, bench: StepBench, ranks: Sequence[int] = RANKS
+) -> list[CodecRecord]:
     """Time each codec, interleaved, on all ranks of a job's bench at the same time: with all gradients in one bucket,
     with a bucket for each, and with more ranks. A large bucket is also split into smaller ones. An outer optimizer is
     timed for one round over as many parameters; a sharded update also includes its parameters. Collective: call on
@@ -77,7 +75,7 @@ def measure_codecs(
     first, *more = sorted(set(ranks))
     settings = [(first, few), *([(first, each)] if len(grads) > 1 else []), *((count, few) for count in more)]
     settings += [(first, [grads])] if len(few) > 1 else []
-    parsed = [Strategy.parse(text) for text in strategies]
+    parsed = [Strategy.parse(text) for text in MEASURED]
     runs = [(one, *setting) for one in parsed if not one.outer for setting in settings]
     runs += [(one, first, [grads]) for one in parsed if one.outer]
     # Stands for the other memory that a step touches: parameters, gradients and optimizer state.
@@ -89,7 +87,7 @@ def measure_codecs(
         rounds.append([_time(*run, others, bench.control) for run in runs])
         return time.perf_counter() - begin_s
 
-    run_rounds(run_round, bench.control, _PACE, None, None, None, lambda num_warmup: None)
+    run_rounds(run_round, bench.control, _PACE)
     by_rank = bench.world.share(rounds)
     return [
         CodecRecord(

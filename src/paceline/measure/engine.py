@@ -251,9 +251,15 @@ def time_once(item: Timed, control: dist.ProcessGroup, repetition: int) -> None:
 
 
 def run_rounds(
-    run_round: Callable[[int], float], control: dist.ProcessGroup, pace: Pace, iters: int | None, warmup: int | None,
-    report: Report | None, end_warmup: Callable[[int], None], is_over: Callable[[int], bool] = lambda number: False,
-) -> None:  # fmt: skip
+    run_round: Callable[[int], float],
+    control: dist.ProcessGroup,
+    pace: Pace,
+    iters: int | None = None,
+    warmup: int | None = None,
+    report: Report | None = None,
+    end_warmup: Callable[[int], None] = lambda number: None,
+    is_over: Callable[[int], bool] = lambda number: False,
+) -> None:
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
     `end_warmup` is called after the warm-ups with their number, `report` with the finished fraction of repetitions.

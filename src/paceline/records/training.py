@@ -432,23 +432,17 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
         *lines, _ = read_file(path).split(b"\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(_parse_row(line))
-        except _NO_ROW as error:
-            raise RecordError(f"{path}, line {number} is no row with a step: {type(error).__name__} {error}") from None
-    return rows
+    return [_parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-_NO_ROW = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
-
-
-def _parse_row(line: bytes) -> dict[str, Any]:
-    row: dict[str, Any] = json.loads(line)
-    row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
-    if type(row["step"]) is not int:
-        raise TypeError(f"step {row['step']!r}")
+def _parse_row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
+        if type(row["step"]) is not int:
+            raise TypeError(f"step {row['step']!r}")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{place}: not a row with a step: {type(error).__name__} {error}") from None
     return row
 
 
@@ -460,10 +454,7 @@ def _cut_off(path: Path, after_step: float) -> int:
         end = text.rfind(b"\n") + 1
         while end:
             begin = text.rfind(b"\n", 0, end - 1) + 1
-            try:
-                step = _parse_row(text[begin:end])["step"]
-            except _NO_ROW as error:
-                raise RecordError(f"{path}, byte {begin}: no row with a step: {type(error).__name__} {error}") from None
+            step = _parse_row(text[begin:end], f"{path}, byte {begin}")["step"]
             if step <= after_step:
                 break
             step, end = 0, begin
