@@ -106,7 +106,7 @@ def test_a_table_without_its_ranks_says_them_by_its_bandwidths(load, ranks):
         ("\n".join([NAMES, write_row(2**30, 4), write_row(2**29, 8)]), "different numbers of ranks"),
         ("\n".join([NAMES, write_row(1024, 4)]), "does not say its ranks"),
         ("\n".join([NAMES, write_row(2**30, 900)]), "keep the lines `# Rank`"),
-        ("\n".join([NAMES, write_row(2**30, 8, factor=7 / 8)]), "no all-reduce on two or more ranks"),
+        ("\n".join([NAMES, write_row(2**30, 8, factor=7 / 8)]), "not an all-reduce on two or more ranks"),
         (TWO_NODES.replace(" sum ", "none "), "redop none with root -1 is not an all-reduce"),
         (TWO_NODES.replace("      -1", "       0"), "root 0 is not an all-reduce"),
         ("# Collective test starting: all_gather_perf\n" + TWO_NODES, "output of all_gather_perf"),

@@ -282,7 +282,7 @@ def test_one_repetition_has_no_noise_to_tell(build_wrapper):
 
 @pytest.mark.parametrize("changes", [{"model": "mlp"}, {"world_size": 3}, {"batch_size": 9}, {"times_s": (1.0,)}])
 def test_what_was_not_timed_in_turns_is_not_compared(build_wrapper, changes):
-    with pytest.raises(RecordError, match="were not timed in turns"):
+    with pytest.raises(RecordError, match="were not interleaved"):
         compare_steps(build_wrapper("paceline", **changes), build_wrapper("torch"))
 
 
@@ -345,7 +345,7 @@ def test_across_backends_a_slow_spell_hits_both(build_wrapper):
 def test_another_device_is_another_job(build_wrapper):
     records = [build_wrapper("torch"), build_wrapper("torch", backend="nccl", device="cuda")]
     assert compare_wrappers(records)[1].to_torch_on_gloo is None
-    with pytest.raises(RecordError, match="were not timed in turns"):
+    with pytest.raises(RecordError, match="were not interleaved"):
         compare_steps(*records)
 
 
@@ -384,7 +384,7 @@ def test_one_repetition_has_no_noise():
 
 def test_a_point_of_other_repetitions_is_refused():
     alone = make_scale(make_rng(), 1, 1e-2, timing=make_samples(make_rng(), 1.0, count=COUNT - 1))
-    with pytest.raises(RecordError, match="not timed in turns"):
+    with pytest.raises(RecordError, match="were not interleaved"):
         list_points([alone, make_scale(make_rng(), 2, 1e-2)])
 
 

@@ -252,7 +252,7 @@ class Observer:
             return
         for wrapper in self._list_wrappers():
             if turn:
-                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = _describe(wrapper)["bucket_bytes"]
+                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = list_bucket_bytes(wrapper)
             if turn < len(turns):
                 rebucket(wrapper, plans[turns[turn]])
 

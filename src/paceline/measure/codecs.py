@@ -9,10 +9,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.engine import Pace, build_samples, run_rounds, synchronize
-from paceline.measure.steps import Replica, StepBench
+from paceline.measure.steps import Replica, StepBench, hook_gradients
 from paceline.parallel.codecs import GATHER, Exchange, build_codec
 from paceline.parallel.levels import SCATTER
 from paceline.parallel.outer import Outer
@@ -39,17 +38,16 @@ def take_gradients(replica: Replica) -> Named:
     found: dict[str, torch.Tensor] = {}
     most = _MOST_BYTES[replica.device.type]
 
-    def save(name: str, param: torch.Tensor, *_: object) -> None:
+    def save(index: int, *_: object) -> None:
+        name, param = params[index]
         fits = not found or sum(grad.nbytes for grad in found.values()) + param.nbytes <= most
         if fits and param.grad is not None and param.grad.layout == torch.strided and param.is_floating_point():
             found[name] = param.grad.detach().clone()
 
     replica.activate()
     params = [(name, param) for name, param in replica.module.named_parameters() if param.requires_grad]
-    nodes = [get_gradient_edge(param).node for _, param in params]  # kept alive, so that the step uses these
     with contextlib.ExitStack() as hooks:
-        for node, named in zip(nodes, params, strict=True):
-            hooks.callback(node.register_hook(partial(save, *named)).remove)
+        hook_gradients([param for _, param in params], hooks, save)
         replica.run(replica.load(), NoPhases())
     return list(found.items())
 

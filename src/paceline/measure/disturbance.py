@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.engine import synchronize
-from paceline.measure.steps import Probe, Variant
+from paceline.measure.steps import Probe, Variant, hook_gradients
 from paceline.parallel.channel import Channel
 from paceline.runtime.moments import between_s, mark
 from paceline.runtime.world import World
@@ -206,10 +205,7 @@ class Disturbance(Probe):
         places = self._world.share(places)[0]  # rank 0 chooses the gradients for all ranks
         assert self._variant.replica is not None
         params = self._variant.replica.parameters
-        # Keep the nodes alive: otherwise the forward creates new ones, without the hooks.
-        self._nodes = [get_gradient_edge(params[index]).node for index in places]
-        for node in self._nodes:
-            hooks.callback(node.register_hook(self._fire).remove)
+        hook_gradients([params[index] for index in places], hooks, self._fire)
         return None
 
     def _time_alone(self) -> float:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from paceline import machine
 from paceline.errors import ConfigError, MeasurementError
@@ -75,7 +74,7 @@ class LayerClock:
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device,
+        self, params: Sequence[nn.Parameter], blocks: Sequence[nn.Module], device: torch.device,
         lookups: Lookups | None = None,
     ) -> None:  # fmt: skip
         self._params = params
@@ -96,11 +95,7 @@ class LayerClock:
         self._calls: list[tuple[int, Any, Any]] = []  # block, start and end of one forward
         self._owners: list[tuple[Any, int]] = []  # time in backward from which this block, or none, is running
         self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop half-way
-        # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
-        self._nodes = [get_gradient_edge(param).node for param in self._params]
-        hooks.callback(self._nodes.clear)
-        for index, node in enumerate(self._nodes):
-            hooks.callback(node.register_hook(functools.partial(self._note_ready, index)).remove)
+        steps.hook_gradients(self._params, hooks, self._note_ready)
         for index, block in enumerate(self._blocks):
             before = functools.partial(self._begin_forward, index)
             after = functools.partial(self._end_forward, index)

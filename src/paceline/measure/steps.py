@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -289,6 +290,15 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
         with contextlib.closing(windows):
             # Skip a smaller last batch, unless it is the only one.
             yield from (w for w in windows if w.number == 0 or not w.is_last or w.num_samples == size)
+
+
+def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, note: Callable[..., None]) -> None:
+    """Call `note(index, *gradients)` whenever a parameter's gradient has been accumulated, until `hooks` closes."""
+    # Keep the nodes alive: a later graph, also one built in backward (checkpointing), then uses the same ones.
+    nodes = [get_gradient_edge(param).node for param in params]
+    hooks.callback(nodes.clear)
+    for index, node in enumerate(nodes):
+        hooks.callback(node.register_hook(functools.partial(note, index)).remove)
 
 
 class TimedMessages:

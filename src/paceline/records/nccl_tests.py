@@ -179,7 +179,7 @@ def _build_records(path: Path, run: _Run) -> list[CollectiveRecord]:
                 raise RecordError(f"redop {op} with root {root} is not an all-reduce, and only that is read")
             if row.num_wrong:
                 what = f"{row.num_wrong} values of {format_bytes(num_bytes)} are wrong (#wrong)"
-                raise RecordError(f"{what}: what is not an all-reduce has no time; run nccl-tests again")
+                raise RecordError(f"{what}: wrong results have no valid time; run nccl-tests again")
             dtype = _DTYPES.get(row.values["type"], "unknown")
             records.append(
                 import_all_reduce(
@@ -225,7 +225,7 @@ def _find_ranks(path: Path, rows: Sequence[_Row]) -> int:
     if low > high:
         raise RecordError(f"{path}: busbw / algbw differs between rows: they are of different numbers of ranks")
     if high < 0.99:
-        raise RecordError(f"{path}: busbw is at most {high:.2f} of algbw: no all-reduce on two or more ranks")
+        raise RecordError(f"{path}: busbw is at most {high:.2f} of algbw: not an all-reduce on two or more ranks")
     least, most = (2 / (2 - ratio) if ratio < 2 else float(_MOST_RANKS) for ratio in (max(low, 0.99), high))
     first, last = max(2, math.ceil(least - 1e-9)), math.floor(most + 1e-9)
     if first != last:

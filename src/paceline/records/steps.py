@@ -226,7 +226,7 @@ def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
     if here != there:
-        raise RecordError(f"{record.place} and {reference.place} were not timed in turns: {here} and {there}")
+        raise RecordError(f"{record.place} and {reference.place} were not interleaved: {here} and {there}")
     return compare_times(record.timing.reduced_s, reference.timing.reduced_s)
 
 
