@@ -186,6 +186,11 @@ class CheckRecord(Record):
     found: str
     advice: str = ""
 
+    @classmethod
+    def build(cls, name: str, found: str, advice: str = "", status: str = "warn") -> CheckRecord:
+        """The result of a check; without advice it is ok."""
+        return cls(name=name, status=status if advice else "ok", found=found, advice=advice)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRecord(Record):
