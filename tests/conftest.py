@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from paceline.report import plots
+from paceline.report.plots import render_png, render_svg
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
 
@@ -59,7 +60,7 @@ def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
     With PACELINE_TEST_BACKEND=gloo, or shm, worlds on the CPU that name no backend are opened on that one.
     """
 
-    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         if ASKED_BACKEND:
             fn, args = run_on_backend, (ASKED_BACKEND, fn, *args)
         return warm_pool.run(run_as_if_fresh, (fn, *args), num_ranks=num_ranks, timeout_s=timeout_s)
@@ -122,11 +123,25 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are built and not rendered: that takes longer than all else of a run that is small."""
-    monkeypatch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
-    monkeypatch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
+@pytest.fixture(scope="session", autouse=True)
+def _sketched() -> Iterator[None]:
+    """Figures are built and not rendered: that takes longer than all else of a run that is small.
+
+    Tests of figures use `render_png` and `render_svg`; tests of files use `rendered`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
+        patch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
+        yield
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Iterator[None]:
+    """Saved figures are rendered after all, in a whole module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_png", render_png)
+        patch.setattr(plots, "render_svg", render_svg)
+        yield
 
 
 @pytest.fixture
@@ -151,7 +166,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in processes:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=100)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -188,7 +203,7 @@ def find_ranks(pid: int) -> list[psutil.Process]:
     return [process for name, process in sorted(named, key=lambda item: item[0]) if name.startswith("paceline-rank-")]
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 100.0) -> Any:
     """Poll until the condition is true and return it; fail the test if it never is."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -234,7 +249,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     if list_below(os.getpid()) <= allowed:
         return
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go
         time.sleep(0.05)
     assert not strangers(), "processes left behind"

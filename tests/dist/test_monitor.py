@@ -271,7 +271,7 @@ def open_slow(folder: Path, *options: str, **variables: str) -> Iterator[subproc
     finally:
         (folder / "named").touch()
         program.terminate()
-        program.wait(60)
+        program.wait(100)
 
 
 def read_notices(path: Path) -> list[str]:
@@ -283,9 +283,9 @@ def test_a_forward_that_is_slow_once_is_named_on_all_ranks_and_goes_on(tmp_path)
         return {path.parent.name: path for path in tmp_path.glob("logs/**/stderr.log")}
 
     with open_slow(tmp_path, "--redirects", "3", "--log-dir", str(tmp_path / "logs")) as program:
-        wait_until(lambda: len(find_logs()) == 2 and all(map(read_notices, find_logs().values())), 90)
+        wait_until(lambda: len(find_logs()) == 2 and all(map(read_notices, find_logs().values())))
         (tmp_path / "named").touch()
-        assert program.wait(60) == 0, (tmp_path / "output").read_text()
+        assert program.wait(100) == 0, (tmp_path / "output").read_text()
     for path in find_logs().values():
         said, *_ = read_notices(path)
         assert "warning: rank 1 of 2 " in said and "has been computing" in said and "fill_cache (train.py" in said, said
@@ -312,15 +312,15 @@ def test_the_job_of_a_laboratory_ends_with_it(tmp_path, system, number):
         env=os.environ | {"TMPDIR": str(tmp_path)}, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_until(lambda: any(tmp_path.glob("paceline-fault-*/injected")), 60)
+        wait_until(lambda: any(tmp_path.glob("paceline-fault-*/injected")))
         job = descendants(laboratory.pid)
         laboratory.send_signal(number)
-        laboratory.wait(30)
+        laboratory.wait(100)
     finally:
         if laboratory.poll() is None:
             laboratory.kill()
     assert len(job) >= 3
-    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in job), 30)
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in job))
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
 
     rendezvous.agree_on_backend = agree_late
     try:
-        with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
+        with paceline.init(backend, "cpu", announce=None, timeout_s=60) as world:
             world.share({"rank": world.rank})
             dist.all_reduce(torch.full((1024,), SECRET))
             values = paceline.run_ranks(os.getpid, world.world_size)

@@ -103,7 +103,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     go, priorities = threading.Event(), []
 
     def hold(path, files):
-        assert go.wait(20)
+        assert go.wait(100)
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         save_folder(path, files)
 

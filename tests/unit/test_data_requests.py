@@ -134,7 +134,7 @@ def test_without_a_hub_the_user_is_told_what_to_get(monkeypatch, name, source, f
 
 def test_a_lookup_of_the_hub_that_takes_forever_is_not_waited_for(fake_hub, monkeypatch):
     done = threading.Event()
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_: done.wait(30))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_: done.wait(100))
     fake_hub("http://unused", None)
     with pytest.raises(ConfigError, match="Timeout") as caught:
         data.load_from_hub("mnist")

@@ -170,7 +170,7 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
 
     def ask(one: hosts.Agent) -> None:
         if one.name == "a":
-            is_waiting.wait(5)
+            is_waiting.wait(100)
             raise KeyboardInterrupt
         is_waiting.set()
         try:
