@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from paceline.parallel.channel import Channel
 from paceline.predict.predictor import Evidence, fit_rank
 from paceline.predict.strategy_costs import MEASURED
 from paceline.records import CodecRecord, StepRecord
+from paceline.training.step import PhaseClock
 from paceline.units import MIB
 
 CPU = torch.device("cpu")
@@ -73,14 +75,13 @@ def test_messages_leave_with_gradients_at_even_moments_and_are_noted_once_a_step
     # Backward takes 8 s, and gradient k, counted from the end of the model, is ready after k seconds.
     probe = Disturbance(world, sent, variant, lambda: ({7 - k: k + 1.0 for k in range(8)}, 8.0))
     assert variant.kinds == ("marked",) and variant.probe is probe
-    import contextlib
-
     for _ in range(2):
         with contextlib.ExitStack() as hooks:
-            phases = probe.begin("marked", hooks)
+            probe.begin("marked", hooks)
+            phases = PhaseClock(CPU)
             sent.left.clear()
             replica.run(None, phases)
-            probe.end("marked", 0.0, phases.end().read())
+            probe.end("marked", phases.end())
         # Bursts at 1, 3, 5 and 7 s; a message takes half a second alone, which is far below a quarter of backward.
         assert len(sent.left) == 4
     assert variant.labels["num_messages"] == 4 * 16

@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from paceline.measure import engine
-from paceline.measure.engine import Pace, no_garbage_collection, run_rounds
+from paceline.measure.engine import Pace, run_rounds
+from paceline.records.store import pause_collection
 
 PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 
@@ -63,13 +64,13 @@ def test_progress_is_told_as_a_share_that_ends_at_1(count):
 
 
 def test_garbage_collection_is_on_again_afterwards_if_it_was():
-    with pytest.raises(KeyError), no_garbage_collection():
+    with pytest.raises(KeyError), pause_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
     gc.disable()
     try:
-        with no_garbage_collection():
+        with pause_collection():
             pass
         assert not gc.isenabled()
     finally:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.errors import ConfigError, RecordError
+from paceline.measure import engine
 from paceline.measure.codecs import measure_codecs
 from paceline.parallel.codecs import GATHER, SUM, build_codec
 from paceline.plan import Gradient
@@ -352,8 +356,12 @@ def test_what_is_assumed_is_said():
 
 
 def test_codecs_are_timed_between_their_messages(monkeypatch):
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    monkeypatch.setattr(engine, "agree_on_max", lambda value, control: value)
+    alone = SimpleNamespace(control=None, world=SimpleNamespace(share=lambda value: [value]))
+    measure = functools.partial(measure_codecs, device=torch.device("cpu"), bench=alone)
     grads = [(str(number), torch.randn(shape)) for number, shape in enumerate(SHAPES)]
-    records = measure_codecs(grads, torch.device("cpu"))
+    records = measure(grads)
     gradients = [Gradient(name, grad.nbytes, shape=tuple(grad.shape)) for name, grad in grads]
     codecs, rounds = ([text for text in MEASURED if bool(parse(text).outer) == which] for which in (False, True))
     assert [record.strategy for record in records] == [*(text for text in codecs for _ in range(3)), *rounds]
@@ -362,10 +370,11 @@ def test_codecs_are_timed_between_their_messages(monkeypatch):
         assert len(record.parts) == len(parse(record.strategy).traffic(gradients, record.world_size)) + 1
         assert record_from_json(json.loads(json.dumps(record_to_json(record)))) == record
     assert [(r.world_size, r.num_buckets) for r in records[:3]] == [(2, 1), (2, len(grads)), (8, 1)]
-    assert len(measure_codecs(grads[:1], torch.device("cpu"))) == 2 * len(codecs) + len(rounds)
-    assert measure_codecs([], torch.device("cpu")) == []
+    assert len(measure(grads[:1])) == 2 * len(codecs) + len(rounds)
+    assert measure([]) == []
     monkeypatch.setattr("paceline.measure.codecs.LARGE_BYTES", 60_000)  # below that of all, and of the largest alone
-    several = measure_codecs(grads, torch.device("cpu"), ["bf16"])
+    monkeypatch.setattr("paceline.measure.codecs.MEASURED", ["bf16"])
+    several = measure(grads)
     assert [(r.world_size, r.num_buckets) for r in several] == [(2, 2), (2, len(grads)), (8, 2), (2, 1)]
 
 

@@ -75,8 +75,8 @@ def test_sizes_and_times_for_the_files_of_others():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"parameters": ()}, "toy with 0 trained parameters"),
-        ({"batch_size": 0}, "0 samples"),
+        ({"parameters": ()}, "toy: 0 trained parameters"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"blocks": (BlockTimes("a", (0.1,) * 2, (0.1,) * 2),) * 2}, "a, a"),
         ({"blocks": (BlockTimes("outside", (0.1,) * 2, (0.1,) * 2),)}, "'outside'"),
         ({"blocks": ()}, "head.bias is in the block 'head'"),
@@ -109,7 +109,7 @@ FIRST = record_to_json(build_profile())["parameters"][0]
             [{**FIRST, "ready_s": ["soon", 1]}],
             "parameters.ready_s.*'soon'",
         ),
-        ("parameters", [{**FIRST, "ready_s": [-1.0, 1]}], "the time -1.0"),
+        ("parameters", [{**FIRST, "ready_s": [-1.0, 1]}], "head.bias: ready_s is -1.0"),
         ("parameters", [{**FIRST, "ready_s": 1.0}], "ready_s must be a list"),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_batch_that_does_not_fit_has_no_times():
     [
         ({"failure": "out of memory", "epoch_s": 1.0}, "either times or a failure"),
         ({}, "either times or a failure"),
-        ({"epoch_s": 1.0, "num_steps": 0}, "in 0 steps"),
+        ({"epoch_s": 1.0, "num_steps": 0}, "num_steps is 0"),
     ],
 )
 def test_an_impossible_batch_is_refused(changes, reason):
@@ -80,7 +80,7 @@ def test_a_run_survives_json_whether_it_failed_or_not():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"budget": "hours"}, "unknown budget 'hours'"),
+        ({"budget": "hours"}, "budget is 'hours'"),
         ({"curve": ()}, "nothing was evaluated"),
         ({"curve": (CurvePoint(1, 1, 1.0, math.nan, 0.5),)}, "none at 128"),
         ({"curve": (CurvePoint(1, 1, math.inf, 1.0, 0.5),)}, "none at 128"),
@@ -267,9 +267,9 @@ def test_only_what_was_measured_is_written():
     [
         ((), 1.0, "at least 2"),
         ((1.0,), 1.0, "at least 2"),
-        ((1.0, -1.0), 1.0, "squared norm -1.0"),
-        ((1.0, math.nan), 1.0, "squared norm nan"),
-        ((1.0, 2.0), math.inf, "squared norm inf"),
+        ((1.0, -1.0), 1.0, "small_squares is -1.0"),
+        ((1.0, math.nan), 1.0, "small_squares is nan"),
+        ((1.0, 2.0), math.inf, "big_square is inf"),
         ((1.0, 2.0), 1.6, "1.6"),
     ],
 )
@@ -281,12 +281,12 @@ def test_an_impossible_probe_is_refused(squares, big, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"small_batch_size": 0}, "batches of 0"),
-        ({"world_size": 0}, "on 0 ranks"),
-        ({"step": -1}, "after -1 steps"),
-        ({"epoch": math.nan}, "nan epochs"),
+        ({"small_batch_size": 0}, "small_batch_size is 0"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"step": -1}, "step is -1"),
+        ({"epoch": math.nan}, "epoch is nan"),
         ({"probes": (NoiseProbe((1.0, 1.0), 1.0), NoiseProbe((1.0,) * 3, 1.0))}, r"probes of \[2, 3\] small"),
-        ({"source": "guessed"}, "unknown source"),
+        ({"source": "guessed"}, "source is 'guessed'"),
     ],
 )
 def test_an_impossible_record_is_refused(changes, reason):

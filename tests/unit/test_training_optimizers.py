@@ -66,7 +66,7 @@ def follow_changing_rates(*, corrects: bool) -> tuple[list[nn.Parameter], list[n
     last = None
     for step in range(8):
         grads = give_gradients(params, step)
-        rate = schedule.apply(optimizer, step)
+        optimizer.param_groups[0]["lr"] = rate = schedule.rate(step)
         optimizer.step()
         if corrects and last is not None:
             velocities = [velocity * (rate / last) for velocity in velocities]
@@ -229,7 +229,7 @@ def test_steps_at_changing_rates(decay):
     weights, seen = [param.detach().numpy().copy() for param in params], [[] for _ in params]
     for step in range(6):
         grads = give_gradients(params, step, scale=0.1 + step)
-        rate = schedule.apply(optimizer, step)
+        optimizer.param_groups[0]["lr"] = rate = schedule.rate(step)
         optimizer.step()
         for i, grad in enumerate(grads):
             seen[i].append(grad)

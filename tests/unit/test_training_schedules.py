@@ -92,19 +92,6 @@ def test_drops_count_from_the_start_of_the_run():
     assert [schedule.rate(step) for step in range(10)] == pytest.approx(wanted)
 
 
-class Groups:
-    """All that a schedule needs of an optimizer."""
-
-    def __init__(self):
-        self.param_groups = [{"lr": 7.0}, {"lr": 8.0, "weight_decay": 0.1}]
-
-
-def test_a_schedule_sets_the_rate_of_all_groups():
-    optimizer = Groups()
-    assert Schedule(shape="linear", peak=PEAK, num_steps=STEPS).apply(optimizer, 5) == pytest.approx(PEAK / 2)
-    assert optimizer.param_groups == [{"lr": PEAK / 2}, {"lr": PEAK / 2, "weight_decay": 0.1}]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

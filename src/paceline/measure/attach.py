@@ -252,7 +252,7 @@ class Observer:
             return
         for wrapper in self._list_wrappers():
             if turn:
-                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = _describe(wrapper)["bucket_bytes"]
+                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = list_bucket_bytes(wrapper)
             if turn < len(turns):
                 rebucket(wrapper, plans[turns[turn]])
 
@@ -388,8 +388,17 @@ def rebucket(wrapper: Any, cap_mib: float | None) -> None:
 def _describe(wrapper: Any) -> dict[str, Any]:
     """The properties of a wrapper, with the names of the fields of a step record."""
     data = wrapper._get_ddp_logging_data()
-    sizes = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "").split(",")
     return {
-        "model": data["module_name"], "wrapper": "paceline" if hasattr(wrapper, "_options") else "torch",
-        "cap_bytes": max(0, data["bucket_cap_bytes"]), "bucket_bytes": [int(size) for size in sizes if size.strip()],
-    }  # fmt: skip
+        "model": data["module_name"],
+        "wrapper": "paceline" if hasattr(wrapper, "_options") else "torch",
+        "cap_bytes": max(0, data["bucket_cap_bytes"]),
+        "bucket_bytes": list_bucket_bytes(wrapper),
+    }
+
+
+def list_bucket_bytes(wrapper: Any) -> list[int]:
+    """The bytes of each bucket of torch's or Paceline's wrapper in launch order."""
+    data = wrapper._get_ddp_logging_data()
+    # torch does not rebuild its buckets if parameters may be unused.
+    listed = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
+    return [int(size) for size in listed.split(",") if size.strip()]

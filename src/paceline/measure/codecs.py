@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
-from paceline.measure.engine import agree_on_max, synchronize
-from paceline.measure.steps import Replica, StepBench
+from paceline.measure.engine import Pace, build_samples, run_rounds, synchronize
+from paceline.measure.steps import Replica, StepBench, hook_gradients
 from paceline.parallel.codecs import GATHER, Exchange, build_codec
 from paceline.parallel.levels import SCATTER
 from paceline.parallel.outer import Outer
 from paceline.parallel.sharding import join, scatter
 from paceline.predict.simulate import LARGE_BYTES
 from paceline.predict.strategy_costs import MEASURED
-from paceline.records import CodecRecord, Samples
+from paceline.records import CodecRecord
 from paceline.strategy import Strategy, count_each
 from paceline.training.step import NoPhases
 from paceline.units import MIB
 
 # Maximum total size of the gradients used.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
-_BUDGET_S = 5.0
-_LEAST = 4  # minimum repetitions
-_MOST = 10  # maximum repetitions
+_PACE = Pace(budget_s=5.0, min_iters=4, max_iters=10, warmup=1)
 _STEP_TOUCHES = 4  # memory that a step touches besides a codec, in multiples of the gradients
 # Few and many ranks, to separate costs that grow with their number from those that do not.
 RANKS = (2, 8)
@@ -40,32 +38,28 @@ def take_gradients(replica: Replica) -> Named:
     found: dict[str, torch.Tensor] = {}
     most = _MOST_BYTES[replica.device.type]
 
-    def save(name: str, param: torch.Tensor, *_: object) -> None:
+    def save(index: int, *_: object) -> None:
+        name, param = params[index]
         fits = not found or sum(grad.nbytes for grad in found.values()) + param.nbytes <= most
         if fits and param.grad is not None and param.grad.layout == torch.strided and param.is_floating_point():
             found[name] = param.grad.detach().clone()
 
     replica.activate()
     params = [(name, param) for name, param in replica.module.named_parameters() if param.requires_grad]
-    nodes = [get_gradient_edge(param).node for _, param in params]  # kept alive, so that the step uses these
-    handles = [node.register_hook(partial(save, *named)) for node, named in zip(nodes, params, strict=True)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        hook_gradients([param for _, param in params], hooks, save)
         replica.run(replica.load(), NoPhases())
-    finally:
-        for handle in handles:
-            handle.remove()
     return list(found.items())
 
 
 def measure_codecs(
-    grads: Named, device: torch.device, strategies: Sequence[str] = MEASURED, ranks: Sequence[int] = RANKS,
-    bench: StepBench | None = None,
-) -> list[CodecRecord]:  # fmt: skip
-    """Time each codec, interleaved: with all gradients in one bucket, with a bucket for each, and with more ranks. A
-    large bucket is also split into smaller ones. An outer optimizer is timed for one round over as many parameters; a
-    sharded update also includes its parameters. With the bench of a job, all its ranks measure at the same time, and
-    every rank must call this."""
-    grads = grads if bench is None else _choose_common(grads, bench)
+    grads: Named, device: torch.device, bench: StepBench, ranks: Sequence[int] = RANKS
+) -> list[CodecRecord]:
+    """Time each codec, interleaved, on all ranks of a job's bench at the same time: with all gradients in one bucket,
+    with a bucket for each, and with more ranks. A large bucket is also split into smaller ones. An outer optimizer is
+    timed for one round over as many parameters; a sharded update also includes its parameters. Collective: call on
+    every rank."""
+    grads = _choose_common(grads, bench)
     if not grads:
         return []
     each, num_bytes = [[named] for named in grads], sum(grad.nbytes for _, grad in grads)
@@ -79,29 +73,34 @@ def measure_codecs(
     first, *more = sorted(set(ranks))
     settings = [(first, few), *([(first, each)] if len(grads) > 1 else []), *((count, few) for count in more)]
     settings += [(first, [grads])] if len(few) > 1 else []
-    parsed = [Strategy.parse(text) for text in strategies]
+    parsed = [Strategy.parse(text) for text in MEASURED]
     runs = [(one, *setting) for one in parsed if not one.outer for setting in settings]
     runs += [(one, first, [grads]) for one in parsed if one.outer]
     # Stands for the other memory that a step touches: parameters, gradients and optimizer state.
     others = torch.zeros(min(_STEP_TOUCHES * num_bytes, _MOST_BYTES[device.type]) // 4, device=device)
-    rows: list[list[list[float]]] = [[] for _ in runs]
-    count = 1
-    while len(rows[-1]) < count:
+    rounds: list[list[list[float]]] = []  # seconds of each part of each run
+
+    def run_round(_: int) -> float:
         begin_s = time.perf_counter()
-        for (strategy, world_size, buckets), row in zip(runs, rows, strict=True):
-            row.append(_time(strategy, world_size, buckets, others, bench))
-        if count == 1:
-            spent_s = time.perf_counter() - begin_s
-            spent_s = spent_s if bench is None else agree_on_max(spent_s, bench.control)
-            count = max(_LEAST, min(_MOST, int(_BUDGET_S / max(spent_s, 1e-9))))
-    by_rank = [rows] if bench is None else bench.world.share(rows)
+        rounds.append([_time(*run, others, bench.control) for run in runs])
+        return time.perf_counter() - begin_s
+
+    run_rounds(run_round, bench.control, _PACE)
+    by_rank = bench.world.share(rounds)
     return [
         CodecRecord(
-            strategy=strategy.text, device=device.type, world_size=world_size, num_bytes=num_bytes,
-            num_buckets=len(buckets), parts=_build_parts([found[number] for found in by_rank]),
+            strategy=strategy.text,
+            device=device.type,
+            world_size=world_size,
+            num_bytes=num_bytes,
+            num_buckets=len(buckets),
+            parts=tuple(
+                build_samples([[parts[number][part] for parts in found] for found in by_rank], _PACE.warmup)
+                for part in range(len(rounds[0][number]))
+            ),
         )
         for number, (strategy, world_size, buckets) in enumerate(runs)
-    ]  # fmt: skip
+    ]
 
 
 def _choose_common(grads: Named, bench: StepBench) -> Named:
@@ -111,16 +110,8 @@ def _choose_common(grads: Named, bench: StepBench) -> Named:
     return [(name, own[name]) for name in names[0] if name in common]
 
 
-def _build_parts(by_rank: Sequence[Sequence[Sequence[float]]]) -> tuple[Samples, ...]:
-    """Samples of each part from its seconds by rank, turn and part."""
-    turns = list(zip(*by_rank, strict=True))
-    return tuple(
-        Samples(tuple(tuple(parts[number] for parts in turn) for turn in turns)) for number in range(len(turns[0][0]))
-    )
-
-
 def _time(
-    strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, bench: StepBench | None
+    strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, control: dist.ProcessGroup
 ) -> list[float]:
     """The seconds of each part, summed over all buckets, in the second step: memory is allocated, and the caches hold
     other data."""
@@ -136,8 +127,7 @@ def _time(
         others.fill_(step)
         wait = partial(synchronize, others.device)
         wait()
-        if bench is not None:
-            dist.barrier(group=bench.control)
+        dist.barrier(group=control)
         for number, bucket in enumerate(buckets):
             names, grads = [name for name, _ in bucket], [grad.clone() for _, grad in bucket]
             if strategy.is_sharded:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.engine import synchronize
-from paceline.measure.steps import Probe, Variant
+from paceline.measure.steps import Probe, Variant, hook_gradients
 from paceline.parallel.channel import Channel
 from paceline.runtime.moments import between_s, mark
 from paceline.runtime.world import World
-from paceline.training.step import PhaseClock, Phases, PhaseTimes
+from paceline.training.step import Phases, PhaseTimes
 
 _MOST_BURSTS = 4  # maximum number of bursts of messages during backward
 _SLOWEST = 6.0  # assumed slowdown of messages during a step; a burst must end before the next one starts
@@ -206,12 +205,8 @@ class Disturbance(Probe):
         places = self._world.share(places)[0]  # rank 0 chooses the gradients for all ranks
         assert self._variant.replica is not None
         params = self._variant.replica.parameters
-        # Keep the nodes alive: otherwise the forward creates new ones, without the hooks.
-        self._nodes = [get_gradient_edge(params[index]).node for index in places]
-        for node in self._nodes:
-            hooks.callback(node.register_hook(self._fire).remove)
-        self._clock = _KeptClock(self._variant.replica.device)
-        return self._clock
+        hook_gradients([params[index] for index in places], hooks, self._fire)
+        return None
 
     def _time_alone(self) -> float:
         """Seconds per message of one burst, without a step. Collective: call on every rank."""
@@ -224,26 +219,16 @@ class Disturbance(Probe):
     def _fire(self, *grads: Any) -> None:
         self._spans.append(self._traffic.send(self._num_bytes, self._num_each, self._is_timed))
 
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+    def end(self, kind: str, times: PhaseTimes) -> None:
         """Wait for all messages; record their mean duration, and the part of it before the end of backward."""
         self._traffic.wait()
         if self._is_timed:
-            pairs = itertools.pairwise(self._clock.kept.moments)
+            pairs = itertools.pairwise(times.moments)
             *_, over = (moment for (phase, _), (_, moment) in pairs if phase == "backward")
             count = max(1, len(self._spans)) * self._num_each
             before = (max(0.0, min(between_s(begin, end), between_s(begin, over))) for begin, end in self._spans)
             self._variant.note("under_way", sum(between_s(*span) for span in self._spans) / count)
             self._variant.note("overlapped", sum(before) / count)
-
-
-class _KeptClock(PhaseClock):
-    """Keeps the timestamps of its step."""
-
-    kept = PhaseTimes()
-
-    def end(self) -> PhaseTimes:
-        self.kept = super().end()
-        return self.kept
 
 
 def _note_end(span: list[Any]) -> None:

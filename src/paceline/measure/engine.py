@@ -5,12 +5,10 @@ It times anything that ranks do together; `collectives` and `wrappers` define wh
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError
 from paceline.measure.settings import GroupSettings, Measured
 from paceline.records import Record, Samples
+from paceline.records.store import pause_collection
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend, init
@@ -252,16 +251,22 @@ def time_once(item: Timed, control: dist.ProcessGroup, repetition: int) -> None:
 
 
 def run_rounds(
-    run_round: Callable[[int], float], control: dist.ProcessGroup, pace: Pace, iters: int | None, warmup: int | None,
-    report: Report | None, end_warmup: Callable[[int], None], is_over: Callable[[int], bool] = lambda number: False,
-) -> None:  # fmt: skip
+    run_round: Callable[[int], float],
+    control: dist.ProcessGroup,
+    pace: Pace,
+    iters: int | None = None,
+    warmup: int | None = None,
+    report: Report | None = None,
+    end_warmup: Callable[[int], None] = lambda number: None,
+    is_over: Callable[[int], bool] = lambda number: False,
+) -> None:
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
     `end_warmup` is called after the warm-ups with their number, `report` with the finished fraction of repetitions.
     `is_over` is called after each repetition with the number so far, and says whether to stop; all ranks must get the
     same answer. Collective: call on every rank of `control`.
     """
-    with no_garbage_collection():
+    with pause_collection():  # it would become part of a measured time
         warm_s: list[float] = []
         while len(warm_s) < (pace.warmup if warmup is None else warmup):
             warm_s.append(agree_on_max(run_round(len(warm_s)), control))
@@ -285,18 +290,6 @@ def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, control)
     return float(tensor)
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, which would become part of a measured time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def synchronize(device: torch.device) -> None:

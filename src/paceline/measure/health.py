@@ -32,6 +32,7 @@ from paceline.units import MIB, format_duration, format_memory, format_number_of
 TESTED_PYTHON = (3, 11), (3, 13)
 TESTED_TORCH = (2, 11), (2, 15)
 _INSTALL = "pip install 'torch>=2.11,<2.16'"
+_report = CheckRecord.build
 
 
 def check_health(environment: Environment) -> Iterator[CheckRecord]:
@@ -56,11 +57,6 @@ def _check_parts() -> Iterator[CheckRecord]:
         yield _check_allreduce("shm", 2, "in shared memory")
     if machine.count_gpus():
         yield _check_allreduce("nccl", 1, "NCCL all-reduce")
-
-
-def _report(name: str, found: str, advice: str = "", status: str = "warn") -> CheckRecord:
-    """A check result; without advice it is ok."""
-    return CheckRecord(name=name, status=status if advice else "ok", found=found, advice=advice)
 
 
 def _advise_version(name: str, version: tuple[int, ...], tested: tuple[tuple[int, int], tuple[int, int]]) -> str:
@@ -92,7 +88,7 @@ def _check_host() -> Iterator[CheckRecord]:
 
 
 def _check_load(environment: Environment) -> CheckRecord:
-    """Whether times that are measured now could be trusted; the text is that of the doubt about a run."""
+    """Whether times that are measured now could be trusted; the text is that of the warning about a run."""
     busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
     if environment.load_average is not None:
         quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _LINK_BYTES = 16 * MIB
 _BUDGET_S = 0.3
 _LINK_S = 20.0
 _OLDEST_PYTHON = (3, 11)
+_report = functools.partial(CheckRecord.build, status="fail")
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,6 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
     return dict(zip(found, ask_all(agents, choose), strict=True))
 
 
-def _report(name: str, found: str, advice: str = "", status: str = "fail") -> CheckRecord:
-    return CheckRecord(name=name, status=status if advice else "ok", found=found, advice=advice)
-
-
 def check_survey(surveyed: Mapping[str, Facts | PacelineError], wanted: Wanted) -> Iterator[CheckRecord]:
     """One check for each requirement of a host. Versions are compared with those of the first host that answered."""
     first = next((name for name, facts in surveyed.items() if isinstance(facts, dict)), "")
@@ -106,7 +104,7 @@ def _check_versions(name: str, facts: Facts, first: str, others: Any, wanted: Wa
         elif here.split(".")[:kept] != other.split(".")[:kept]:
             advice = f"{first} has {other or 'none'}: install the same version on all hosts"
         status = "warn" if key == "paceline" and not wanted.needs_paceline else "fail"
-        yield _report(f"{name}: {title}", here or "not installed", advice, status)
+        yield _report(f"{name}: {title}", here or "not installed", advice, status=status)
 
 
 def _check_clock(name: str, facts: Facts) -> CheckRecord:
@@ -114,7 +112,7 @@ def _check_clock(name: str, facts: Facts) -> CheckRecord:
     side = "ahead of" if off_s > 0 else "behind"
     found = f"{format_duration(abs(off_s))} {side} this machine's, to within {format_duration(within_s)}"
     advice = "times in files and logs will not match: use NTP, for example `timedatectl set-ntp true`"
-    return _report(f"{name}: clock", found, advice if abs(off_s) - within_s > _SKEW_S else "", "warn")
+    return _report(f"{name}: clock", found, advice if abs(off_s) - within_s > _SKEW_S else "", status="warn")
 
 
 def _check_network(name: str, facts: Facts, wanted: Wanted) -> CheckRecord:
@@ -124,7 +122,9 @@ def _check_network(name: str, facts: Facts, wanted: Wanted) -> CheckRecord:
     if not address:
         return _report(f"{name}: network", f"no interface {wanted.interface}", advice)
     if not interface:
-        return _report(f"{name}: network", f"{address} is not the first address of any interface", advice, "warn")
+        return _report(
+            f"{name}: network", f"{address} is not the first address of any interface", advice, status="warn"
+        )
     return _report(f"{name}: network", f"{interface} ({address})")
 
 
@@ -137,7 +137,7 @@ def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecor
         full, little = free < _FULL_BYTES, free < _LITTLE_BYTES
         advice = f"{'nothing' if full else 'little'} can be saved there: free some space"
         found = f"{format_memory(free)} free in {place}"
-        yield _report(f"{name}: disk", found, advice if little else "", "fail" if full else "warn")
+        yield _report(f"{name}: disk", found, advice if little else "", status="fail" if full else "warn")
     for what, path in (("script", wanted.script), ("program", wanted.program)):
         if not facts[what]:
             advice = "copy it there, or run in a folder that the hosts share (--folder)"

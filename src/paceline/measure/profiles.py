@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from paceline import machine
 from paceline.errors import ConfigError, MeasurementError
@@ -29,6 +28,7 @@ from paceline.parallel.channel import Channel
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.rows import Lookups
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
+from paceline.runtime.moments import between_s
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
@@ -74,7 +74,7 @@ class LayerClock:
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device,
+        self, params: Sequence[nn.Parameter], blocks: Sequence[nn.Module], device: torch.device,
         lookups: Lookups | None = None,
     ) -> None:  # fmt: skip
         self._params = params
@@ -95,11 +95,7 @@ class LayerClock:
         self._calls: list[tuple[int, Any, Any]] = []  # block, start and end of one forward
         self._owners: list[tuple[Any, int]] = []  # time in backward from which this block, or none, is running
         self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop half-way
-        # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
-        self._nodes = [get_gradient_edge(param).node for param in self._params]
-        hooks.callback(self._nodes.clear)
-        for index, node in enumerate(self._nodes):
-            hooks.callback(node.register_hook(functools.partial(self._note_ready, index)).remove)
+        steps.hook_gradients(self._params, hooks, self._note_ready)
         for index, block in enumerate(self._blocks):
             before = functools.partial(self._begin_forward, index)
             after = functools.partial(self._end_forward, index)
@@ -133,8 +129,7 @@ class LayerClock:
 
         # Measure everything from the first timestamp: events round, and a part must not exceed the whole.
         def at_s(moment: Any) -> float:
-            passed_s: float = moment - first if isinstance(moment, float) else first.elapsed_time(moment) / 1e3
-            return passed_s
+            return between_s(first, moment)
 
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
         for phase, begin_s, end_s in spans:
@@ -245,7 +240,7 @@ class Layers(steps.Probe):
         self._clock.attach(hooks)
         return self._clock
 
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+    def end(self, kind: str, times: PhaseTimes) -> None:
         if kind == "profiled":
             self.steps.append(self._clock.read())
             for phase in {"forward", "backward"} - self.steps[-1].took_s.keys():
@@ -393,7 +388,7 @@ def measure_layers(
             return [profile]
         # Last, so that it does not disturb the steps of other ranks.
         has_room = _has_room(world, replica)
-        codecs = measure_codecs(take_gradients(replica), replica.device, bench=bench) if has_room else []
+        codecs = measure_codecs(take_gradients(replica), replica.device, bench) if has_room else []
         return [profile, *(bench.build_record(variant) for variant in bench.variants), *codecs]
 
 

@@ -21,14 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, MeasurementError, refuse
+from paceline.measure.attach import list_bucket_bytes
 from paceline.measure.engine import Pace, Report, build_control, build_samples, run_rounds, synchronize
 from paceline.parallel import DDP, is_torchs
 from paceline.parallel.channel import Sent
 from paceline.parallel.graph import find_tensors
+from paceline.parallel.timeline import BucketTimes, StepTimes
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
 from paceline.records.steps import EXTRA_SAMPLES, PHASES
@@ -36,7 +39,16 @@ from paceline.runtime.world import World
 from paceline.torch_internals import tree_map_only
 from paceline.training.build import Job, build_learner, wrap_models
 from paceline.training.loader import Window, load_windows
-from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, list_models, mark_phases, take_step
+from paceline.training.step import (
+    Learner,
+    NoPhases,
+    PhaseClock,
+    Phases,
+    PhaseTimes,
+    list_models,
+    mark_phases,
+    take_step,
+)
 from paceline.units import MIB
 from paceline.workloads.data.sharding import EpochOrder
 
@@ -102,12 +114,7 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
         return tuple(size for part in models for size in read_buckets(part))
     if isinstance(model, DDP):
         return model.plan.bucket_bytes if model.plan is not None else ()
-    if isinstance(model, DistributedDataParallel):
-        data = model._get_ddp_logging_data()
-        # torch does not rebuild its buckets if parameters may be unused.
-        listed = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
-        return tuple(int(size) for size in listed.split(",") if size.strip())
-    return ()
+    return tuple(list_bucket_bytes(model)) if isinstance(model, DistributedDataParallel) else ()
 
 
 class TrainingJob:
@@ -284,6 +291,15 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
             yield from (w for w in windows if w.number == 0 or not w.is_last or w.num_samples == size)
 
 
+def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, note: Callable[..., None]) -> None:
+    """Call `note(index, *gradients)` whenever a parameter's gradient has been accumulated, until `hooks` closes."""
+    # Keep the nodes alive: a later graph, also one built in backward (checkpointing), then uses the same ones.
+    nodes = [get_gradient_edge(param).node for param in params]
+    hooks.callback(nodes.clear)
+    for index, node in enumerate(nodes):
+        hooks.callback(node.register_hook(functools.partial(note, index)).remove)
+
+
 class TimedMessages:
     """A replica whose messages are timed: call `begin` before a step and `read` after it.
 
@@ -293,9 +309,9 @@ class TimedMessages:
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
         self.replica = replica
-        self._sent = Sent(0, 0)  # with torch's hook: sent since `begin`; in Paceline's wrapper: the count at `begin`
+        self._before = Sent(0, 0)  # the count of Paceline's wrapper at `begin`
+        self._buckets: list[BucketTimes] = []  # what torch's hook sent since `begin`
         self._group = group
-        self._spans: list[tuple[float, float]] = []
         self._has_hook = is_torchs(replica.model) and replica.device.type == "cpu"
         if self._has_hook:
             self.replica = build()
@@ -305,24 +321,23 @@ class TimedMessages:
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Do what torch's wrapper does without a hook, and record the start and end times."""
-        begin_s = time.perf_counter()
+        times = BucketTimes(bucket.buffer().nbytes, launch_s=time.perf_counter())
+        self._buckets.append(times)
         buffer = bucket.buffer().div_(dist.get_world_size(self._group))
-        self._sent = Sent(self._sent.num_messages + 1, self._sent.num_bytes + buffer.nbytes)
         future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
 
         def record(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            self._spans.append((begin_s, time.perf_counter()))
+            times.done_s = time.perf_counter()
             return done.value()[0]
 
         timed: torch.futures.Future[torch.Tensor] = future.then(record)
         return timed
 
     def begin(self) -> None:
-        self._sent = Sent(0, 0)
-        self._spans.clear()
+        self._buckets.clear()
         if isinstance(self.replica.model, DDP):
             self.replica.model.time_next_step()
-            self._sent = self.replica.model.count_sent()
+            self._before = self.replica.model.count_sent()
 
     def read(self) -> tuple[float, Sent] | None:
         """Seconds in which at least one message of the last step was in flight, and the messages and bytes sent.
@@ -331,19 +346,15 @@ class TimedMessages:
         messages cannot be timed.
         """
         model = self.replica.model
-        before = self._sent
         if isinstance(model, DDP):
-            now, times = model.count_sent(), model.report().times
-            sent = Sent(now.num_messages - before.num_messages, now.num_bytes - before.num_bytes)
+            now = model.count_sent()
+            times = model.report().times
+            sent = Sent(now.num_messages - self._before.num_messages, now.num_bytes - self._before.num_bytes)
             return 0.0 if times is None else times.busy_s, sent
         if not self._has_hook:
             return None
-        busy_s = 0.0
-        until_s = 0.0
-        for begin_s, end_s in sorted(self._spans):
-            busy_s += max(0.0, end_s - max(begin_s, until_s))
-            until_s = max(until_s, end_s)
-        return busy_s, before
+        sent = Sent(len(self._buckets), sum(bucket.num_bytes for bucket in self._buckets))
+        return StepTimes(self._buckets, backward_s=0.0, over_s=0.0, begin_s=0.0).busy_s, sent
 
     def close(self) -> None:
         if self._has_hook:
@@ -366,14 +377,14 @@ def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) ->
 
 
 class Probe:
-    """Observes a variant's steps: `begin` is called before the barrier, `end` after the step."""
+    """Observes a variant's steps: `begin` is called before the barrier, `end` after the step has finished."""
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         """Return its own phases, or None for the usual ones; `hooks` is closed after the step, even if it fails."""
         return None
 
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        """Called after the step, which ended at `end_s` on this process's clock."""
+    def end(self, kind: str, times: PhaseTimes) -> None:
+        pass
 
 
 @dataclass
@@ -500,12 +511,12 @@ class StepBench:
             no_sync = getattr(replica.model, "no_sync", contextlib.nullcontext)
             with no_sync() if kind == "no_comm" else contextlib.nullcontext():
                 replica.run(given, phases)
-            marked = phases.end()
+            times = phases.end()
             synchronize(replica.device)
             end_s = time.perf_counter()
-            parts_s = marked.read()
+            parts_s = times.read()
             if variant.probe is not None:
-                variant.probe.end(kind, end_s, parts_s)
+                variant.probe.end(kind, times)
         if kind in ("plain", "marked", "no_comm", "profiled"):
             variant.note(kind, end_s - begin_s)
         if kind == variant.kinds[0]:

@@ -148,7 +148,7 @@ class _Variants:
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
         if settings.strategies:
             grads, ranks = take_gradients(plain.replica), (2, max(2, self._world.world_size))
-            records += measure_codecs(grads, plain.replica.device, ranks=ranks, bench=self._bench)
+            records += measure_codecs(grads, plain.replica.device, self._bench, ranks=ranks)
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
         job, is_ours = build_job_from_profile(profile), settings.wrapper != "torch"

@@ -28,7 +28,7 @@ from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_lik
 from paceline.records import StepRecord
 from paceline.records.kinds import PRECISIONS
 from paceline.runtime.world import World
-from paceline.training.step import NoPhases, Phases
+from paceline.training.step import NoPhases, Phases, PhaseTimes
 from paceline.units import MIB, format_bytes, format_duration
 from paceline.workloads.registry import WORKLOADS
 
@@ -112,7 +112,7 @@ class _ReplicaCheck(Probe):
             torch.cuda.reset_peak_memory_stats(self._device)
         return None
 
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+    def end(self, kind: str, times: PhaseTimes) -> None:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             # What is held between steps may be freed before the peak, so the two are only added within a step.

@@ -36,7 +36,6 @@ from paceline.errors import refuse
 from paceline.predict.curves import hold_draws
 from paceline.records.kinds import CostRecord
 
-POLICIES = ("restart", "spare", "shrink")
 ALL_LOST = 0.05
 _DRAWS, _SEED = 100, 1
 _MOST_FAULTS = 100  # maximum number of faults simulated in one draw

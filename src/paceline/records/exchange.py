@@ -7,7 +7,6 @@ all-reduce times, and Markdown tables of backend, processes, size and time. `sto
 import csv
 import io
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +18,9 @@ from typing import Any
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, Record
 from paceline.records.layers import CapTimeRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.records.nccl_tests import is_nccl_text, read_nccl_json, read_nccl_text
+from paceline.records.nccl_tests import import_all_reduce, is_nccl_text, read_nccl_json, read_nccl_text
 from paceline.records.samples import Summary
-from paceline.records.store import RUN_FORMAT, Run, is_run_path, load_run
+from paceline.records.store import RUN_FORMAT, Run, is_run_path, load_json, load_run
 from paceline.units import parse_size
 
 ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
@@ -73,19 +72,14 @@ def _number(cell: str) -> float | None:
     return float(cell) if cell.strip() else None
 
 
-def _all_reduce(backend: str, world_size: str, num_bytes: int, timing: Summary, **more: Any) -> CollectiveRecord:
-    fields: dict[str, Any] = {"device": "cuda" if backend == "nccl" else "cpu", "dtype": "unknown", **more}
-    fields |= {"backend": backend, "world_size": int(world_size), "num_bytes": num_bytes}
-    return CollectiveRecord(collective="all_reduce", op="sum", source="imported", timing=timing, **fields)
-
-
 def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     num_bytes, elements, backend = int(row["total_bytes"]), int(row["total_elements"]), row["backend"].strip()
     types = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
     dtype = types.get(num_bytes // elements if elements else 0, "unknown")
     timing = Summary(mean_s=float(row["average_time"]), stdev_s=float(row["stdev_time"]))
     memory = "shared" if backend.endswith(_SHARED) else "ordinary"
-    return _all_reduce(backend.removesuffix(_SHARED), row["world_size"], num_bytes, timing, dtype=dtype, memory=memory)
+    world_size = int(row["world_size"])
+    return import_all_reduce(backend.removesuffix(_SHARED), world_size, num_bytes, timing, dtype=dtype, memory=memory)
 
 
 def _parse_published(row: Row) -> CollectiveRecord:
@@ -94,7 +88,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
     timing = Summary(stdev_s=_number(row["std_s"]), mean_s=times.get("mean_s"), median_s=times.get("median_s"))
     kind = "cuda" if backend == "nccl" else device or "cpu"  # "nccl" and "nccl-tests" alike
     more = {"device": kind, "note": row["source"].strip(), "nodes": int(row.get("nodes") or 0)}
-    return _all_reduce(backend, row["world_size"], int(row["bytes"]), timing, **more)
+    return import_all_reduce(backend, int(row["world_size"]), int(row["bytes"]), timing, **more)
 
 
 def _parse_own(row: Row) -> CollectiveRecord:
@@ -110,8 +104,9 @@ def _parse_own(row: Row) -> CollectiveRecord:
 def _parse_markdown_row(row: Row) -> CollectiveRecord:
     # In these tables 1MB means 2^20 bytes.
     size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
-    timing, backend = Summary(mean_s=float(row["time"]) / 1e3), row["backend"].split("(")[0].strip()
-    return _all_reduce(backend, row["processes"], parse_size(size), timing, dtype="float32")
+    timing = Summary(mean_s=float(row["time"]) / 1e3)
+    backend = row["backend"].split("(")[0].strip()
+    return import_all_reduce(backend, int(row["processes"]), parse_size(size), timing, dtype="float32")
 
 
 # The required columns of each CSV format for collectives, and the parser of its rows.
@@ -147,10 +142,7 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
         return list_collectives(load_run(path), path, folder.resolve().name)
     text = _read_text(path)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"{path} cannot be read as JSON: {error}", code="damaged") from None
+        document = load_json(path, "give a run or a table")
         if isinstance(document, dict) and "results" in document and document.get("format") != RUN_FORMAT[0]:
             return read_nccl_json(path, document)
         return list_collectives(load_run(path), path, path.name)

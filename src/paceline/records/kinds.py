@@ -10,12 +10,13 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from paceline.errors import RecordError
-from paceline.records.samples import Samples, Summary, check_known
+from paceline.records.checked import Checked, Count, PositiveCount, Seconds, one_of
+from paceline.records.samples import Samples, Summary
 
 # Bytes per element of each dtype that a record can name.
 ITEM_BYTES = {
@@ -38,24 +39,20 @@ KINDS: dict[str, type[Record]] = {}
 
 def bus_factor(collective: str, world_size: int) -> float:
     """busbw / algbw of a collective over `world_size` ranks."""
-    check_known("collective", collective, COLLECTIVES)
     return COLLECTIVES[collective](world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(Checked):
     """One measurement. `source` says whether it was measured, simulated, emulated or imported."""
 
     kind: ClassVar[str]
-    source: str = "measured"
+    source: Annotated[str, one_of(SOURCES)] = "measured"
     note: str = ""
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls):
             KINDS[cls.kind] = cls
-
-    def __post_init__(self) -> None:
-        check_known("source", self.source, SOURCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +62,16 @@ class _Timed(Record):
 
     size_field: ClassVar[str] = "num_bytes"
     device: str
-    world_size: int
+    world_size: PositiveCount
     dtype: str
     timing: Samples | Summary
     num_wrong: int | None = None
     num_checked: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.world_size, self._moved_bytes) < 1 or self.time_s <= 0:
+    def find_faults(self) -> Iterator[str]:
+        if self.time_s <= 0:
             found = f"{self._moved_bytes} bytes on {self.world_size} ranks in {self.time_s} s"
-            raise RecordError(f"{found}: all must be positive (was a table rounded too far?)")
+            yield f"{found}: the time must be positive (was a table rounded too far?)"
 
     @property
     def _moved_bytes(self) -> int:
@@ -108,17 +104,12 @@ class CollectiveRecord(_Timed):
     """
 
     kind: ClassVar[str] = "collective"
-    collective: str
+    collective: Annotated[str, one_of(COLLECTIVES)]
     backend: str
-    num_bytes: int
+    num_bytes: PositiveCount
     op: str
-    memory: str = "ordinary"
-    nodes: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("collective", self.collective, COLLECTIVES)
-        check_known("memory", self.memory, MEMORIES)
+    memory: Annotated[str, one_of(MEMORIES)] = "ordinary"
+    nodes: Count = 0
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:
@@ -135,12 +126,8 @@ class MemoryRecord(_Timed):
     """
 
     kind: ClassVar[str] = "memory"
-    operation: str
-    num_bytes: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("pass over memory", self.operation, ("add", "copy"))
+    operation: Annotated[str, one_of(("add", "copy"))]
+    num_bytes: PositiveCount
 
 
 class MemoryBounds:
@@ -172,13 +159,13 @@ class ChunksRecord(_Timed):
     kind: ClassVar[str] = "chunks"
     size_field: ClassVar[str] = "total_bytes"
     backend: str
-    total_bytes: int
-    chunk_bytes: int
+    total_bytes: PositiveCount
+    chunk_bytes: PositiveCount
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.chunk_bytes <= self.total_bytes:
-            raise RecordError(f"{self.total_bytes} bytes in chunks of {self.chunk_bytes} are not valid")
+    def find_faults(self) -> Iterator[str]:
+        yield from super().find_faults()
+        if self.chunk_bytes > self.total_bytes:
+            yield f"chunks of {self.chunk_bytes} bytes are larger than the total of {self.total_bytes}"
 
     @property
     def chunk_elements(self) -> int:
@@ -195,13 +182,14 @@ class CheckRecord(Record):
 
     kind: ClassVar[str] = "check"
     name: str
-    status: str
+    status: Annotated[str, one_of(("ok", "warn", "fail"))]
     found: str
     advice: str = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("status of a check", self.status, ("ok", "warn", "fail"))
+    @classmethod
+    def build(cls, name: str, found: str, advice: str = "", status: str = "warn") -> CheckRecord:
+        """The result of a check; without advice it is ok."""
+        return cls(name=name, status=status if advice else "ok", found=found, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,14 +262,12 @@ class CostRecord(Record):
     """
 
     kind: ClassVar[str] = "cost"
-    name: str
-    seconds: tuple[float, ...]
+    name: Annotated[str, one_of(COSTS)]
+    seconds: tuple[Seconds, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("cost", self.name, COSTS)
-        if not self.seconds or not all(0 <= one < math.inf for one in self.seconds):
-            raise RecordError(f"{self.name} took {self.seconds} s: at least one finite time of 0 or more is needed")
+    def find_faults(self) -> Iterator[str]:
+        if not self.seconds:
+            yield f"{self.name} has no time: at least one is needed"
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
@@ -297,7 +283,8 @@ def record_from_json(document: dict[str, Any]) -> Record:
         raise RecordError(f"a record must be a JSON object, not {type(document).__name__}")
     values = dict(document)
     kind = str(values.pop("kind", None))
-    check_known("kind of record", kind, KINDS)
+    if kind not in KINDS:
+        raise RecordError(f"unknown kind of record {kind!r}: known are {', '.join(KINDS)}")
     for name, cls in (("summary", Summary), ("samples", Samples)):
         if (timing := values.pop(name, None)) is not None:
             values["timing"] = decode(cls, timing, name)
@@ -319,7 +306,7 @@ def decode(kind: Any, value: Any, name: str = "") -> Any:
     arguments = typing.get_args(kind)
     if dataclasses.is_dataclass(value):
         return value
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return None if value is None and types.NoneType in arguments else decode(arguments[0], value, name)
     try:
         if dataclasses.is_dataclass(kind):

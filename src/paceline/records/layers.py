@@ -3,23 +3,17 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from paceline.errors import RecordError, refuse
+from paceline.records.checked import Checked, Count, PositiveCount, Seconds, one_of
 from paceline.records.kinds import Record
 from paceline.records.samples import Ratio, Samples, Summary, compare_times
 
 # Everything outside a block: parameters of the model itself, and the time between blocks.
 OUTSIDE = "outside"
-
-
-def _check_seconds(name: str, values: Iterable[float | None]) -> None:
-    for value in values:
-        if value is not None and not 0 <= value < math.inf:
-            raise RecordError(f"{name} has the time {value!r}; it must be finite and not negative")
 
 
 def _find_median(values: Iterable[float | None]) -> float | None:
@@ -33,12 +27,7 @@ class LayerSizeRecord(Record):
 
     kind: ClassVar[str] = "layer_size"
     layer: str
-    num_params: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_params < 0:
-            raise RecordError(f"layer {self.layer!r} has {self.num_params} parameters")
+    num_params: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +44,17 @@ class CapTimeRecord(Record):
     """The time of a step, or of its backward with communication (`of`), at one bucket size."""
 
     kind: ClassVar[str] = "cap_time"
-    cap_bytes: int
-    of: str
+    cap_bytes: PositiveCount
+    of: Annotated[str, one_of(("step", "backward"))]
     timing: Samples | Summary
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cap_bytes < 1 or self.of not in ("step", "backward") or not 0 < self.timing.center_s < math.inf:
-            raise RecordError(f"{self.of} in {self.timing.center_s} s with buckets of {self.cap_bytes} bytes")
+    def find_faults(self) -> Iterator[str]:
+        if self.timing.center_s <= 0:
+            yield f"{self.of} in {self.timing.center_s} s with buckets of {self.cap_bytes} bytes"
 
 
 @dataclass(frozen=True)
-class ParameterTimes:
+class ParameterTimes(Checked):
     """When the gradient of a parameter became ready: seconds after backward began, None in repetitions without one.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
@@ -75,21 +63,23 @@ class ParameterTimes:
     """
 
     name: str
-    num_bytes: int
-    num_elements: int
+    num_bytes: Count
+    num_elements: Count
     dtype: str
     block: str
-    ready_s: tuple[float | None, ...]
+    ready_s: tuple[Seconds | None, ...]
     aliases: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
     num_rows: int = 0
-    rest_s: tuple[float | None, ...] = ()
+    rest_s: tuple[Seconds | None, ...] = ()
 
-    def __post_init__(self) -> None:
-        _check_seconds(self.name, (*self.ready_s, *self.rest_s))
-        if self.num_bytes < 0 or self.num_elements < 0 or (self.shape and math.prod(self.shape) != self.num_elements):
-            shape = f" of shape {self.shape}" if self.shape else ""
-            raise RecordError(f"{self.name} has {self.num_elements} elements{shape} in {self.num_bytes} bytes")
+    def find_faults(self) -> Iterator[str]:
+        if self.shape and math.prod(self.shape) != self.num_elements:
+            yield f"{self.num_elements} elements of shape {self.shape}"
+
+    @property
+    def place(self) -> str:
+        return self.name
 
     @cached_property
     def median_s(self) -> float | None:
@@ -111,18 +101,19 @@ class ParameterTimes:
 
 
 @dataclass(frozen=True)
-class BlockTimes:
+class BlockTimes(Checked):
     """Seconds of one block in every repetition; 0 if it was not called or got no gradient.
 
     Backward runs from the gradient of the block's output to that of its input, recomputed activations included.
     """
 
     name: str
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    forward_s: tuple[Seconds, ...]
+    backward_s: tuple[Seconds, ...]
 
-    def __post_init__(self) -> None:
-        _check_seconds(self.name, (*self.forward_s, *self.backward_s))
+    @property
+    def place(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +131,7 @@ class LayerProfileRecord(Record):
     model: str
     device: str
     dtype: str
-    batch_size: int
+    batch_size: PositiveCount
     parameters: tuple[ParameterTimes, ...]
     blocks: tuple[BlockTimes, ...]
     timing: Samples
@@ -151,40 +142,40 @@ class LayerProfileRecord(Record):
     profiled_forward: Samples
     profiled_backward: Samples
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        count, names = self.timing.count, [block.name for block in self.blocks]
-        found = f"{self.model} with {len(self.parameters)} trained parameters and {self.batch_size} samples"
-        is_empty = not self.parameters or self.batch_size < 1 or self.timing.median_s <= 0
-        refuse(
-            (is_empty, f"{found} in {self.timing.median_s} s: all must be positive"),
-            (len(set(names)) < len(names) or OUTSIDE in names,
-             f"{self.model}: blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}"),
-            error=RecordError,
-        )  # fmt: skip
+    @property
+    def place(self) -> str:
+        return self.model
+
+    def find_faults(self) -> Iterator[str]:
+        count = self.timing.count
+        names = [block.name for block in self.blocks]
+        if not self.parameters or self.timing.median_s <= 0:
+            yield f"{len(self.parameters)} trained parameters and a step of {self.timing.median_s} s"
+        if len(set(names)) < len(names) or OUTSIDE in names:
+            yield f"blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}"
         for phase in ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward"):
             samples: Samples = getattr(self, phase)
-            if (samples.count, samples.num_ranks, self.timing.num_ranks) != (count, 1, 1):
-                raise RecordError(f"{self.model}: {phase} has other repetitions than the step, or several ranks")
+            if samples.shape != (count, 1) or self.timing.num_ranks != 1:
+                yield f"{phase} has other repetitions than the step, or several ranks"
         for parameter in self.parameters:
             if parameter.block and parameter.block not in names:
-                raise RecordError(f"{parameter.name} is in the block {parameter.block!r}, which does not exist")
-            self._check_within(parameter.name, parameter.ready_s, self.profiled_backward)
+                yield f"{parameter.name} is in the block {parameter.block!r}, which does not exist"
+            yield from self._find_late(parameter.name, parameter.ready_s, self.profiled_backward)
         if any(first.order_s > second.order_s for first, second in itertools.pairwise(self.parameters)):
-            raise RecordError(f"{self.model}: the parameters are not in ready order")
+            yield "the parameters are not in ready order"
         for phase in ("forward", "backward"):
             rows = [getattr(block, f"{phase}_s") for block in self.blocks]
             if any(len(row) != count for row in rows):
-                raise RecordError(f"{self.model}: a block has other repetitions than the step")
+                yield "a block has other repetitions than the step"
             sums = [math.fsum(values) for values in zip(*rows, strict=True)] or [0.0] * count
-            self._check_within(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
+            yield from self._find_late(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
 
-    def _check_within(self, what: str, values: Sequence[float | None], whole: Samples) -> None:
+    def _find_late(self, what: str, values: Sequence[float | None], whole: Samples) -> Iterator[str]:
         if len(values) != whole.count:
-            raise RecordError(f"{self.model}: {what} has {len(values)} repetitions and the step has {whole.count}")
+            yield f"{what} has {len(values)} repetitions and the step has {whole.count}"
         for value, (limit,) in zip(values, whole.seconds, strict=True):
             if value is not None and value > limit * (1 + 1e-6) + 1e-9:
-                raise RecordError(f"{self.model}: {what} is at {value} s, after the end at {limit} s")
+                yield f"{what} is at {value} s, after the end at {limit} s"
 
     @property
     def num_bytes(self) -> int:
@@ -262,13 +253,11 @@ class CodecRecord(Record):
     kind: ClassVar[str] = "codec"
     strategy: str
     device: str
-    world_size: int
-    num_bytes: int
-    num_buckets: int
+    world_size: PositiveCount
+    num_bytes: PositiveCount
+    num_buckets: PositiveCount
     parts: tuple[Samples, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.world_size, self.num_bytes, self.num_buckets, len(self.parts) - 1) < 1:
-            found = f"{self.num_bytes} bytes in {self.num_buckets} buckets on {self.world_size} ranks"
-            raise RecordError(f"{self.strategy}: {found} with {len(self.parts)} parts: too few")
+    def find_faults(self) -> Iterator[str]:
+        if len(self.parts) < 2:
+            yield f"{self.strategy} has {len(self.parts)} parts; at least 2 are needed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,11 @@ _MOST_RANKS = 1 << 20
 
 @dataclass
 class _Row:
-    """One size: its place in the file, its times, and its bandwidths, each with its largest rounding error."""
+    """One size: its place in the file, its properties by column, and its bandwidths, each with its largest rounding
+    error."""
 
     place: str
-    num_bytes: int
-    dtype: str
-    op: str
-    root: int
+    values: Mapping[str, Any]
     timing: Summary
     algbw: tuple[float, float]
     busbw: tuple[float, float]
@@ -124,13 +122,10 @@ def _read_row(path: Path, number: int, columns: list[str], cells: list[str]) -> 
         raise RecordError(f"{place}: {len(cells)} cells where the header has {len(columns)} out of place")
     row = dict(zip(columns, cells, strict=False))
     try:
-        time_s = float(row["time"]) * 1e-6
+        timing = Summary(mean_s=float(row["time"]) * 1e-6)
         wrong = row.get("wrong", "N/A")
-        return _Row(
-            place, int(row["size"]), _DTYPES.get(row["type"], "unknown"), row["redop"], int(row.get("root", -1)),
-            Summary(mean_s=time_s), _read_rounded(row["algbw"]), _read_rounded(row["busbw"]),
-            int(float(wrong)) if wrong != "N/A" else None,
-        )  # fmt: skip
+        num_wrong = None if wrong == "N/A" else int(float(wrong))
+        return _Row(place, row, timing, _read_rounded(row["algbw"]), _read_rounded(row["busbw"]), num_wrong)
     except ValueError as error:
         raise RecordError(f"{place}: {error}") from None
 
@@ -163,38 +158,45 @@ def _read_results(path: Path, results: Sequence[dict[str, Any]]) -> Iterator[_Ro
         place, found = f"{path}, result {number}", row["out_of_place"] or row["in_place"]
         if "time" not in found:
             raise RecordError(f"{place}: cpu_time is the time of the launch alone: run nccl-tests without -C")
+        if missing := {"size", "type", "redop"} - row.keys():
+            raise KeyError(*sorted(missing))
         each, wrong = row.get("out_of_place_per_iter") or {}, found.get("nwrong")
         timing = Summary(
             mean_s=float(found["time"]) * 1e-6, count=len(each.get("times_us", ())) or None,
             stdev_s=float(each["stdev_us"]) * 1e-6 if "stdev_us" in each else None,
         )  # fmt: skip
         alg, bus = ((float(found[name]), 1e-6) for name in ("alg_bw", "bus_bw"))
-        yield _Row(
-            place, int(row["size"]), _DTYPES.get(row["type"], "unknown"), row["redop"], int(row.get("root", -1)),
-            timing, alg, bus, None if wrong is None else int(wrong),
-        )  # fmt: skip
+        yield _Row(place, row, timing, alg, bus, None if wrong is None else int(wrong))
 
 
 def _build_records(path: Path, run: _Run) -> list[CollectiveRecord]:
     world_size, nodes = _count_ranks(path, run)
     records = []
     for row in run.rows:
-        if row.op == "none" or row.root >= 0:
-            raise RecordError(
-                f"{row.place}: redop {row.op} with root {row.root} is no all-reduce, and only that is read"
-            )
-        if row.num_wrong:
-            what = f"{row.num_wrong} values of {format_bytes(row.num_bytes)} are wrong (#wrong)"
-            raise RecordError(f"{row.place}: {what}: what is not an all-reduce has no time; run nccl-tests again")
         try:
-            records.append(CollectiveRecord(
-                collective="all_reduce", backend="nccl", device="cuda", world_size=world_size, num_bytes=row.num_bytes,
-                dtype=row.dtype, op=row.op, timing=row.timing, num_wrong=row.num_wrong, nodes=nodes, source="imported",
-                note=path.name,
-            ))  # fmt: skip
-        except RecordError as error:
+            num_bytes, op, root = int(row.values["size"]), row.values["redop"], int(row.values.get("root", -1))
+            if op == "none" or root >= 0:
+                raise RecordError(f"redop {op} with root {root} is not an all-reduce, and only that is read")
+            if row.num_wrong:
+                what = f"{row.num_wrong} values of {format_bytes(num_bytes)} are wrong (#wrong)"
+                raise RecordError(f"{what}: wrong results have no valid time; run nccl-tests again")
+            dtype = _DTYPES.get(row.values["type"], "unknown")
+            records.append(
+                import_all_reduce(
+                    "nccl", world_size, num_bytes, row.timing,
+                    dtype=dtype, op=op, num_wrong=row.num_wrong, nodes=nodes, note=path.name,
+                )
+            )  # fmt: skip
+        except (ValueError, TypeError) as error:
             raise RecordError(f"{row.place}: {error}") from None
     return records
+
+
+def import_all_reduce(backend: str, world_size: int, num_bytes: int, timing: Summary, **more: Any) -> CollectiveRecord:
+    """A row of a table. `more` are further fields of its record."""
+    fields = {"device": "cuda" if backend == "nccl" else "cpu", "dtype": "unknown", "op": "sum"} | more
+    fields |= {"backend": backend, "world_size": world_size, "num_bytes": num_bytes, "timing": timing}
+    return CollectiveRecord(collective="all_reduce", source="imported", **fields)
 
 
 def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
@@ -223,7 +225,7 @@ def _find_ranks(path: Path, rows: Sequence[_Row]) -> int:
     if low > high:
         raise RecordError(f"{path}: busbw / algbw differs between rows: they are of different numbers of ranks")
     if high < 0.99:
-        raise RecordError(f"{path}: busbw is at most {high:.2f} of algbw: no all-reduce on two or more ranks")
+        raise RecordError(f"{path}: busbw is at most {high:.2f} of algbw: not an all-reduce on two or more ranks")
     least, most = (2 / (2 - ratio) if ratio < 2 else float(_MOST_RANKS) for ratio in (max(low, 0.99), high))
     first, last = max(2, math.ceil(least - 1e-9)), math.floor(most + 1e-9)
     if first != last:

@@ -2,12 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from paceline.errors import RecordError
+from paceline.records.checked import Checked, Seconds, one_of
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -38,17 +39,12 @@ def find_noise(values: Sequence[float]) -> float:
     return (quantile(values, 0.9) - quantile(values, 0.1)) / 2 / middle if middle else 0.0
 
 
-def check_known(what: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise RecordError(f"unknown {what} {value!r}: known are {', '.join(known)}")
-
-
 # How the times of all ranks become one time per repetition. A collective ends when its last rank does.
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
 
 @dataclass(frozen=True)
-class Samples:
+class Samples(Checked):
     """Raw times `seconds[repetition][rank]`, with warm-ups apart.
 
     `arrivals_s[repetition][rank]` is the delay of each rank behind the first to enter the timed call; empty unless all
@@ -56,21 +52,18 @@ class Samples:
     """
 
     statistic = "median"
-    seconds: tuple[tuple[float, ...], ...]
-    warmup_seconds: tuple[tuple[float, ...], ...] = ()
-    arrivals_s: tuple[tuple[float, ...], ...] = ()
-    reducer: str = "max"
+    seconds: tuple[tuple[Seconds, ...], ...]
+    warmup_seconds: tuple[tuple[Seconds, ...], ...] = ()
+    arrivals_s: tuple[tuple[Seconds, ...], ...] = ()
+    reducer: Annotated[str, one_of(REDUCERS)] = "max"
 
-    def __post_init__(self) -> None:
+    def find_faults(self) -> Iterator[str]:
         rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
         widths = {len(row) for row in rows}
         if not self.seconds or len(widths) != 1 or 0 in widths:
-            raise RecordError("samples need at least one repetition, and the same number of ranks in each")
+            yield "at least one repetition is needed, and the same number of ranks in each"
         if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
-            raise RecordError(f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions")
-        if any(not 0 <= value < math.inf for row in rows for value in row):
-            raise RecordError("a sample is negative, infinite or not a number")
-        check_known("reducer", self.reducer, REDUCERS)
+            yield f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions"
 
     @cached_property
     def reduced_s(self) -> tuple[float, ...]:
@@ -84,6 +77,11 @@ class Samples:
     @property
     def num_ranks(self) -> int:
         return len(self.seconds[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of repetitions and ranks."""
+        return self.count, self.num_ranks
 
     @cached_property
     def median_s(self) -> float:
@@ -151,28 +149,25 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Checked):
     """Statistics without raw samples, from a row of an imported table."""
 
     p10_s = p90_s = skew_s = None
-    mean_s: float | None = None
-    stdev_s: float | None = None
-    median_s: float | None = None
-    min_s: float | None = None
-    max_s: float | None = None
+    mean_s: Seconds | None = None
+    stdev_s: Seconds | None = None
+    median_s: Seconds | None = None
+    min_s: Seconds | None = None
+    max_s: Seconds | None = None
     count: int | None = None
 
-    def __post_init__(self) -> None:
+    def find_faults(self) -> Iterator[str]:
         if self.mean_s is None and self.median_s is None:
-            raise RecordError("a summary needs a mean or a median")
-        values = (self.mean_s, self.stdev_s, self.median_s, self.min_s, self.max_s)
-        if any(value is not None and not 0 <= value < math.inf for value in values):
-            raise RecordError("a time is negative, infinite or not a number")
+            yield "a mean or a median is needed"
 
     @property
     def center_s(self) -> float:
         center = self.mean_s if self.median_s is None else self.median_s
-        assert center is not None  # __post_init__ refuses a summary with neither
+        assert center is not None  # `find_faults` refuses a summary with neither
         return center
 
     @property

@@ -4,14 +4,15 @@
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from paceline.errors import MeasurementError, RecordError, refuse
+from paceline.errors import MeasurementError, RecordError
+from paceline.records.checked import Count, PositiveCount, one_of
 from paceline.records.kinds import CollectiveRecord, Record, bus_factor
-from paceline.records.samples import Ratio, Samples, check_known, compare_times
+from paceline.records.samples import Ratio, Samples, compare_times
 from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
@@ -61,24 +62,24 @@ class StepRecord(Record):
     wrapper: str
     backend: str
     device: str
-    world_size: int
-    batch_size: int
+    world_size: PositiveCount
+    batch_size: PositiveCount
     timing: Samples
     data: str = ""
     precision: str = "fp32"
-    accumulate: int = 1
-    threads: int = 0
+    accumulate: PositiveCount = 1
+    threads: Count = 0
     configuration: str = ""
-    role: str = "job"
+    role: Annotated[str, one_of(ROLES)] = "job"
     label: str = ""
-    mode: str = ""
+    mode: Annotated[str, one_of(("", "weak", "strong"))] = ""
     cell_size: int = 0
-    cap_bytes: int = 0
-    bucket_bytes: tuple[int, ...] = ()
+    cap_bytes: Count = 0
+    bucket_bytes: tuple[Count, ...] = ()
     message_bytes: int = 0
-    num_bytes: int = 0
-    num_messages: int = 0
-    num_parameters: int = 0
+    num_bytes: Count = 0
+    num_messages: Count = 0
+    num_parameters: Count = 0
     marked: Samples | None = None
     data_wait: Samples | None = None
     forward: Samples | None = None
@@ -95,35 +96,25 @@ class StepRecord(Record):
     num_checked: int | None = None
     held_bytes: int = 0
     peak_step_bytes: int = 0
-    steps_per_turn: int = 1
+    steps_per_turn: PositiveCount = 1
     order_seed: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("role of a step", self.role, ROLES)
-        check_known("mode of scaling", self.mode, ("", "weak", "strong"))
+    def find_faults(self) -> Iterator[str]:
+        if self.timing.median_s <= 0:
+            yield f"a step in {self.timing.median_s} s; it must be positive"
+        if self.mode and self.threads < 1:
+            yield f"{self.threads} threads per rank in a scaling study: at least 1 is needed"
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
-        counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
+        if self.mode and samples != self.cell_size:
+            yield f"{samples} samples in a cell of {self.cell_size} ({self.mode})"
+        is_disturbed = self.role == "disturbed"
         messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
-        is_disturbed, is_empty = self.role == "disturbed", min(self.world_size, self.batch_size, self.accumulate) < 1
-        each, place = f"{self.batch_size} x {self.accumulate} samples", self.place
-        extra = {name: found for name in EXTRA_SAMPLES if (found := getattr(self, name)) is not None}
-        shape = (self.timing.count, self.timing.num_ranks)
-        refuse(
-            (is_empty or self.timing.median_s <= 0,
-             f"{place}: {each} per rank in {self.timing.median_s} s: all must be positive"),
-            (min(*counts, *self.bucket_bytes, self.steps_per_turn - 1) < 0,
-             f"{place}: a number of bytes, messages, parameters or threads is negative"),
-            (self.mode and self.threads < 1,
-             f"{place}: {self.threads} threads per rank in a scaling study: at least 1 is needed"),
-            (self.mode and samples != self.cell_size,
-             f"{place}: {samples} samples in a cell of {self.cell_size} ({self.mode})"),
-            (messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or bool(self.alone) > is_disturbed,
-             f"{place}: single messages are timed in disturbed steps, and only there"),
-            *(((found.count, found.num_ranks) != shape,
-               f"{place}: {name} has other repetitions or ranks than the steps") for name, found in extra.items()),
-            error=RecordError,
-        )  # fmt: skip
+        if messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or (self.alone and not is_disturbed):
+            yield "single messages are timed in disturbed steps, and only there"
+        for name in EXTRA_SAMPLES:
+            found: Samples | None = getattr(self, name)
+            if found is not None and found.shape != self.timing.shape:
+                yield f"{name} has other repetitions or ranks than the steps"
 
     @property
     def variant(self) -> str:
@@ -235,7 +226,7 @@ def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
     if here != there:
-        raise RecordError(f"{record.place} and {reference.place} were not timed in turns: {here} and {there}")
+        raise RecordError(f"{record.place} and {reference.place} were not interleaved: {here} and {there}")
     return compare_times(record.timing.reduced_s, reference.timing.reduced_s)
 
 

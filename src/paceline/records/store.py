@@ -91,8 +91,8 @@ def save_run(run: Run, path: Path) -> None:
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:
-    """Turn garbage collection off while a large document is read. Each collection scans everything read so far and
-    frees nothing; for a trace with many events that takes several times as long as the parsing."""
+    """Turn garbage collection off while something is timed or a large document is read. There, each collection scans
+    everything read so far and frees nothing, which takes several times as long as parsing a trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.errors import RecordError
+from paceline.records.checked import Checked, PositiveCount, Seconds
 from paceline.records.kinds import Record
 
 # Messages that a backend transfers at the same time; 1 where it is not known.
@@ -14,20 +15,18 @@ SERVERS = {"gloo": 2}
 
 
 @dataclass(frozen=True)
-class TracedMessage:
+class TracedMessage(Checked):
     """One all-reduce of gradients: its launch, the start of the transfer, and its end, in seconds since backward
     began."""
 
-    num_bytes: int
+    num_bytes: PositiveCount
     launch_s: float
     start_s: float
     done_s: float
 
-    def __post_init__(self) -> None:
-        if self.num_bytes < 1 or not self.launch_s <= self.start_s <= self.done_s < math.inf:
-            raise RecordError(
-                f"a message of {self.num_bytes} bytes from {self.start_s} to {self.done_s} s is not valid"
-            )
+    def find_faults(self) -> Iterator[str]:
+        if not self.launch_s <= self.start_s <= self.done_s < math.inf:
+            yield f"launched at {self.launch_s} s, started at {self.start_s} s and ended at {self.done_s} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +48,29 @@ class TracedStepRecord(Record):
     backend: str
     host: str
     number: int
-    before_s: float
-    backward_s: float
-    after_s: float
+    before_s: Seconds
+    backward_s: Seconds
+    after_s: Seconds
     gradient_bytes: tuple[int, ...]
-    ready_s: tuple[float, ...]
+    ready_s: tuple[Seconds, ...]
     messages: tuple[TracedMessage, ...]
-    alone_s: tuple[float, ...] = ()
-    launch_s: float = 0.0
+    alone_s: tuple[Seconds, ...] = ()
+    launch_s: Seconds = 0.0
     are_sizes_known: bool = True
     num_other: int = 0
-    idle_s: float = 0.0
-    beside_s: float = 0.0
-    without_s: float = 0.0
+    idle_s: Seconds = 0.0
+    beside_s: Seconds = 0.0
+    without_s: Seconds = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        times = [self.before_s, self.backward_s, self.after_s, self.launch_s, *self.ready_s, *self.alone_s]
-        times += [self.idle_s, self.beside_s, self.without_s]
-        if any(not 0 <= value < math.inf for value in times) or self.backward_s <= 0:
-            raise RecordError(f"step {self.number} of rank {self.rank} has a time that is negative or not a number")
+    @property
+    def place(self) -> str:
+        return f"step {self.number} of rank {self.rank}"
+
+    def find_faults(self) -> Iterator[str]:
         if len(self.ready_s) != len(self.gradient_bytes) or not self.ready_s or max(self.ready_s) > self.backward_s:
-            raise RecordError(f"step {self.number} of rank {self.rank} has gradients outside of its backward")
+            yield "gradients outside of its backward"
+        if not self.backward_s:
+            yield "a backward of 0 s"
 
     @property
     def over_s(self) -> float:

@@ -7,15 +7,16 @@ import math
 import mmap
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from paceline.errors import RecordError, refuse
+from paceline.errors import RecordError
+from paceline.records.checked import Checked, Count, PositiveCount, at_least, one_of
 from paceline.records.kinds import Record
-from paceline.records.samples import Samples, check_known, group_by
+from paceline.records.samples import Samples, group_by
 from paceline.records.steps import StepRecord
 from paceline.records.store import check_format, load_json, read_file
 from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
@@ -43,22 +44,21 @@ class BatchRecord(Record):
     device: str
     precision: str
     threads: int
-    batch_size: int
-    num_samples: int
-    num_steps: int
+    batch_size: PositiveCount
+    num_samples: PositiveCount
+    num_steps: PositiveCount
     timing: Samples | None = None
     data_wait: Samples | None = None
     peak_bytes: int = 0
     failure: str = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        found = f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}"
-        refuse(
-            (min(self.batch_size, self.num_samples, self.num_steps) < 1, f"{found}: all must be at least 1"),
-            ((self.timing is None) != bool(self.failure), f"{found}: either times or a failure is needed"),
-            error=RecordError,
-        )
+    @property
+    def place(self) -> str:
+        return f"{self.model}, batch {self.batch_size}"
+
+    def find_faults(self) -> Iterator[str]:
+        if (self.timing is None) != bool(self.failure):
+            yield "either times or a failure is needed"
 
     @property
     def epoch_s(self) -> float | None:
@@ -108,7 +108,7 @@ class LargeBatchRecord(Record):
     largest_batch_size: int
     recipe: str
     configuration: str
-    budget: str
+    budget: Annotated[str, one_of(BUDGETS)]
     epochs: float
     num_updates: int
     num_samples: int
@@ -121,16 +121,16 @@ class LargeBatchRecord(Record):
     sent_bytes: float | None = None
     num_classes: int = -1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("budget", self.budget, BUDGETS)
+    @property
+    def place(self) -> str:
+        return f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
+
+    def find_faults(self) -> Iterator[str]:
+        if not self.curve and not self.failure:
+            yield "nothing was evaluated"
         values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy or 0.0)]
-        place = f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
-        refuse(
-            (not self.curve and not self.failure, f"{place}: nothing was evaluated"),
-            (not all(map(math.isfinite, values)), f"{place}: a loss or accuracy is NaN or infinite"),
-            error=RecordError,
-        )
+        if not all(map(math.isfinite, values)):
+            yield "a loss or accuracy is NaN or infinite"
 
     @property
     def has_learned(self) -> bool:
@@ -152,24 +152,22 @@ class LargeBatchRecord(Record):
 # -- the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training") -------------------
 
 
+Square = Annotated[float, at_least(0)]
+
+
 @dataclass(frozen=True)
-class NoiseProbe:
+class NoiseProbe(Checked):
     """Squared gradient norms of equally sized small batches from all ranks, and that of their mean: the gradient of the
     big batch that they form."""
 
-    small_squares: tuple[float, ...]
-    big_square: float
+    small_squares: tuple[Square, ...]
+    big_square: Square
 
-    def __post_init__(self) -> None:
-        squares, big = self.small_squares, self.big_square
-        odd = [value for value in (*squares, big) if not 0 <= value < math.inf]
-        refuse(
-            (len(squares) < 2, f"a probe has the small gradients {squares}; it needs at least 2"),
-            (odd, f"a probe has the squared norm {(odd or [0])[0]}; it must be finite and not negative"),
-            (not odd and squares and big > self.mean_small_square * (1 + _ROUNDING),
-             f"the squared norm of a probe's mean gradient, {big:g}, is above the mean of {squares}"),
-            error=RecordError,
-        )  # fmt: skip
+    def find_faults(self) -> Iterator[str]:
+        if len(self.small_squares) < 2:
+            yield f"small gradients {self.small_squares}; at least 2 are needed"
+        elif self.big_square > self.mean_small_square * (1 + _ROUNDING):
+            yield f"the square of the mean gradient, {self.big_square:g}, is above the mean of {self.small_squares}"
 
     @property
     def mean_small_square(self) -> float:
@@ -252,25 +250,23 @@ class NoiseRecord(Record):
     model: str
     data: str
     device: str
-    world_size: int
+    world_size: PositiveCount
     precision: str
-    step: int
-    epoch: float
+    step: Count
+    epoch: Annotated[float, at_least(0)]
     seed: int
-    small_batch_size: int
+    small_batch_size: PositiveCount
     probes: tuple[NoiseProbe, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @property
+    def place(self) -> str:
+        return self.model
+
+    def find_faults(self) -> Iterator[str]:
         sizes = sorted({len(probe.small_squares) for probe in self.probes})
-        found = f"{len(self.probes)} probes of {sizes} small gradients of batches of {self.small_batch_size}"
-        place = f"{self.model}: {found} on {self.world_size} ranks after {self.step} steps, {self.epoch} epochs"
-        is_placed = self.step >= 0 and 0 <= self.epoch < math.inf
-        refuse(
-            (min(self.world_size, self.small_batch_size) < 1 or not is_placed, f"{place}: all must be positive"),
-            (len(sizes) != 1, f"{place}: at least one probe is needed, and equally many gradients in each"),
-            error=RecordError,
-        )
+        if len(sizes) != 1:
+            found = f"{len(self.probes)} probes of {sizes} small gradients"
+            yield f"{found}: at least one probe is needed, and equally many gradients in each"
 
     @property
     def big_batch_size(self) -> int:
@@ -436,23 +432,17 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
         *lines, _ = read_file(path).split(b"\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(_parse_row(line))
-        except _NO_ROW as error:
-            raise RecordError(f"{path}, line {number} is no row with a step: {type(error).__name__} {error}") from None
-    return rows
+    return [_parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-_NO_ROW = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
-
-
-def _parse_row(line: bytes) -> dict[str, Any]:
-    row: dict[str, Any] = json.loads(line)
-    row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
-    if type(row["step"]) is not int:
-        raise TypeError(f"step {row['step']!r}")
+def _parse_row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
+        if type(row["step"]) is not int:
+            raise TypeError(f"step {row['step']!r}")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{place}: not a row with a step: {type(error).__name__} {error}") from None
     return row
 
 
@@ -464,10 +454,7 @@ def _cut_off(path: Path, after_step: float) -> int:
         end = text.rfind(b"\n") + 1
         while end:
             begin = text.rfind(b"\n", 0, end - 1) + 1
-            try:
-                step = _parse_row(text[begin:end])["step"]
-            except _NO_ROW as error:
-                raise RecordError(f"{path}, byte {begin}: no row with a step: {type(error).__name__} {error}") from None
+            step = _parse_row(text[begin:end], f"{path}, byte {begin}")["step"]
             if step <= after_step:
                 break
             step, end = 0, begin

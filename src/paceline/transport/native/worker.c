@@ -172,35 +172,27 @@ void pln_explain(pln_group *g, char *text, size_t bytes)
     pthread_mutex_unlock(&g->lock);
 }
 
-int pln_add_arena(pln_group *g, int serial, void *base, uint64_t part_bytes)
+static int replace_arena(pln_group *g, int serial, arena next)
 {
     int code = PLN_BAD;
     if (is_foreign(g))
         return PLN_FORKED;
     pthread_mutex_lock(&g->lock);
     for (int a = 0; a < PLN_MAX_ARENAS && code != PLN_OK; a++)
-        if (g->arenas[a].serial == 0) {
-            g->arenas[a] = (arena){serial, base, part_bytes};
+        if (g->arenas[a].serial == serial) {
+            g->arenas[a] = next;
             code = PLN_OK;
         }
     pthread_mutex_unlock(&g->lock);
     return code;
 }
 
-int pln_remove_arena(pln_group *g, int serial)
+int pln_add_arena(pln_group *g, int serial, void *base, uint64_t part_bytes)
 {
-    int code = PLN_BAD;
-    if (is_foreign(g))
-        return PLN_FORKED;
-    pthread_mutex_lock(&g->lock);
-    for (int a = 0; a < PLN_MAX_ARENAS; a++)
-        if (g->arenas[a].serial == serial) {
-            g->arenas[a] = (arena){0, NULL, 0};
-            code = PLN_OK;
-        }
-    pthread_mutex_unlock(&g->lock);
-    return code;
+    return replace_arena(g, 0, (arena){serial, base, part_bytes});
 }
+
+int pln_remove_arena(pln_group *g, int serial) { return replace_arena(g, serial, (arena){0, NULL, 0}); }
 
 static int check(pln_group *g, int kind, int dtype, int op, int root)
 {
