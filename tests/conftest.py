@@ -43,8 +43,13 @@ assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACK
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 # A deadline for each example would fail tests on a machine that is busy with something else.
-hypothesis.settings.register_profile("paceline", deadline=None)
-hypothesis.settings.load_profile("paceline")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries few examples of a property, and always the same; `make test-all` draws many."""
+    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
 
 
 @pytest.fixture(scope="session")

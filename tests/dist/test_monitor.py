@@ -292,6 +292,7 @@ def test_a_forward_that_is_slow_once_is_named_on_all_ranks_and_goes_on(tmp_path)
         assert (path.parent / "stdout.log").read_text().startswith("done"), said
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_after_the_hang_timeout_and_torchrun_says_who_did_it(tmp_path):
     with open_slow(tmp_path, PACELINE_HANG_TIMEOUT="5s") as program:
         assert program.wait(100) == 1

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RecordError
@@ -218,7 +218,6 @@ def test_a_backward_without_messages_tells_what_messages_cost_it():
     assert "no_sync" in traced.fit.costs.contention.basis
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_the_traced_buckets_take_as_long_as_they_did(data):
     count = data.draw(st.integers(1, 6))
