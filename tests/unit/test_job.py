@@ -44,7 +44,7 @@ def test_gradients_can_travel_in_another_type(gradients, num_bytes, dtype):
 
 
 def test_unknown_types_and_empty_backwards_are_refused():
-    with pytest.raises(ConfigError, match="'fp8': use fp32, bf16"):
+    with pytest.raises(ConfigError, match=r"'fp8'.*fp32, bf16"):
         build_job_from_profile(build_profile(), "fp8")
     with pytest.raises(RecordError):
         build_job_from_profile(build_profile(backward=samples(0.0, 0.0)))
@@ -179,9 +179,9 @@ def test_exported_tables_give_the_backward_of_their_profile():
 
 
 def test_times_without_a_size_and_tables_without_layers_are_refused():
-    with pytest.raises(RecordError, match="no sizes for the timed layers c"):
+    with pytest.raises(RecordError, match=r"sizes.* c"):
         build_job_from_tables([size("a", 1)], [time("c grad", 1.0)])
     with pytest.raises(RecordError, match="empty"):
         build_job_from_tables([], [])
-    with pytest.raises(RecordError, match="each layer needs a row `NAME grad`"):
+    with pytest.raises(RecordError, match="`NAME grad`"):
         build_job_from_tables([size("a", 1)], [time("forward", 1.0), time("backward", 1.0)])

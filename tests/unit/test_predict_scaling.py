@@ -320,7 +320,7 @@ def test_strong_scaling_takes_each_share_from_one_rank():
         assert point.step_s == pytest.approx(world.one_rank_s(64 // point.world_size))
         assert point.speedup == pytest.approx(world.one_rank_s(64) / world.one_rank_s(64 // point.world_size))
         assert point.efficiency == pytest.approx(point.speedup / point.world_size)
-    with pytest.raises(ConfigError, match="64 samples are too few for 128 ranks"):
+    with pytest.raises(ConfigError, match=r"64 samples.*128 ranks"):
         simulate_scaling(replace(world, cores=256).evidence(1), (128,))
 
 
@@ -350,7 +350,7 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
         world.evidence(1, 2, 4), (64,), [find_network("1e9GB/s,0ns".replace("1e9", "1000000000"))]
     )
     assert free.step_s == pytest.approx(points[1].step_s, rel=1e-3)
-    with pytest.raises(ConfigError, match="8 ranks do not fit on this host"):
+    with pytest.raises(ConfigError, match="8 ranks"):
         simulate_scaling(world.evidence(1, 2), (8,))
 
 
@@ -397,7 +397,7 @@ def test_a_host_of_one_device_needs_no_sweep():
     assert [point.network for point in points] == ["", "10gbe", "10gbe"]
     assert points[0].step_s < points[1].step_s < points[2].step_s
     assert "no step with communication was measured for calibration: ranks are assumed not to slow" in points[1].doubt
-    with pytest.raises(RecordError, match="no all-reduce on gloo"):
+    with pytest.raises(RecordError, match="gloo"):
         simulate_scaling(replace(world, cores=2).evidence(1, collectives=()), (2,))
 
 

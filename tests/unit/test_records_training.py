@@ -153,7 +153,7 @@ def test_a_baseline_of_which_no_seed_finished_gives_no_gap():
 
 
 def test_a_seed_that_appears_twice_is_refused():
-    with pytest.raises(RecordError, match="none at 128: a seed appears twice"):
+    with pytest.raises(RecordError, match=r"128.*twice"):
         summarize_seeds([make_run(128), make_run(128)])
 
 
@@ -298,7 +298,7 @@ def test_an_impossible_record_is_refused(changes, reason):
 
 
 def test_a_record_without_probes_is_refused():
-    with pytest.raises(RecordError, match="at least one probe"):
+    with pytest.raises(RecordError, match="probe"):
         dataclasses.replace(build_noise(), probes=())
 
 

@@ -165,7 +165,7 @@ def sweep(build_collective, build_samples):
 def test_the_comm_table_has_a_row_for_each_network_and_number_of_ranks(sweep):
     rows = build_comm_table(build_profile(), [TEN], [sweep], [2, 4])
     assert [(row.step.network, row.step.world_size) for row in rows] == [("ten", 2), ("ten", 4), ("gloo", 4)]
-    with pytest.raises(ConfigError, match="gloo was not measured on 2, 8 ranks"):
+    with pytest.raises(ConfigError, match=r"gloo .*2, 8 ranks"):
         build_comm_table(build_profile(), [], [sweep], [2, 8])
 
 
