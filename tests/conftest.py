@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import pytest
 
 from paceline.report import plots
 from paceline.report.plots import render_png, render_svg
+from paceline.runtime import launch
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
+from paceline.verbs.train import JOB_MODULES
 
 # `nohup make test &` starts this process with signals ignored, and what it starts would inherit that. A handler of
 # Python's is not inherited: the tests and their processes get signals as from a terminal.
@@ -50,6 +52,25 @@ hypothesis.settings.register_profile("thorough", deadline=None)
 def pytest_configure(config: pytest.Config) -> None:
     """`make test` tries few examples of a property, and always the same; `make test-all` draws many."""
     hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_server() -> Iterator[None]:
+    """All pools of this process fork their ranks from one server, which has imported what jobs import: the optimizers
+    of torch import its compiler. A test with other variables of the environment gets a server of its own, and the
+    next one gets the first one again."""
+    find, environment, first = launch._find_server, launch._describe_imports(), list[Any]()
+
+    def find_server(modules: Sequence[str] = ()) -> Any:
+        if launch._describe_imports() != environment:
+            return find(modules)
+        launch._server = first.pop() if first else None
+        first.append(find((*modules, *JOB_MODULES)))
+        return first[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_find_server", find_server)
+        yield
 
 
 @pytest.fixture(scope="session")

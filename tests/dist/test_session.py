@@ -179,7 +179,6 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
         (("here", "here"), None),
         (("there", "there"), "measured on there; the environment in this run is here, where nothing"),
         (("here", "there"), "1 cell on here; 1 cell on there"),
-        ((None, "here"), "1 cell on begun; 1 cell on here"),  # a cell from before machines were named
     ],
 )
 def test_a_run_of_several_machines_names_them(tmp_path, monkeypatch, machines, expected):
@@ -251,6 +250,7 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
         assert session.ask(post_cells, (3,)) == "value"
         session.save(answer(1))
     lines = [line.partition(", about ")[0] for line in capfd.readouterr().err.splitlines()]  # on a slow machine
+    lines = [line for line in lines if line.startswith("paceline: bench x: ")]  # others may try to connect
     assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
 
 
