@@ -356,7 +356,7 @@ def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
             stranger.send({"verdict": "not yours"})
             assert all((hub.look() or hub.find_lost()) is None for _ in range(20))
         with Links(hosts, secret | {"ranks": [2], "hub": hub.address}) as other:
-            deadline, heard = time.monotonic() + 10, None
+            deadline, heard = time.monotonic() + 60, None
             other.send({"verdict": "rank 2 is stopped"})
             while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -382,7 +382,7 @@ def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
     hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
     with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
         with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
-            deadline, heard = time.monotonic() + 10, None
+            deadline, heard = time.monotonic() + 60, None
             other.look()
             while not hub._peers and time.monotonic() < deadline:
                 assert (hub.look() or hub.find_lost()) is None
@@ -404,10 +404,10 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
     hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
     with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
         host, _, port = hub.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=5.0) as stranger:
+        with socket.create_connection((host, int(port)), timeout=60.0) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             accepted = False
             while time.monotonic() < deadline and not (accepted and not hub._unknown):
                 assert (hub.look() or hub.find_lost()) is None
@@ -428,11 +428,10 @@ def test_strangers_do_not_pile_up(monkeypatch):
     with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub, contextlib.ExitStack() as stack:
         host, _, port = hub.address.rpartition(":")
         for _ in range(10):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
-            deadline = time.monotonic() + 1
-            while time.monotonic() < deadline and hub.look() is None and len(hub._unknown) < 3:
-                time.sleep(0.001)
-        assert len(hub._unknown) == 3
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60.0))
+        wait_until(lambda: hub.look() is None and len(hub._unknown) == 3)
+        for _ in range(20):
+            assert hub.look() is None and len(hub._unknown) == 3
         monkeypatch.setattr(monitored.time, "monotonic", lambda now=time.monotonic: now() + 6.0)
         assert hub.look() is None and not hub._unknown
 
