@@ -266,7 +266,6 @@ run("drifting")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_in_a_launched_world_calls_and_commands_agree_and_one_wrong_rank_fails_all(start, tmp_path):
     (tmp_path / "program.py").write_text(LAUNCHED)
     wrappers = ("bench", "wrappers", "--model", "cnn", "--wrapper", "bare,torch", "--iters", "2", "--batch-size", "2")

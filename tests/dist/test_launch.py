@@ -107,7 +107,7 @@ def fail_on(rank: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_rank_that_failed_first_is_named_with_its_traceback(on_ranks, culprit):
     with pytest.raises(LaunchError, match=f"rank {culprit} of 3 .*KeyError") as caught:
         on_ranks(3, fail_on, culprit)

@@ -417,7 +417,6 @@ def finish(job: Any, number: int) -> tuple[str, str]:
     return out, err
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "what", "until", "kept"),
     [
@@ -443,7 +442,6 @@ def test_an_interrupt_says_what_is_saved(play, tmp_path, number, what, until, ke
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ranks_are_asked_to_save_and_stop(play):
     job = play("save", "listening")
     job.stderr.readline()  # of the other rank
@@ -452,7 +450,6 @@ def test_ranks_are_asked_to_save_and_stop(play):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_second_interrupt_ends_ranks_that_do_not_listen(play):
     job = play("deaf", "listening")
     job.stderr.readline()

@@ -113,7 +113,6 @@ def test_the_limit_is_measured_where_the_messages_are(command, tmp_path):
     assert (row["device"], row["nwrong"]) == ("cuda", 0) and row["fraction_of_memory"] > 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
 def test_wrappers_are_timed_in_phases_and_their_memory_is_counted(command, tmp_path, backend, ranks):
     asked = (

@@ -26,7 +26,7 @@ class Table:
 
     def __init__(self, size):
         self.values = [None] * size
-        self.barrier = Barrier(size, timeout=10)
+        self.barrier = Barrier(size, timeout=100)
 
     def seat(self, rank):
         return Seat(self, rank)
