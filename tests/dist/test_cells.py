@@ -15,9 +15,12 @@ from paceline.runtime import cell_ranks
 from paceline.runtime.cell_ranks import CellError, CellInterrupted, CellRanks, RankLines
 from paceline.runtime.cells import CellSettings, Output, Shown
 from paceline.transport import why_not
-from tests.conftest import find_ranks, wait_until
+from tests.conftest import BACKEND, find_ranks, wait_until
 
-BACKENDS = ["gloo", pytest.param("shm", marks=pytest.mark.skipif(bool(why_not()), reason=why_not() or ""))]
+BACKENDS = [
+    pytest.param("gloo", marks=[pytest.mark.slow] * (BACKEND != "gloo")),
+    pytest.param("shm", marks=pytest.mark.skipif(bool(why_not()), reason=why_not() or "")),
+]
 SUM = "x = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)\nx.tolist()"
 
 

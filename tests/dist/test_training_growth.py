@@ -74,10 +74,12 @@ def test_the_samples_are_in_the_order_of_a_batch_that_stays(train, tmp_path, ran
 @pytest.mark.parametrize(
     ("wrapper", "accumulate", "tail", "grow"),
     [
-        ("paceline", 1, "keep", "accumulate"), ("paceline", 2, "pad", "batch-size"),
-        ("torch", 2, "drop", "accumulate"), ("torch", 1, "keep", "batch-size"),
+        pytest.param("paceline", 1, "keep", "accumulate", marks=pytest.mark.slow),
+        ("paceline", 2, "pad", "batch-size"),
+        ("torch", 2, "drop", "accumulate"),
+        pytest.param("torch", 1, "keep", "batch-size", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_two_ranks_learn_as_one_process_on_whole_batches(on_ranks, tmp_path, wrapper, accumulate, tail, grow):
     """50 samples in batches of 4, of 8 from sample 30 on, and of 24 from sample 70 of 100.
 

@@ -82,7 +82,7 @@ def compile_around(kind: str) -> dict[str, tuple[list[int], list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "step"])
+@pytest.mark.parametrize("kind", ["wrapper", pytest.param("step", marks=pytest.mark.slow)])
 def test_the_compiler_makes_the_same_graphs_as_with_torchs_wrapper(on_ranks, kind):
     (ours, losses), (theirs, others) = on_ranks(1, compile_around, kind)[0].values()
     assert ours == theirs and ours and losses == pytest.approx(others, rel=1e-6)

@@ -90,7 +90,9 @@ def test_what_comes_out_fits_the_data(name, form, shape):
     assert build_model(name, form, PLAIN)(make_inputs(form)).shape == shape
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "resnet18-imagenet")) for name in SMALL]
+)
 def test_every_parameter_learns_on_the_default_form(name):
     form = default_form(name)
     module = build_model(name, form, PLAIN)
