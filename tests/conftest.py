@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import pytest
 
 from paceline.report import plots
 from paceline.report.plots import render_png, render_svg
+from paceline.runtime import launch
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
+from paceline.verbs.train import JOB_MODULES
 
 # `nohup make test &` starts this process with signals ignored, and what it starts would inherit that. A handler of
 # Python's is not inherited: the tests and their processes get signals as from a terminal.
@@ -43,8 +45,32 @@ assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACK
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 # A deadline for each example would fail tests on a machine that is busy with something else.
-hypothesis.settings.register_profile("paceline", deadline=None)
-hypothesis.settings.load_profile("paceline")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries few examples of a property, and always the same; `make test-all` draws many."""
+    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_server() -> Iterator[None]:
+    """All pools of this process fork their ranks from one server, which has imported what jobs import: the optimizers
+    of torch import its compiler. A test with other variables of the environment gets a server of its own, and the
+    next one gets the first one again."""
+    find, environment, first = launch._find_server, launch._describe_imports(), list[Any]()
+
+    def find_server(modules: Sequence[str] = ()) -> Any:
+        if launch._describe_imports() != environment:
+            return find(modules)
+        launch._server = first.pop() if first else None
+        first.append(find((*modules, *JOB_MODULES)))
+        return first[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_find_server", find_server)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -182,17 +208,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
-def list_below(pid: int) -> set[int]:
+def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the processes below this one; they may be gone already. In a hundredth of psutil's time, where the
     kernel has lists of children: every test asks."""
     if not Path(f"/proc/{pid}/task/{pid}/children").exists():
-        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]
     while ask:
         for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
             with contextlib.suppress(OSError):  # it went while it was asked
                 below = [int(one) for one in Path(path).read_bytes().split()]
-                ask += below
+                ask += below if recursive else []
                 found.update(below)
     return found
 
@@ -226,7 +252,8 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pools = [request.getfixturevalue(name) for name in ("warm_pool", "nccl_pool") if name in request.fixturenames]
     environment = _read_environment()
     threads = set(threading.enumerate())
-    children = list_below(os.getpid())
+    # Only what runs in warm ranks can leave something below them. They have many threads, which takes time.
+    children = list_below(os.getpid(), recursive=bool(pools))
     yield
     assert _read_environment() == environment
     assert not dist.is_initialized()
@@ -234,11 +261,16 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
     allowed = children | {rank.process.pid for pool in pools for rank in pool._ranks}  # also those without a job
 
+    def find_new() -> set[int]:
+        return list_below(os.getpid(), recursive=bool(pools)) - allowed
+
     def strangers() -> list[str]:
+        new = find_new()
+        new = new.union(*map(list_below, new)) - allowed
         lines = list[tuple[int, str]]()
         for child in descendants(os.getpid()):
             with contextlib.suppress(psutil.NoSuchProcess):  # of which a zombie is one kind
-                if child.pid not in allowed:
+                if child.pid in new:
                     lines.append((child.ppid(), " ".join(child.cmdline())))
         # These serve this process as long as it lives; what the server of forks has forked looks like it.
         return [
@@ -247,7 +279,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             if "resource_tracker" not in line and not ("serve_forks" in line and parent == os.getpid())
         ]
 
-    if list_below(os.getpid()) <= allowed:
+    if not find_new():
         return
     deadline = time.monotonic() + 60
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 ALLREDUCE = ("bench", "allreduce")
@@ -70,14 +68,12 @@ def _no_gpu_no_launcher(monkeypatch):
 )
 def test_bad_input_is_one_line_and_exit_2(command, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    began = time.monotonic()
     answer = command(*arguments)
     assert answer.code == 2
     assert answer.out == ""
     lines = answer.err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("paceline: error: ") and words in lines[0]
     assert list(tmp_path.iterdir()) == []
-    assert time.monotonic() - began < 30  # no rank was started; how fast it really is, the next test asks
 
 
 @pytest.mark.parametrize(

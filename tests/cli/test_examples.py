@@ -156,7 +156,6 @@ def find_processes(variable: str, value: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # Ray starts a dozen processes for each run
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray")
 @pytest.mark.skipif(bool(why_not()), reason="the example uses the backend shm")
 def test_ray_train(start, tmp_path):

@@ -37,6 +37,7 @@ ABSURD = {
     "--global-batch-size": 10**17, "--ranks": 10**9, "--workers": 10**12, "--seeds": 10**12, "--channels": 10**9,
     "--evaluations": 10**18, "--trials": 10**12,
 }  # fmt: skip
+COMMON = {"--batch-size", "--ranks", "--hidden", "--samples", "--iters", "--steps"}  # the others are slow
 PREDICTED = {(("predict",), "--ranks"), (("profile", "comm-table"), "--ranks")}  # which starts none of them
 NEEDS = {"--hidden": ("--model", "mlp"), "--context": ("--model", "gpt2-tiny"), "--warmup": ("--iters", "5")}
 
@@ -242,7 +243,9 @@ def test_malformed_commands_and_files(monkeypatch, tmp_path, starts_nothing, sta
     run_cases(monkeypatch, tmp_path, range(start, start + 50))
 
 
-@pytest.mark.parametrize("flag", ABSURD)
+@pytest.mark.parametrize(
+    "flag", [pytest.param(flag, marks=[pytest.mark.slow] * (flag not in COMMON)) for flag in ABSURD]
+)
 def test_an_absurd_request_is_refused_by_its_memory_or_time(monkeypatch, tmp_path, starts_nothing, flag):
     for words, command in COMMANDS:
         if any(flag in one.opts for one in command.params) and (words, flag) not in PREDICTED:

@@ -230,7 +230,6 @@ for verb in sys.argv[1].split(";"):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_phases_and_traces_under_torchrun(start, tmp_path):
     (tmp_path / "both.py").write_text(BOTH)
     verbs = ";".join(" ".join((*verb, "--batch-size", "8", "--json")) for verb in (PHASES, TRACE))

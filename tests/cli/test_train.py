@@ -281,7 +281,6 @@ def test_what_would_make_it_another_run_is_refused(trained, asked, words):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_same_command_under_torchrun(start, mnist, tmp_path):
     asked = ("train", *TINY, "--data", mnist, "--batch-size", "8", "--json")
     job = start(*TORCHRUN, "-m", "paceline", *asked)

@@ -116,13 +116,13 @@ def newest(folder: Path) -> Path:
 
 def wait_for_a_save(job: subprocess.Popen[str], checkpoints: Path) -> None:
     """Until a save is under way, which takes milliseconds."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not any(checkpoints.glob(".saving-*")) and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90 + 40 * KILLS)
+@pytest.mark.timeout(200 * KILLS)
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, tmp_path, whole):
     moments = random.Random(os.environ.get("PACELINE_KILL_SEED"))
     out, shm = tmp_path / "out", set(os.listdir("/dev/shm"))
@@ -218,7 +218,6 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whole):
     job = start(*TORCHRUN, *TRAIN, "--out", "out")
     wait_for_steps(job, tmp_path / "out", 12)

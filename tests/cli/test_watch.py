@@ -35,7 +35,7 @@ def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subpr
                 pass
             assert len(json.loads(event["rows"][-1])["ranks"]["step_s"]) == 2 and "Running" in event["status"]
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-            until_s = time.monotonic() + 40
+            until_s = time.monotonic() + 100
             while not (event := read_event(viewer))["reload"] or event["rows"]:
                 assert time.monotonic() < until_s
             assert "Killed" in event["status"]

@@ -45,6 +45,7 @@ def train_on_rank(kind: str, job: str) -> str:
         del os.environ["PLANTED"]
 
 
+@pytest.mark.slow  # on a busy machine something else may be the bottleneck; `tests/unit/test_page.py` has made-up times
 @pytest.mark.parametrize("kind", ["data", "late rank"])
 def test_what_was_planted_is_the_first_sentence(on_ranks, kind, tmp_path):
     job = shutil.copy(JOB, tmp_path)  # a file is imported once

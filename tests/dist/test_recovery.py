@@ -278,7 +278,9 @@ def act(what: str, folder: Path) -> str:
     return what
 
 
-@pytest.mark.parametrize(("what", "size"), [("killed", 2), ("lost", 1), ("lost", 2)])
+@pytest.mark.parametrize(
+    ("what", "size"), [("killed", 2), ("lost", 1), pytest.param("lost", 2, marks=pytest.mark.slow)]
+)
 def test_where_no_rank_can_continue_all_start_again(tmp_path, what, size):
     recovery = Recovery("shrink", 2, ("fine", tmp_path), lambda *_: None)
     with RankPool(2, JOB_MODULES) as pool:
@@ -286,7 +288,7 @@ def test_where_no_rank_can_continue_all_start_again(tmp_path, what, size):
     assert found == ["fine", "fine"] and [fault.policy for fault in recovery.faults] == ["restart"]
 
 
-@pytest.mark.parametrize("policy", ["restart", "shrink"])
+@pytest.mark.parametrize("policy", ["restart", pytest.param("shrink", marks=pytest.mark.slow)])
 def test_a_signal_while_all_ranks_start_again_ends_the_run(tmp_path, policy):
     recovery = Recovery(policy, 2, ("fine", tmp_path), lambda *_: None)
     recovery.is_over = lambda: recovery.faults  # it comes once the launcher has decided

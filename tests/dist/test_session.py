@@ -114,7 +114,7 @@ def test_tasks_run_in_order_and_a_killed_rank_is_replaced(tmp_path):
 
 def test_a_rank_that_exits_ends_the_run_and_a_resumed_one_measures_what_is_missing(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(module, "find_doubts", lambda *_: [])
-    with pytest.raises(LaunchError, match="exited with code 3"), open_cells(tmp_path) as session:
+    with pytest.raises(LaunchError, match="code 3"), open_cells(tmp_path) as session:
         session.run([make_task(4), make_task(8, "exited"), make_task(2)])
     how = f"1 of 3 cells saved; resume with: paceline scale batch --resume {session.folder}"
     assert f"paceline: stopped by an error: {how}" in capfd.readouterr().err
@@ -155,7 +155,7 @@ def test_several_at_once_keep_their_order(tmp_path):
     with open_cells(tmp_path) as session:
         records = session.run([make_task(size, "killed" if size == 3 else "") for size in sizes], at_once=2)
         assert read_sizes(records) == [5, 4, 9, 1, 7] and session.study.count() == 5
-        with pytest.raises(LaunchError, match="exited with code 3"):
+        with pytest.raises(LaunchError, match="code 3"):
             session.run([make_task(11), make_task(12, "exited"), make_task(13)], at_once=2)
         assert session.study.find("cell 12") is None and not session._pools
 
@@ -179,7 +179,6 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
         (("here", "here"), None),
         (("there", "there"), "measured on there; the environment in this run is here, where nothing"),
         (("here", "there"), "1 cell on here; 1 cell on there"),
-        ((None, "here"), "1 cell on begun; 1 cell on here"),  # a cell from before machines were named
     ],
 )
 def test_a_run_of_several_machines_names_them(tmp_path, monkeypatch, machines, expected):
@@ -251,6 +250,7 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
         assert session.ask(post_cells, (3,)) == "value"
         session.save(answer(1))
     lines = [line.partition(", about ")[0] for line in capfd.readouterr().err.splitlines()]  # on a slow machine
+    lines = [line for line in lines if line.startswith("paceline: bench x: ")]  # others may try to connect
     assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
 
 
@@ -417,7 +417,6 @@ def finish(job: Any, number: int) -> tuple[str, str]:
     return out, err
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "what", "until", "kept"),
     [
@@ -443,7 +442,6 @@ def test_an_interrupt_says_what_is_saved(play, tmp_path, number, what, until, ke
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ranks_are_asked_to_save_and_stop(play):
     job = play("save", "listening")
     job.stderr.readline()  # of the other rank
@@ -452,7 +450,6 @@ def test_ranks_are_asked_to_save_and_stop(play):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_second_interrupt_ends_ranks_that_do_not_listen(play):
     job = play("deaf", "listening")
     job.stderr.readline()

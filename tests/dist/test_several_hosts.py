@@ -282,7 +282,6 @@ def test_a_rank_that_is_killed_is_named_and_ends_all_hosts(hosts):
     hosts.expect_nothing_left(30)
 
 
-@pytest.mark.timeout(600)
 def test_twenty_of_twenty_runs_leave_nothing(hosts):
     for number in range(20):
         code = number % 3

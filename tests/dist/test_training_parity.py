@@ -252,7 +252,7 @@ def test_half_precision_learns_nearly_the_same(train_on, train_alone, precision)
     assert seen[1].digest == seen[0].digest
 
 
-@pytest.mark.parametrize("wrapper", ["paceline", "torch"])
+@pytest.mark.parametrize("wrapper", ["paceline", pytest.param("torch", marks=pytest.mark.slow)])
 def test_gradients_travel_once_in_a_step_however_many_micro_batches(train_on, wrapper):
     settings = replace(CNN, samples=26, global_batch_size=12, wrapper=wrapper)
     seen = [train_on(2, replace(settings, accumulate=number))[0] for number in (1, 2, 6)]

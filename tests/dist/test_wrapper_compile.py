@@ -32,7 +32,9 @@ def compile_parts(kind: str, backend: str = "aot_eager") -> None:
                 check(world, plain, wanted, (reducer, step))
 
 
-@pytest.mark.parametrize("kind", ["block", "model", pytest.param("wrapper", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "wrapper"))]
+)
 def test_compiled_gradients_are_averaged(on_ranks, kind):
     on_ranks(2, compile_parts, kind)
 
@@ -80,7 +82,7 @@ def compile_around(kind: str) -> dict[str, tuple[list[int], list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "step"])
+@pytest.mark.parametrize("kind", ["wrapper", pytest.param("step", marks=pytest.mark.slow)])
 def test_the_compiler_makes_the_same_graphs_as_with_torchs_wrapper(on_ranks, kind):
     (ours, losses), (theirs, others) = on_ranks(1, compile_around, kind)[0].values()
     assert ours == theirs and ours and losses == pytest.approx(others, rel=1e-6)

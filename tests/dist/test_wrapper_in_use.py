@@ -301,7 +301,7 @@ def wrap_again() -> None:
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:
             net = Net()
-            for round_ in range(3):
+            for round_ in range(2):
                 model = DDP(net, **reducer)
                 for step in range(3):
                     model.zero_grad()

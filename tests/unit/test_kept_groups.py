@@ -8,6 +8,7 @@ import time
 import weakref
 
 from paceline.runtime.world import keep_groups
+from tests.conftest import wait_until
 
 
 class Group:
@@ -27,10 +28,7 @@ def count_keepers() -> int:
 
 
 def await_keepers(count: int) -> None:
-    until_s = time.monotonic() + 10
-    while count_keepers() != count and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert count_keepers() == count
+    wait_until(lambda: count_keepers() == count)
 
 
 def test_one_thread_holds_all_groups_until_nobody_else_does():

@@ -434,7 +434,7 @@ def test_a_bandwidth_at_the_peak_passes_and_one_above_it_fails(rng, ranks):
     peak_s = min(float(slowest(c.timing).min()) for c in collectives if (c.backend, c.world_size) == ("gloo", ranks))
     step = _step(peak_s, ranks)
     assert step.busbw_bytes_per_s / find_peak_of(step, collectives) == pytest.approx(1.0)
-    with pytest.raises(MeasurementError, match=r"above the peak of .* the bookkeeping is wrong"):
+    with pytest.raises(MeasurementError, match="peak"):
         find_peak_of(_step(0.999 * peak_s, ranks), collectives)
 
 

@@ -41,7 +41,7 @@ def running(tmp_path):
 def ask(address, path=None, **headers):
     """The answer to a request."""
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=100)
     try:
         connection.request("GET", path or f"{parts.path}?{parts.query}", headers=headers)
         yield connection.getresponse()
