@@ -31,7 +31,6 @@ from paceline.parallel.parts import PartialGradients
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.sharding import Sharding
-from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
@@ -552,14 +551,13 @@ class BucketedReducer:
         self.rows = rows  # embedding gradients that are sent as rows
         self.parts = PartialGradients(replica, channel)
         self._rounds = rounds  # the reduction itself rounds to bfloat16, and divides before it does
-        self.steps: BucketSteps | None = None  # an optimizer that steps each bucket as soon as it is averaged
         self.is_weighted = False  # ranks may scale their gradients by different factors
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # this step's failure, until `exchange`
         self.hook_calls = None if hook is None else HookCalls(hook, channel)
         self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
-        self._active, self._next, self._factor, self._takes_part = False, 0, 1.0, False
+        self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # versions of the uncopied gradients before backward
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
         self._overlaps = kind in ("bucketed", "overlap")
@@ -589,8 +587,6 @@ class BucketedReducer:
         self.parts.begin()
         self.rows.begin()
         if self.sharding is not None and (error := self.sharding.find_misuse()) is not None:
-            self._fail(error)
-        if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
         self._note_versions()
         if self._is_recording and records:
@@ -632,7 +628,7 @@ class BucketedReducer:
 
     def _on_part(self, index: int, is_copied: bool, param: torch.Tensor) -> None:
         """Hook for a gradient that arrives in several parts."""
-        if self._active and self._failure is None and self.parts.note(index) and is_copied and self.steps is None:
+        if self._active and self._failure is None and self.parts.note(index) and is_copied:
             self._on_large(index, param)
             self.parts.release([] if self._failure else [index])
 
@@ -654,7 +650,7 @@ class BucketedReducer:
                 return False
         elif any(map(operator.is_, map(_get_grad, bucket.uncopied_params), repeat(None))):
             return False
-        if bucket.counted and (self.steps is not None or not self.parts.are_complete(bucket.counted)):
+        if bucket.counted and not self.parts.are_complete(bucket.counted):
             return False
         grads = bucket.read_grads()
         if any(map(operator.is_, grads, repeat(None))):
@@ -795,7 +791,7 @@ class BucketedReducer:
             self._failure = Failure(self.replica.build_late_error(late))
         self.timeline.backward_over()
         self._was_late = was_active and self._next < len(self._buckets) - 1
-        self._takes_part = take_part = take_part and self._failure is None
+        take_part = take_part and self._failure is None
         self._collect_rows(take_part)
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
@@ -886,10 +882,6 @@ class BucketedReducer:
             several = f"bucket {bucket.number} of {len(self._buckets)}"
             self.channel.wait(work, several if others else f"the gradient of {self.replica.name(index)}")
         self.timeline.mark("waited", bucket.number)
-        if self.steps is not None and take_part and self._takes_part:
-            # A gradient that is split over several buckets is complete with the last of them.
-            later = {index for other in self._buckets[bucket.number + 1 :] for index in other.indices}
-            self.steps.step([self.replica.params[index] for index in bucket.indices if index not in later])
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
@@ -929,8 +921,6 @@ class BucketedReducer:
             self._is_recording = True
         if self.sharding is not None:
             self.sharding.attach()
-        if self.steps is not None:
-            self.steps.end()
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, which follows the ready order on rank 0.

@@ -44,7 +44,6 @@ from paceline.parallel.replicas import (
 )
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.sharding import ShardedOptimizer, Sharding, scatter_hook, shard
-from paceline.parallel.stepping import BucketSteps
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
@@ -55,7 +54,7 @@ from paceline.units import MIB
 
 # All wrappers in this process. Each one except the first uses a process group of its own.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding", "_steps")
+_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
 # Process groups, and objects that may hold one, cannot be copied: a copy of the wrapper shares them.
 _SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -149,7 +148,6 @@ class DDP(DistributedDataParallel):
         self._comm_hook: CommHook | None = None
         self._strategy: StrategyState | None = None
         self._sharding: Sharding | None = None  # set for a sharded optimizer
-        self._steps: BucketSteps | None = None  # set by `overlap_optimizer`
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
         self._has_own_keys = True
         self._options = Options(
@@ -242,7 +240,7 @@ class DDP(DistributedDataParallel):
         reducer = BucketedReducer(
             replica, channel, control.num_words, options.reducer, planner, rows, hook, sharding, rounds
         )
-        reducer.steps, reducer.is_weighted = self._steps, options.average == "samples"
+        reducer.is_weighted = options.average == "samples"
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # a hook may let replicas differ on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
@@ -405,9 +403,6 @@ class DDP(DistributedDataParallel):
             sync.join = None
 
     def _refuse_join(self) -> None:
-        if self._steps is not None:
-            text = "overlap_optimizer() does not support join(): give every rank the same number of batches"
-            raise ConfigError(text, code="optimizer")
         if self._options.strategy.outer:
             text = f"strategy={self._options.strategy.text!r} averages parameters after equal numbers of steps"
             raise ConfigError(f"{text}, which join() does not guarantee: drop the last batches", code="strategy")
@@ -442,32 +437,6 @@ class DDP(DistributedDataParallel):
         sharding.optimizer = sharded = shard(sharding, optimizer)
         sharding.watch(self.module)
         return sharded
-
-    def overlap_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Step the parameters of each bucket as soon as it is averaged, while this rank waits for the next bucket.
-        `optimizer.step()` then does the rest. None turns this off. Call it on all ranks.
-
-        The result is bit-identical. Refused where an update may need all gradients or be undone: unknown optimizers,
-        strategies, communication hooks, unused parameters, `average="samples"`, `join`, clipping, GradScaler, and
-        embedding rows (unless `embeddings="dense"`). After an error in backward the parameters may be halfway through
-        a step: load a checkpoint."""
-        if self._steps is not None:
-            self._steps.stop()
-            self._steps = self._ready.reducer.steps = None
-        if optimizer is None:
-            return
-        options = self._options
-        reasons = {
-            f"strategy={options.strategy.text!r}": not options.strategy.is_dense,
-            "a communication hook": self._comm_hook is not None, "average='samples'": options.average == "samples",
-            "parameters that may be unused": options.allow_missing, "manual=True": options.manual,
-            "join()": self._ready.join is not None,
-            "embeddings that send rows": bool(self._ready.reducer.rows.tables),
-        }  # fmt: skip
-        if found := [name for name, is_so in reasons.items() if is_so]:
-            text = f"{' and '.join(found)}: gradients may change after they are applied; step after backward instead"
-            raise ConfigError(f"overlap_optimizer() with {text}", code="optimizer")
-        self._steps = self._ready.reducer.steps = BucketSteps(optimizer)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -562,8 +531,6 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
-        if self._steps is not None:
-            raise ConfigError("a communication hook contradicts overlap_optimizer(): use one", code="optimizer")
         if not self._options.strategy.is_dense:
             raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
         if self.plan is not None:  # another rank may already be sending its buckets
@@ -655,7 +622,7 @@ class DDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         _patch_torch_wrapper()
-        self._group, self._gradient_group, self._sync, self._strategy, self._sharding, self._steps = (None,) * 6
+        self._group, self._gradient_group, self._sync, self._strategy, self._sharding = (None,) * 5
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         self._wait_for_parameters()
@@ -664,7 +631,7 @@ class DDP(DistributedDataParallel):
         clone.__dict__.update(copy.deepcopy(state, memo))
         clone.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
         clone._group, clone._gradient_group, clone._sync = self._group, None, None
-        clone._strategy, clone._sharding, clone._steps = None, None, None
+        clone._strategy, clone._sharding = None, None
         return clone
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------
