@@ -134,7 +134,7 @@ def compare_on_shm() -> dict[str, bool]:
         for kind in ("sgd", "adamw"):
             plain = follow(rank, kind, None)
             plans: tuple[dict[str, Any], ...] = (
-                {}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 4e-3}, {"pieces": 700}, {"reducer": "flat"},
+                {}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 4e-3}, {"pieces": 700},
             )  # fmt: skip
             for options in plans:
                 found[f"{kind} {options}"] = is_same(plain, follow(rank, kind, "zero1", **options))

@@ -34,7 +34,6 @@ class Status(IntFlag):
     BUFFERS = 32  # other buffers have changed
     HOLD = 64  # a pending backward needs the buffers as they are: do not change them in this step
     SKIPS = 128  # local gradients are not finite: the optimizer may skip this step
-    PARTS = 256  # parts of gradients arrived after their bucket was sent: extra messages follow
 
 
 ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED

@@ -44,6 +44,7 @@ from paceline.parallel.replicas import (
 )
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.sharding import ShardedOptimizer, Sharding, scatter_hook, shard
+from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
@@ -72,7 +73,7 @@ class DDP(DistributedDataParallel):
         module: The module whose gradients are averaged.
         device_ids: This and the arguments up to `lazy_bucket_allocation` have the names of torch's
             DistributedDataParallel, and mean the same unless `docs/ddp.md` says otherwise.
-        reducer: `bucketed`, or a simpler reducer: `overlap`, `flat`, `per_parameter`.
+        reducer: `bucketed`, or `simple`: one message per parameter, after backward.
         plan: The buckets to use, instead of a bucket cap.
         init: `broadcast` rank 0's values, `verify` that all ranks are equal, or `none`.
         average: `ranks` weights ranks equally. `samples` weights them by their number of samples.
@@ -236,14 +237,17 @@ class DDP(DistributedDataParallel):
             assert self._strategy is not None
             self._strategy.exchanges = sharding.exchanges  # the strategy counts these messages as its own
         self._needs_whole = hook is not None and sharding is None
-        planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
-        reducer = BucketedReducer(
-            replica, channel, control.num_words, options.reducer, planner, rows, hook, sharding, rounds
-        )
-        reducer.is_weighted = options.average == "samples"
+        codec = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
+        reducer: BucketedReducer | SimpleReducer
+        if options.reducer == "simple":
+            reducer = SimpleReducer(replica, channel, control.num_words, rows)
+        else:
+            planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
+            reducer = BucketedReducer(replica, channel, control.num_words, planner, rows, hook, sharding, rounds)
+            reducer.is_weighted = options.average == "samples"
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # a hook may let replicas differ on purpose, as local SGD does
-        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
+        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule, codec)
         self._sync.do_sync = do_sync
         if options.average == "samples" and total is not None:  # the unit of a codec's residuals
             self._sync.expected_total = total
@@ -262,7 +266,7 @@ class DDP(DistributedDataParallel):
             "embeddings='dense'": options.embeddings == "dense",
             "a communication hook needs all gradients": self._comm_hook is not None,
             f"strategy {options.strategy.text!r}": options.strategy != DENSE,
-            f"reducer {options.reducer!r}": options.reducer not in ("bucketed", "overlap"),
+            f"reducer {options.reducer!r}": options.reducer != "bucketed",
             "on a GPU the host would wait for the row counts": channel.device.type != "cpu"
             and options.embeddings == "auto",
         }
@@ -448,7 +452,7 @@ class DDP(DistributedDataParallel):
         return self._sharding.clip(max_norm, norm_type, error_if_nonfinite)
 
     @property
-    def _planned(self) -> BucketedReducer | None:
+    def _planned(self) -> BucketedReducer | SimpleReducer | None:
         """The reducer, once it has made its plan."""
         reducer = self._ready.reducer
         return reducer if reducer.is_planned else None
@@ -520,7 +524,8 @@ class DDP(DistributedDataParallel):
         self._strategy.load(states, *optimizers)
         if self._options.average == "samples":
             self._ready.expected_total = states[0].get("samples", self._ready.expected_total)
-        if states[0]["plan"] is not None:  # buckets determine which values are rounded together
+        # Buckets determine which values are rounded together.
+        if states[0]["plan"] is not None and isinstance(reducer, BucketedReducer):
             plan = Plan.from_json(states[0]["plan"])
             reducer.adopt(check_plan(plan, reducer.replica.gradients, self._needs_whole))
 

@@ -130,8 +130,7 @@ class LiveBucket:
         self.sends_words = self.pack is not None and num_words > 0
         self.gap_bytes = 0 if self.pack is None else self.pack.gap_bytes
         self.seen: list[Any] = []
-        self.in_parts = False  # some gradient arrives an unknown number of times: wait for the end of backward
-        self.counted: list[int] = []  # gradients that arrive a known number of times, as in earlier steps
+        self.in_parts = False  # some gradient arrives in several parts: wait for the end of backward
         self.version = 0  # version of the range when backward began, later when it was sent
         self.work: dist.Work | None = None  # or a Future, with a communication hook
 

@@ -86,9 +86,9 @@ class Arrivals:
         places = self.places
         return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, math.inf))
 
-    def find_parts(self) -> dict[int, int]:
-        """How often each gradient arrived, if more than once."""
-        return {index: count for index, count in collections.Counter(self._arrived).items() if count > 1}
+    def find_parts(self) -> set[int]:
+        """The gradients that arrived more than once."""
+        return {index for index, count in collections.Counter(self._arrived).items() if count > 1}
 
 
 def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
