@@ -188,7 +188,7 @@ class DDP(DistributedDataParallel):
         if self._options.init == "verify":
             verify_values(replica, channel)
         if self._sharding is not None:
-            self._sharding.release()
+            self._sharding.wait()
         if self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
         self._set_up().open_groups()
@@ -415,17 +415,19 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
 
     def shard_optimizer(
-        self, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer], params: Any = None, *,
-        shared: bool = True, overlap: bool = False, **options: Any,
-    ) -> ShardedOptimizer:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
+        params: Any = None,
+        *,
+        overlap: bool = False,
+        **options: Any,
+    ) -> ShardedOptimizer:
         """Build the optimizer for `strategy="zero1"`. Each rank holds the optimizer state of its own shard only.
 
         Pass an optimizer class with its options (and `params`, by default all trained parameters), or an optimizer that
-        has not taken a step, which is modified. `step` and `state_dict` of the result are collective. Ranks that share
-        memory read one copy of the parameters per host; `shared=False` gives each rank its own, for programs that
-        change parameters in place. Other ranks gather the parameters in `step` or, with `overlap=True`, during the next
-        forward. A program that then reads them in between without the wrapper, for a moving average say, must first
-        call `wait()` on the optimizer. Collective.
+        has not taken a step, which is modified. `step` and `state_dict` of the result are collective. The parameters
+        are gathered in `step` or, with `overlap=True`, during the next forward. A program that then reads them in
+        between without the wrapper, for a moving average say, must first call `wait()` on the optimizer. Collective.
         """
         self._ready  # noqa: B018
         sharding = self._sharding
@@ -437,7 +439,7 @@ class DDP(DistributedDataParallel):
         elif options or params is not None:
             raise ConfigError("shard_optimizer(): params and options need a class, not an existing optimizer")
         sharding.wait()
-        sharding.share_parameters, sharding.overlaps = shared, overlap
+        sharding.overlaps = overlap
         sharding.optimizer = sharded = shard(sharding, optimizer)
         sharding.watch(self.module)
         return sharded
