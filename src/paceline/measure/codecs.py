@@ -12,8 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.engine import agree_on_max, synchronize
 from paceline.measure.steps import Replica, StepBench
-from paceline.parallel.codecs import GATHER, Exchange, build_codec
-from paceline.parallel.levels import SCATTER
+from paceline.parallel.codecs import GATHER, SCATTER, Exchange, build_codec
 from paceline.parallel.outer import Outer
 from paceline.parallel.sharding import join, scatter
 from paceline.predict.simulate import LARGE_BYTES

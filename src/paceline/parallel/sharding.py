@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers
-from paceline.parallel.codecs import GATHER, SWAP, Exchange
+from paceline.parallel.codecs import GATHER, Exchange, sum_rows
 from paceline.parallel.flat import FlatGradients
-from paceline.parallel.levels import SCATTER
 from paceline.parallel.replicas import Replica
 from paceline.parallel.strategies import Exchanges, start_message
 from paceline.plan import Plan
@@ -91,14 +90,7 @@ def scatter(
     torch.mul(flat, 1 / n, out=sent[: flat.numel()])
     sent[flat.numel() :].zero_()
     parts = sent.view(n, each)
-    if sums:
-        total = yield SCATTER, parts
-    else:
-        received = yield SWAP, parts
-        total = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
-        for row in received[1:]:
-            total = total + row
-        total = total.to(parts.dtype)
+    total = yield from sum_rows(parts, sums)
     if is_whole:
         gathered = yield GATHER, total
         flat.copy_(gathered.view(-1)[: flat.numel()])

@@ -19,8 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.channel import Channel, Sent, alias, open_group, start_exchange
-from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
-from paceline.parallel.levels import NUM_STAGES, SCATTER, Inside, Levels
+from paceline.parallel.codecs import GATHER, SCATTER, SUM, BFloat16, Codec, Exchange, build_codec
+from paceline.parallel.levels import NUM_STAGES, Inside, Levels
 from paceline.parallel.replicas import Replica, read_replica
 from paceline.parallel.streams import SideStream
 from paceline.parallel.timeline import StrategyCosts
