@@ -76,11 +76,11 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     real_sum, real_send, real_run = Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run
     num_bytes: list[int] = []
 
-    def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
+    def start_sum(channel: Any, tensor: Any, average: bool = False, gradient_bytes: int = 0) -> Any:
         if fault == "twice":
-            real_sum(channel, tensor.clone(), average=average, extra_bytes=extra_bytes).wait()
-            return real_sum(channel, tensor, average=average, extra_bytes=extra_bytes)
-        return real_sum(channel, tensor, average=average, extra_bytes=tensor.nbytes)
+            real_sum(channel, tensor.clone(), average=average, gradient_bytes=gradient_bytes).wait()
+            return real_sum(channel, tensor, average=average, gradient_bytes=gradient_bytes)
+        return real_sum(channel, tensor, average=average)
 
     def send(messages: Any, bucket: Any) -> Any:
         before = messages._sent

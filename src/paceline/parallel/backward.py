@@ -716,12 +716,14 @@ class BucketedReducer:
             self._failure = self._failure or self.hook_calls.failure
         elif self._rounds:
             words = flat.words if number == len(self._buckets) - 1 else flat.words[:0]
-            bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
+            bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.bucket_bytes[number])
         else:
-            message, extra_bytes = flat.messages[number], flat.extra_bytes[number] + bucket.gap_bytes
+            message = flat.messages[number]
             tensors = [message, *uncopied] if message.numel() and not bucket.sends_words else uncopied
             if tensors:
-                bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
+                bucket.work = self.channel.start_sum(
+                    *tensors, average=average, gradient_bytes=flat.bucket_bytes[number]
+                )
         self.timeline.follow(number, bucket.work)
 
     def _gather(self, bucket: LiveBucket, factor: float) -> None:
@@ -841,7 +843,7 @@ class BucketedReducer:
             self._finish(True)
         else:
             words = self._last[0].words
-            self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+            self.channel.wait(self.channel.start_sum(words), "the control words")
         del self._last
         self._taken.clear()  # lets `zero_grad` free them
         for pack in filter(None, [bucket.pack for bucket in self._buckets]):

@@ -245,7 +245,7 @@ class ControlMessage:
 
     def exchange(self) -> None:
         words = self._words
-        self._channel.wait(self._channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+        self._channel.wait(self._channel.start_sum(words), "the control words")
 
     def learn(self) -> None:
         """Nothing to plan."""
@@ -447,7 +447,7 @@ class OuterState(StrategyState):
         for index, lr in self._lrs.items() if size else ():
             words[1 + index], words[1 + size + index] = lr, 1.0
         words = words.to(channel.device)
-        channel.wait(channel.start_sum(words, extra_bytes=words.nbytes), "the end of the sync")
+        channel.wait(channel.start_sum(words), "the end of the sync")
         has_failed, *rest = self._calls.read(words)
         if has_failed:
             text = "" if failure is None else f"{type(failure.error).__name__}: {failure.error}".partition("\n\n")[0]

@@ -65,7 +65,7 @@ class SimpleReducer:
     def _sum(self, index: int, total: torch.Tensor) -> None:
         self.timeline.mark("ready", index)
         self.timeline.mark("launch", index)
-        work = self.channel.start_sum(total)
+        work = self.channel.start_sum(total, gradient_bytes=total.nbytes)
         self.timeline.follow(index, work)
         self.timeline.mark("wait", index)
         pulse.enter(pulse.WAIT, index)
@@ -76,7 +76,7 @@ class SimpleReducer:
         """Sum the control words, which the caller has filled. Collective."""
         self._failure = None
         words = self._words
-        self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+        self.channel.wait(self.channel.start_sum(words), "the control words")
         self.timeline.over()
 
     def multiply(self, factor: float) -> None:
