@@ -94,7 +94,7 @@ class GradientSync:
         self.expected_total = self.channel.world_size  # assumed total weight of all ranks: that of the last step
         self._task: int | None = None  # autograd's ID of the running backward
         self._syncing, self._warned, self._is_stopped = False, False, False
-        self._completes, self._warned_of_drift = False, False
+        self._completes = False
         self._change = ""  # how the model has changed since it was wrapped, if it has
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._can_defer = self.channel.device.type == "cuda"
@@ -127,10 +127,6 @@ class GradientSync:
         """Whether steps currently send no gradients."""
         return self.schedule is not None and self.schedule.outer.is_local
 
-    def open_groups(self) -> None:
-        if self.schedule is not None:
-            self.schedule.open_groups()
-
     def sync_parameters(self) -> None:
         """Average the parameters now if they may differ between ranks. Collective."""
         if self.schedule is None:
@@ -143,12 +139,6 @@ class GradientSync:
                 self.schedule.complete()
             finally:
                 self._completes = False
-
-    def warn_of_drift(self, is_training: bool) -> None:
-        if self.schedule is not None and self.schedule.outer.has_drifted and not (is_training or self._warned_of_drift):
-            self._warned_of_drift = True
-            text = "evaluating unsynchronised local parameters: call sync_parameters() on all ranks first"
-            warnings.warn(f"strategy {self.schedule.strategy.text!r}: {text}", stacklevel=4)
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
         """Finish what the last step left open. The next step reports `change`, made to the model, to every rank."""
@@ -269,9 +259,6 @@ class GradientSync:
             if schedule is not None:
                 schedule.outer.count()
             return
-        if schedule.is_overdue:
-            schedule.run()
-        schedule.outer.begin_round()
         self.num_steps += 1
         self.is_pending, self._samples = False, None
         if schedule.must_exchange_control():
@@ -345,11 +332,7 @@ class GradientSync:
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
             control, buffers = self.control, self.buffers
             with torch.no_grad():
-                control.write_report(words, report)
-                if control.num_tables:
-                    control.write_counts(words, self.reducer.rows.counts)
-                if control.num_used:
-                    control.write_used(words, absent)
+                control.write(words, report, self.reducer.rows.counts, absent)
                 if control.num_statistics:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
@@ -607,7 +590,7 @@ class BucketedReducer:
 
     def free_memory(self) -> None:
         """Free message memory that gradients no longer use, as after `zero_grad`."""
-        for pack in filter(None, [bucket.pack for bucket in self._buckets]):
+        for pack in self._packs:
             pack.free()
 
     def _note_versions(self) -> None:
@@ -692,7 +675,10 @@ class BucketedReducer:
         with torch.no_grad():
             try:
                 if zeros is None and self._failure is None:
-                    self._gather(bucket, factor)
+                    for index in bucket.copied:
+                        if index not in self._taken:  # did not arrive in this backward, or arrived in parts
+                            self._copy(index, factor)
+                    bucket.gather(factor)
                     if bucket.pack is not None:
                         uncopied = [bucket.pack.fill(factor)]
                     else:
@@ -725,29 +711,6 @@ class BucketedReducer:
                     *tensors, average=average, gradient_bytes=flat.bucket_bytes[number]
                 )
         self.timeline.follow(number, bucket.work)
-
-    def _gather(self, bucket: LiveBucket, factor: float) -> None:
-        """Copy gradients into the bucket's range, multiply by the factor, and make each `.grad` its view."""
-        for index in bucket.copied:
-            if index not in self._taken:  # did not arrive in this backward, or arrived in parts
-                self._copy(index, factor)
-        if not bucket.fused:
-            return
-        grads, bucket.seen = bucket.seen or bucket.read_grads(), []
-        if any(map(operator.is_, grads, repeat(None))):
-            grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, bucket.views, strict=True)]
-        # If a gradient already is its view, the copy is a no-op.
-        if factor != 1.0 and bucket.is_large:
-            for grad, view in zip(grads, bucket.views, strict=True):
-                torch.mul(grad, factor, out=view)
-        else:
-            torch._foreach_copy_(bucket.views, grads)
-            if factor != 1.0:
-                # One at a time: a fused multiplication would first round the factor to bfloat16 for bfloat16 tensors.
-                for part in bucket.views if bucket.copied else [bucket.range]:
-                    part.mul_(factor)
-        for param, view in zip(bucket.params, bucket.views, strict=True):
-            param.grad = view
 
     def _copy(self, index: int, factor: float) -> None:
         param, view = self.replica.params[index], self._flat.views[index]
@@ -846,7 +809,7 @@ class BucketedReducer:
             self.channel.wait(self.channel.start_sum(words), "the control words")
         del self._last
         self._taken.clear()  # lets `zero_grad` free them
-        for pack in filter(None, [bucket.pack for bucket in self._buckets]):
+        for pack in self._packs:
             pack.end_step()
         if not self.plan.rows:
             self.timeline.over()
@@ -937,6 +900,7 @@ class BucketedReducer:
             LiveBucket(number, indices, uncopied, separate, self._flat, params, packs)
             for number, indices in enumerate(plan.partition)
         ]
+        self._packs = [bucket.pack for bucket in self._buckets if bucket.pack is not None]
         self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
         if self.sharding is not None:

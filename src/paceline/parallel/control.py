@@ -73,6 +73,14 @@ class ControlWords:
         self.num_words = self.num_read_words + num_used + num_statistics
         self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}
 
+    def write(self, words: torch.Tensor, report: RankReport, counts: Sequence[int], missing: Sequence[int]) -> None:
+        """Write everything except the statistics."""
+        self.write_report(words, report)
+        if self.num_tables:
+            self.write_counts(words, counts)
+        if self.num_used:
+            self.write_used(words, missing)
+
     def write_report(self, words: torch.Tensor, report: RankReport) -> None:
         """Fill the slots of all ranks: this rank's report, and zeros to which the others are added."""
         # Most steps repeat a report. Caching the tensor avoids building it and, on a GPU, copying it from the host.

@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -31,7 +31,7 @@ from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
-from paceline.parallel.graph import find_tensors
+from paceline.parallel.graph import find_tensors, move_tensors
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import (
@@ -55,9 +55,10 @@ from paceline.units import MIB
 
 # All wrappers in this process. Each one except the first uses a process group of its own.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
+# Attributes that are None in a copy of a wrapper, until it is set up again.
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
 # Process groups, and objects that may hold one, cannot be copied: a copy of the wrapper shares them.
-_SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
+_SHARED = ("_group", "_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
@@ -191,7 +192,8 @@ class DDP(DistributedDataParallel):
             self._sharding.wait()
         if self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
-        self._set_up().open_groups()
+        if (schedule := self._set_up().schedule) is not None:
+            schedule.open_groups()
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
@@ -217,15 +219,8 @@ class DDP(DistributedDataParallel):
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words, len(rows.tables))
         hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
-            self._strategy = schedule = OuterState(
-                options.strategy,
-                self.module,
-                replica,
-                channel,
-                control.num_words,
-                options.allow_missing,
-                self._strategy,
-            )
+            schedule = OuterState(options, self.module, replica, channel, control.num_words, self._strategy)
+            self._strategy = schedule
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
             hook, rounds = (self._strategy, strategy_hook), self._strategy.rounds
@@ -296,10 +291,10 @@ class DDP(DistributedDataParallel):
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
         if self.device_ids is not None:
-            args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
+            args, kwargs = move_tensors((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
-            if self._sync is not None:
-                self._sync.warn_of_drift(self.training)
+            if self._sync is not None and self._sync.schedule is not None and not self.training:
+                self._sync.schedule.warn_of_drift()
             return self.module(*args, **kwargs)
         sync = self._begin_forward()
         if sync is None:
@@ -629,16 +624,15 @@ class DDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         _patch_torch_wrapper()
-        self._group, self._gradient_group, self._sync, self._strategy, self._sharding = (None,) * 5
+        self.__dict__.update(dict.fromkeys(_NOT_COPIED))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         self._wait_for_parameters()
         clone = memo[id(self)] = self.__class__.__new__(self.__class__)
         state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, *_SHARED)}
         clone.__dict__.update(copy.deepcopy(state, memo))
+        clone.__dict__.update(dict.fromkeys(_NOT_COPIED))
         clone.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
-        clone._group, clone._gradient_group, clone._sync = self._group, None, None
-        clone._strategy, clone._sharding = None, None
         return clone
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------
@@ -890,23 +884,6 @@ def _find_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dis
     return mesh.get_group()
 
 
-def _move_inputs(value: Any, device: torch.device) -> Any:
-    """The nested value with every tensor moved to the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, list | tuple):
-        moved = [_move_inputs(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    if isinstance(value, dict):
-        clone = value.copy()
-        for key, item in value.items():  # a subclass may forbid `update`
-            clone[key] = _move_inputs(item, device)
-        return clone
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _move_inputs(getattr(value, f.name), device) for f in fields(value) if f.init})
-    return value
-
-
 def _count_samples(*args: Any, **kwargs: Any) -> int:
     """The first dimension of the first tensor."""
     for tensor in find_tensors((args, kwargs)):
@@ -917,4 +894,4 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
 
 # These two call the module, which may be compiled, so only the functions themselves are excluded.
 keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
-keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _move_inputs, _count_samples)
+keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _count_samples)

@@ -134,6 +134,26 @@ class LiveBucket:
         self.seen = list(map(_get_grad, self.params))
         return self.seen
 
+    def gather(self, factor: float) -> None:
+        """Copy the fused gradients into the range, multiply by the factor, and make each `.grad` its view."""
+        if not self.fused:
+            return
+        grads, self.seen = self.seen or self.read_grads(), []
+        if any(map(operator.is_, grads, repeat(None))):
+            grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, self.views, strict=True)]
+        # If a gradient already is its view, the copy is a no-op.
+        if factor != 1.0 and self.is_large:
+            for grad, view in zip(grads, self.views, strict=True):
+                torch.mul(grad, factor, out=view)
+        else:
+            torch._foreach_copy_(self.views, grads)
+            if factor != 1.0:
+                # One at a time: a fused multiplication would first round the factor to bfloat16 for bfloat16 tensors.
+                for part in self.views if self.copied else [self.range]:
+                    part.mul_(factor)
+        for param, view in zip(self.params, self.views, strict=True):
+            param.grad = view
+
     def find_words(self, flat: FlatGradients, uncopied: Sequence[torch.Tensor]) -> torch.Tensor:
         """The control words in the last bucket's message."""
         return self.pack.find_words(uncopied[0]) if self.pack is not None and self.sends_words else flat.words
