@@ -25,7 +25,7 @@ from paceline.parallel.channel import Channel, alias, naming_lost_peers
 from paceline.parallel.codecs import GATHER, Exchange, sum_rows
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import Replica
-from paceline.parallel.strategies import Exchanges, start_message
+from paceline.parallel.strategies import Exchanges, start_message, watch_unscaling
 from paceline.plan import Plan
 from paceline.strategy import Strategy, count_each
 from paceline.units import name_ranks
@@ -644,7 +644,7 @@ def _cut_value(key: str, value: Any, param: torch.Tensor, part: Range) -> Any:
 
 @functools.cache
 def _make_kind(kind: type[Optimizer]) -> type[ShardedOptimizer]:
-    _agree_on_overflow()
+    watch_unscaling(_agree_on_overflow)
     return type(f"Sharded{kind.__name__}", (ShardedOptimizer, kind), {"_has_norms": hasattr(kind, "compute_norms")})
 
 
@@ -669,22 +669,12 @@ def shard(sharding: Sharding, optimizer: Optimizer) -> ShardedOptimizer:
     return optimizer
 
 
-@functools.cache
-def _agree_on_overflow() -> None:
-    """Patch torch's GradScaler to skip a step on all ranks if one of them found an infinity in its ranges."""
-    scaler: Any = torch.amp.GradScaler
-    original = scaler._unscale_grads_
-
-    @functools.wraps(original)
-    def unscale(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, optimizer, *args, **kwargs)
-        if isinstance(optimizer, ShardedOptimizer):
-            found = found or {args[1].device: args[1]}  # none of its ranges has a gradient
-            flags = list(found.values())
-            mine = torch.stack([flag.double().reshape(()) for flag in flags]).amax()
-            worst = optimizer._sharding.gather_words(mine).amax()
-            for flag in flags:
-                flag.copy_(worst)
-        return found
-
-    scaler._unscale_grads_ = unscale
+def _agree_on_overflow(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor, flags: Any) -> Any:
+    """Let a GradScaler skip a step on all ranks if one of them found an infinity in its ranges."""
+    if isinstance(optimizer, ShardedOptimizer):
+        flags = flags or {found_inf.device: found_inf}  # none of its ranges has a gradient
+        mine = torch.stack([flag.double().reshape(()) for flag in flags.values()]).amax()
+        worst = optimizer._sharding.gather_words(mine).amax()
+        for flag in flags.values():
+            flag.copy_(worst)
+    return flags
