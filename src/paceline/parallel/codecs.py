@@ -450,7 +450,7 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
             values = [torch.stack([tensor[index] for tensor in tensors]) for index in range(len(tensors))]
 
 
-def sum_rows(
+def reduce_scatter(
     rows: torch.Tensor, at_once: bool, name: Callable[[str], str] = str
 ) -> Generator[tuple[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """An exchange that returns the sum over the ranks of this rank's row: by the backend, or in rank order here."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, open_part
-from paceline.parallel.codecs import GATHER, Codec, Exchange, sum_rows
+from paceline.parallel.codecs import GATHER, Codec, Exchange, reduce_scatter
 from paceline.strategy import Strategy
 from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
@@ -104,7 +104,7 @@ class Levels:
         for grad, piece in zip(grads, rows.split(sizes, 1), strict=True):
             for part, into in _match(self._flatten(grad), piece):
                 torch.mul(part, 1 / num, out=into)
-        mine = yield from sum_rows(rows, self.scatters, Inside)
+        mine = yield from reduce_scatter(rows, self.scatters, Inside)
         parts = [part.view(shape) for part, shape in zip(mine.split(sizes), shapes, strict=True)]
         yield from codec.average(names, parts, step)
         gathered = yield Inside(GATHER), mine

@@ -265,9 +265,14 @@ class OuterState(StrategyState):
     parameter without optimizer), at the next forward. Ranks count backward passes, whose number is the same on all."""
 
     def __init__(
-        self, options: Options, module: nn.Module, replica: Replica, channel: Channel, num_words: int,
+        self,
+        options: Options,
+        module: nn.Module,
+        replica: Replica,
+        channel: Channel,
+        num_words: int,
         before: StrategyState | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         strategy = options.strategy
         super().__init__(strategy, replica, channel, before)
         self.replica, self._channel, self._module = replica, channel, module

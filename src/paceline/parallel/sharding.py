@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers
-from paceline.parallel.codecs import GATHER, Exchange, sum_rows
+from paceline.parallel.codecs import GATHER, Exchange, reduce_scatter
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import Replica
 from paceline.parallel.strategies import Exchanges, start_message, watch_unscaling
@@ -90,7 +90,7 @@ def scatter(
     torch.mul(flat, 1 / n, out=sent[: flat.numel()])
     sent[flat.numel() :].zero_()
     parts = sent.view(n, each)
-    total = yield from sum_rows(parts, sums)
+    total = yield from reduce_scatter(parts, sums)
     if is_whole:
         gathered = yield GATHER, total
         flat.copy_(gathered.view(-1)[: flat.numel()])
