@@ -338,7 +338,7 @@ class GradientSync:
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
             if late is not None:  # after this step's messages, some of which were sent during backward
-                self._act_or_discard(*late, None, is_late=True)
+                self._act_on(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
             if take_part:
@@ -353,7 +353,13 @@ class GradientSync:
                         self._send_empty()
                     if local is not None:  # ranks may have stopped at different steps: all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
-                    if not self._act_or_discard(reports, missing, failure):
+                    is_applied = False
+                    try:
+                        is_applied = self._act_on(reports, missing, failure)
+                    finally:
+                        if not is_applied and self.codec is not None:
+                            self.codec.discard(None)  # it must not count these averages as sent
+                    if not is_applied:
                         if failure is not None and failure.place != IN_FORWARD:  # forward's error is already raised
                             raise failure.error
                         return
@@ -423,19 +429,7 @@ class GradientSync:
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
-            self._act_or_discard(*late, None, is_late=True)
-
-    def _act_or_discard(
-        self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
-    ) -> bool:
-        """Call `_act_on`. After an error the averages are not applied, and a codec must not count them as sent."""
-        is_applied = False
-        try:
-            is_applied = self._act_on(reports, missing, failure, is_late)
-        finally:
-            if not is_applied and self.codec is not None:
-                self.codec.discard(None)
-        return is_applied
+            self._act_on(*late, None, is_late=True)
 
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
