@@ -108,13 +108,11 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 # Ratios of steps in turns, with their intervals. Links are made of network namespaces, which needs root, `ip` and `tc`.
 # The model of transformers runs where that is installed; CSV=FOLDER has the tables of docs/bucket-size.md.
 ROWS := $(BIN)/python benchmarks/embedding_rows.py
-bench-exposed: $(STAMP) ## Measure what stays exposed: embeddings, the optimizer, small messages (quiet machine, root)
+bench-exposed: $(STAMP) ## Measure what stays exposed: embeddings, small messages (quiet machine, root)
 	$(ROWS) --rate 1gbit
 	$(ROWS) --rate 100mbit --rounds 20
 	@if $(BIN)/python -c 'import transformers' 2>/dev/null; then $(ROWS) --rate 1gbit --model hf; \
 	  else echo "transformers is not installed: $(BIN)/pip install -e '.[hf]'"; fi
-	$(BIN)/python benchmarks/two_ways.py overlap
-	$(BIN)/python benchmarks/two_ways.py overlap --rate 1gbit
 	$(BIN)/paceline bench allreduce --backend gloo,shm --ranks 2 --sizes 4B,256B,4KiB,16KiB --iters 300 --warmup 20
 	@test -z "$(CSV)" || $(BIN)/paceline predict --csv "$(CSV)"
 

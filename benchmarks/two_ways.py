@@ -1,11 +1,10 @@
 #!/usr/bin/env python
-"""Two ways to take a step, in turns: what the second costs compared with the first.
+"""Steps with a strategy and plain steps, in turns: what the strategy costs.
 
-    benchmarks/two_ways.py WHAT [--model gpt2-mini] [--ranks 2] [--steps 60] [--backend shm] [--rate 1gbit]
+    benchmarks/two_ways.py STRATEGY [--model gpt2-mini] [--ranks 2] [--steps 60] [--backend shm] [--rate 1gbit]
 
-WHAT is `overlap` (an optimizer that steps each bucket when it is averaged, against one that steps after backward) or a
-strategy, such as `zero1` or `bf16`, against the plain all-reduce. `--rate` puts the two ranks on hosts with a link of
-that rate between them, which are network namespaces of this machine (`limited_link.py`; needs root, `ip` and `tc`).
+`--rate` puts the two ranks on hosts with a link of that rate between them, which are network namespaces of this machine
+(`limited_link.py`; needs root, `ip` and `tc`).
 Times are medians of the slowest rank; ratios are medians over pairs of one round, with their intervals.
 """
 
@@ -33,26 +32,22 @@ WARMUP = 5
 PARTS = ("forward and backward", "the optimizer", "the step")
 
 
-def build(what: str, is_second: bool, net: torch.nn.Module) -> tuple[paceline.DDP, Any]:
+def build(strategy: str, net: torch.nn.Module) -> tuple[paceline.DDP, Any]:
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    if what == "overlap":
-        model = paceline.DDP(net, embeddings="dense")  # rows are added after all buckets
-        model.overlap_optimizer(optimizer if is_second else None)
-        return model, optimizer
-    model = paceline.DDP(net, strategy=what if is_second else None)
-    return model, model.shard_optimizer(optimizer) if is_second and what == "zero1" else optimizer
+    model = paceline.DDP(net, strategy=strategy)
+    return model, model.shard_optimizer(optimizer) if strategy == "zero1" else optimizer
 
 
-def measure(settings: TrainSettings, what: str, num_steps: int) -> str:
+def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
     """The answer in words. Collective: call on every rank."""
-    ways = ("after backward", "bucket by bucket") if what == "overlap" else ("dense", what)
+    ways = ("dense", strategy)
     with paceline.init(settings.backend, "cpu", announce=None) as world:
         (data, _), _ = load_sets(settings, world)
         models, optimizers = {}, {}
         for way in ways:
             torch.manual_seed(0)
             net = build_model(settings.model, data.form, settings.model_options)
-            models[way], optimizers[way] = build(what, way == ways[1], net)
+            models[way], optimizers[way] = build(way, net)
         order = EpochOrder(len(data), settings.batch_size * world.world_size, 0, 0)
         window = next(load_windows(data, order, 0, world.rank, world.world_size, settings.batch_size, world.device))
         batch = window.batches[0].batch
@@ -92,7 +87,7 @@ def measure(settings: TrainSettings, what: str, num_steps: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what")
+    parser.add_argument("strategy")
     parser.add_argument("--model", default="gpt2-mini")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
@@ -108,13 +103,13 @@ def main() -> None:
     )  # fmt: skip
     if asked.is_rank:
         torch.set_num_threads(1)
-        answer = measure(settings, asked.what, asked.steps)
+        answer = measure(settings, asked.strategy, asked.steps)
         if os.environ["RANK"] == "0":
             print(answer)
     elif asked.rate:
         run_again(asked.rate)
     else:
-        print(paceline.run_ranks(measure, asked.ranks, (settings, asked.what, asked.steps))[0])
+        print(paceline.run_ranks(measure, asked.ranks, (settings, asked.strategy, asked.steps))[0])
 
 
 if __name__ == "__main__":

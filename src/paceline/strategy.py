@@ -216,8 +216,7 @@ class Strategy:
 
     @property
     def is_plain_in_memory(self) -> bool:
-        """Whether ranks that share memory all-reduce whole buckets: they round to bfloat16 while they sum, and the
-        parameters of a sharded update are one copy."""
+        """Whether ranks that share memory all-reduce whole buckets: they round to bfloat16 while they sum."""
         return self.codec in ("dense", "bf16") and not (self.outer or self.between_hosts)
 
     def traffic(
@@ -229,13 +228,15 @@ class Strategy:
             return self._traffic_by_level(gradients, world_size, min(world_size, ranks_per_host))
         num = sum(gradient.num_elements for gradient in gradients)
         exact = sum(gradient.num_bytes for gradient in gradients)
-        if in_memory and self.is_plain_in_memory:
-            return (Message("all-reduce", exact),)
+        is_plain = in_memory and self.is_plain_in_memory
         if self.is_sharded:
             item_bytes = max((gradient.item_bytes for gradient in gradients), default=1)
             each = count_each(exact, 1, world_size)
             num_bytes = each if self.codec == "dense" else 2 * each // item_bytes
-            return Message("reduce-scatter", world_size * num_bytes), Message("all-gather", min(each, exact))
+            first = Message("all-reduce", exact) if is_plain else Message("reduce-scatter", world_size * num_bytes)
+            return first, Message("all-gather", min(each, exact))
+        if is_plain:
+            return (Message("all-reduce", exact),)
         if self.codec == "dense":
             return (Message("all-reduce", exact),)
         if self.codec == "bf16":

@@ -48,9 +48,8 @@ def list_plans(module: nn.Module) -> dict[str, dict[str, Any]]:
         "in 7 KB": {"plan": plan_in_pieces(gradients, backwards, cap_bytes=7000, tail_bytes=20)},
         "in 50 KB": {"plan": plan_in_pieces(gradients, backwards, cap_bytes=50_000, tail_bytes=5000)},
         "in forward order": {"plan": plan_by_cap(gradients, range(len(gradients)), cap_bytes=20_000)},
-        "per parameter": {"reducer": "per_parameter"},
-        "flat": {"reducer": "flat"},
-        "overlap": {"reducer": "overlap"},
+        "simple": {"reducer": "simple"},
+        "one bucket": {"bucket_cap_mb": 1000},
     }
 
 
@@ -95,7 +94,7 @@ def collect(dtype: torch.dtype, is_full: bool) -> dict[str, list[str]]:
     # Private memory takes different paths for one message, for many, and for pieces of gradients.
 
 
-FETCHED = ("default", "in 7 KB", "flat")
+FETCHED = ("default", "in 7 KB", "one bucket")
 SLOW = pytest.mark.slow
 
 

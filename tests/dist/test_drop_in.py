@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 
 import paceline
 from paceline.parallel import DDP
-from paceline.parallel.ddp import _move_inputs
+from paceline.parallel.graph import move_tensors
 from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
 
@@ -132,7 +132,7 @@ def retain_synchronised() -> None:
         return out.square().mean() + out.abs().mean()
 
     with paceline.init(announce=None) as world:
-        for options in ({}, {"bucket_cap_mb": 1e-5}, {"reducer": "flat"}, {"reducer": "overlap"}):
+        for options in ({}, {"bucket_cap_mb": 1e-5}, {"reducer": "simple"}):
             model = DDP(Net(), **options)
             for _ in range(STEPS):
                 model.zero_grad()
@@ -302,7 +302,7 @@ class ModelOutput(OrderedDict):
 
 
 def test_inputs_in_a_dict_that_forbids_update_are_moved():
-    moved = _move_inputs(ModelOutput(x=torch.ones(2)), torch.device("meta"))
+    moved = move_tensors(ModelOutput(x=torch.ones(2)), torch.device("meta"))
     assert type(moved) is ModelOutput and moved.x.is_meta
 
 

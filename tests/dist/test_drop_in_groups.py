@@ -197,8 +197,8 @@ def test_a_report_tells_the_buckets_times_and_advice(job):
 
 def wait_for_the_slow() -> None:
     with paceline.init(announce=None) as world:
-        for reducer, rule in (("per_parameter", "gradient"), ("overlap", "gradient"), ("flat", "dtype")):
-            model = DDP(Net(), reducer=reducer)
+        for options in REDUCERS:
+            model = DDP(Net(), **options)
             for step in range(3):
                 model.zero_grad()
                 output = loss(model, world.rank, step)
@@ -206,9 +206,8 @@ def wait_for_the_slow() -> None:
                     time.sleep(1.0)
                 output.backward()
             report = model.report()
-            assert f"(one bucket per {rule})" in str(report), reducer
             waited_s = [bucket.waited_s for bucket in report.times.buckets]
-            assert waited_s[0] > 0 or world.rank == 1, (reducer, waited_s)
+            assert waited_s[0] > 0 or world.rank == 1, (options, waited_s)
 
 
 def test_a_report_has_the_wait_for_a_slow_rank(job):
@@ -216,7 +215,7 @@ def test_a_report_has_the_wait_for_a_slow_rank(job):
 
 
 def fail_everywhere(kind: str) -> weakref.ref[DDP]:
-    model = DDP(nn.Embedding(5, 3, sparse=True), reducer="flat") if kind == "sparse" else DDP(Net())
+    model = DDP(nn.Embedding(5, 3, sparse=True), reducer="simple") if kind == "sparse" else DDP(Net())
     if kind == "hook":
         model.register_comm_hook(None, lambda state, bucket: {}["nothing"])
     with pytest.raises(KeyError if kind == "hook" else ConfigError):

@@ -375,7 +375,7 @@ def join_as_torch_does(batches: tuple[int, ...], shards: bool, divide_by_all: bo
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bucket_cap_mb": 1e-5, "find_unused_parameters": True}, {"reducer": "flat"}], ids=str
+    "options", [{}, {"bucket_cap_mb": 1e-5, "find_unused_parameters": True}, {"reducer": "simple"}], ids=str
 )
 @pytest.mark.parametrize("shards", [False, True], ids=["alone", "with ZeRO"])
 def test_torchs_join(job, shards, options):

@@ -79,9 +79,7 @@ REDUCERS = (
         lambda module: {"bucket_cap_mb_list": [0.03 * KIB, 0.15 * KIB]},
         lambda plan: plan.rule.startswith("torch's rule") and is_cut(plan),
     ),
-    Variant("overlap", lambda module: {"reducer": "overlap"}),
-    Variant("flat", lambda module: {"reducer": "flat"}),
-    Variant("per_parameter", lambda module: {"reducer": "per_parameter"}),
+    Variant("simple", lambda module: {"reducer": "simple"}),
 )
 # Strategies that lose nothing, each as dense as it can be.
 STRATEGIES = (

@@ -61,10 +61,10 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
     received = on_ranks(2, count_steps, backend, dtype_name)
     assert received[0] == received[1]
     for options, sent, num_params, num_bytes, num_buckets in received[0]:
-        wanted = {"flat": 1, "overlap": num_params, "per_parameter": num_params}
-        assert num_buckets == wanted.get(options["reducer"], num_buckets)
-        # In the first step there is no plan yet.
-        assert sent == [(1, num_bytes), *[(num_buckets, num_bytes)] * 3], options
+        is_simple = options["reducer"] == "simple"
+        assert num_buckets == num_params or not is_simple
+        # In the first step, the default reducer has no plan yet.
+        assert sent == [(num_params if is_simple else 1, num_bytes), *[(num_buckets, num_bytes)] * 3], options
 
 
 def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
@@ -76,11 +76,11 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     real_sum, real_send, real_run = Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run
     num_bytes: list[int] = []
 
-    def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
+    def start_sum(channel: Any, tensor: Any, average: bool = False, gradient_bytes: int = 0) -> Any:
         if fault == "twice":
-            real_sum(channel, tensor.clone(), average=average, extra_bytes=extra_bytes).wait()
-            return real_sum(channel, tensor, average=average, extra_bytes=extra_bytes)
-        return real_sum(channel, tensor, average=average, extra_bytes=tensor.nbytes)
+            real_sum(channel, tensor.clone(), average=average, gradient_bytes=gradient_bytes).wait()
+            return real_sum(channel, tensor, average=average, gradient_bytes=gradient_bytes)
+        return real_sum(channel, tensor, average=average)
 
     def send(messages: Any, bucket: Any) -> Any:
         if fault == "twice":

@@ -47,7 +47,7 @@ def wrap_differently() -> list[tuple[str, str]]:
             error_of(lambda: DDP(frozen)),
             error_of(lambda: DDP(buffered)),
             error_of(lambda: DDP(strided)),
-            error_of(lambda: DDP(Net(), reducer="flat" if odd else "bucketed")),
+            error_of(lambda: DDP(Net(), reducer="simple" if odd else "bucketed")),
             error_of(lambda: DDP(Net(), find_unused_parameters=odd)),
             error_of(lambda: DDP(Net(), bucket_cap_mb=2 if odd else 1)),
             error_of(lambda: DDP(Net(), average="samples" if odd else "ranks")),
@@ -66,7 +66,7 @@ def test_different_models_or_options_are_the_same_error_everywhere(job):
         ["bias", "trained", "frozen", "rank 1"],
         ["extra", "(2,)", "(3,)", "rank 1"],
         ["weight", "strides", "rank 1"],
-        ["reducer", "'bucketed' on rank 0", "'flat' on rank 1"],
+        ["reducer", "'bucketed' on rank 0", "'simple' on rank 1"],
         ["True on rank 1", "False on rank 0"],
         ["bucket_cap_mb", "1 on rank 0", "2 on rank 1"],
         ["average", "'ranks' on rank 0", "'samples' on rank 1"],
@@ -121,6 +121,9 @@ def test_nothing_to_train_is_a_runtime_error_as_in_torch(job):
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"reducer": "fast"}, "reducer='fast'"),
+    ({"reducer": "flat"}, "reducer='bucketed'"),
+    ({"reducer": "per_parameter"}, "reducer='simple'"),
+    ({"reducer": "simple", "strategy": "bf16"}, "strategy='bf16'"),
     ({"init": "copy"}, "init='copy'"),
     ({"average": "tokens"}, "average='tokens'"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
@@ -128,7 +131,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bucket_cap_mb_list": [1, -1]}, "bucket_cap_mb_list=-1"),
     ({"bucket_cap_mb_list": []}, "bucket_cap_mb_list"),
     ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, "bucket_cap_mb and bucket_cap_mb_list"),
-    ({"bucket_cap_mb": 1, "reducer": "flat"}, "reducer='flat'"),
+    ({"bucket_cap_mb": 1, "reducer": "simple"}, "reducer='simple'"),
     ({"check_replicas_every": -1}, "check_replicas_every=-1"),
     ({"statistics_every": -1}, "statistics_every=-1"),
     ({"statistics_every": 2, "broadcast_buffers": False}, "statistics_every=2"),
@@ -148,7 +151,7 @@ def test_bad_options_are_refused_with_their_value(job):
     results = job(2, ask_badly)
     assert results[0] == results[1]
     for (options, word), (kind, text) in zip(BAD_OPTIONS, results[0], strict=True):
-        assert kind == "ConfigError", (options, kind, text)
+        assert kind.startswith("ConfigError"), (options, kind, text)
         assert word in text, (options, text)
 
 
@@ -320,7 +323,7 @@ def leave_early(reducer: dict[str, Any]) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize(
-    "reducer", [REDUCERS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in REDUCERS[2:4])], ids=str
+    "reducer", [REDUCERS[1], *(pytest.param(one, marks=pytest.mark.slow) for one in REDUCERS[::2])], ids=str
 )
 def test_a_rank_that_is_a_batch_short_is_named_by_the_others(job, reducer):
     results = job(3, leave_early, reducer)
@@ -330,7 +333,7 @@ def test_a_rank_that_is_a_batch_short_is_named_by_the_others(job, reducer):
         assert kind == "CollectiveError peer-lost"
         assert "rank 1" in text
         assert "join()" in text
-        assert ("the gradient of " in text) == (reducer != {"reducer": "bucketed"}), text
+        assert ("the gradient of " in text) == (reducer == {"reducer": "simple"}), text
         assert seconds < SOON_S
 
 

@@ -13,11 +13,9 @@ from torch import nn
 from paceline.parallel import DDP
 from paceline.runtime.world import current_world
 
-# Every reducer, and the default one with a bucket for each layer of `Net`.
+# Both reducers, and the default one with a bucket for each layer of `Net`.
 REDUCERS: tuple[dict[str, Any], ...] = (
-    {"reducer": "per_parameter"},
-    {"reducer": "flat"},
-    {"reducer": "overlap"},
+    {"reducer": "simple"},
     {"reducer": "bucketed"},
     {"reducer": "bucketed", "bucket_cap_mb": 7e-5},
 )

@@ -55,22 +55,6 @@ def test_buckets_and_large_gradients_are_aligned():
     assert flat.views[0].storage_offset() * 4 % 64 == 0 and flat.views[0].storage_offset() > 0
 
 
-@pytest.mark.parametrize(
-    ("plan", "separate", "has_gaps"),
-    [
-        (plan_in_pieces(REPLICA.gradients, ORDER, 16, 8), (), False),
-        (plan_in_pieces(REPLICA.gradients, ORDER, 64, 8), (0, 1, 4), False),
-        (plan_by_cap(REPLICA.gradients, ORDER, 10_000), (), False),
-        (plan_by_cap(REPLICA.gradients, ORDER, 10_000), (0, 1, 4), True),
-    ],
-)
-def test_a_message_consists_of_gradients_and_extra_bytes(plan, separate, has_gaps):
-    flat = FlatGradients(REPLICA, plan, num_words=7, separate=separate)
-    left = [message.nbytes - extra for message, extra in zip(flat.messages, flat.extra_bytes, strict=True)]
-    assert left == list(plan.bucket_bytes)
-    assert (sum(flat.extra_bytes) > flat.messages[-1].nbytes - flat.ranges[-1].nbytes) == has_gaps
-
-
 def test_a_write_through_a_view_changes_only_its_buckets_version():
     plan = plan_by_cap(REPLICA.gradients, ORDER, 1)
     flat = FlatGradients(REPLICA, plan, num_words=0)

@@ -29,6 +29,7 @@ from tests.unit.made_plans import plan_by_cap, plan_in_pieces
         ({"dtype": "float"}, "dtype 'float' is unknown"),
         ({"batch_size": -1}, "--batch-size -1: at least 1"),
         ({"backends": ("mpi",)}, "backend 'mpi' is unknown"),
+        ({"wrappers": ("torch", "paceline-flat")}, "use paceline-simple"),
         ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
         ({"iters": 0}, "--iters 0"),
     ],

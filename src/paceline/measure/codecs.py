@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from paceline.measure.engine import Pace, build_samples, run_rounds, synchronize
 from paceline.measure.steps import Replica, StepBench, hook_gradients
-from paceline.parallel.codecs import GATHER, Exchange, build_codec
-from paceline.parallel.levels import SCATTER
+from paceline.parallel.codecs import GATHER, SCATTER, Exchange, build_codec
 from paceline.parallel.outer import Outer
 from paceline.parallel.sharding import join, scatter
 from paceline.predict.simulate import LARGE_BYTES

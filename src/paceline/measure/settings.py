@@ -20,10 +20,9 @@ REDUCING = ("all_reduce", "reduce_scatter")
 # What the backend shm reduces in shared memory; the rest goes to gloo under it.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
-DEFAULT_WRAPPERS = (
-    "bare", "torch", "torch-tuned", "paceline", "paceline-per_parameter", "paceline-flat", "paceline-overlap",
-)  # fmt: skip
+DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
+REMOVED_WRAPPERS = ("paceline-flat", "paceline-overlap", "paceline-per_parameter")  # still in stored results
 # What two cores step through in minutes; the others are for GPUs and must be named.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Ways to set the buckets of a wrapper that a tuned one chooses from: its own caps, five others, one bucket, and for
@@ -235,6 +234,8 @@ class WrapperSettings(GroupSettings):
 
     def check(self) -> None:
         check_names("model", self.models, WORKLOADS)
+        removed = [name for name in self.wrappers if name in REMOVED_WRAPPERS]
+        refuse((removed, f"--wrapper {','.join(removed)}: removed; use paceline-simple, or paceline"))
         check_names("wrapper", self.wrappers, WRAPPERS)
         super().check()
         check_counts(", or leave it out for the model's own", batch_size=self.batch_size)

@@ -27,11 +27,10 @@ from paceline.parallel.flat import FlatGradients, LiveBucket, choose_separate
 from paceline.parallel.graph import Arrivals, find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
-from paceline.parallel.parts import PartialGradients
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.sharding import Sharding
-from paceline.parallel.stepping import BucketSteps
+from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
@@ -72,10 +71,17 @@ class GradientSync:
     """The step logic. `syncs`: layers of the model communicate in forward, as SyncBatchNorm does."""
 
     def __init__(
-        self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs: bool,
+        self,
+        reducer: BucketedReducer | SimpleReducer,
+        control: ControlWords,
+        buffers: SharedBuffers,
+        options: Options,
+        syncs: bool,
         schedule: OuterState | None = None,
-    ) -> None:  # fmt: skip
+        codec: StrategyState | None = None,
+    ) -> None:
         self.schedule = schedule  # averages parameters instead of gradients, perhaps after some first steps
+        self.codec = codec  # compresses gradients, and keeps residuals
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
@@ -88,7 +94,7 @@ class GradientSync:
         self.expected_total = self.channel.world_size  # assumed total weight of all ranks: that of the last step
         self._task: int | None = None  # autograd's ID of the running backward
         self._syncing, self._warned, self._is_stopped = False, False, False
-        self._completes, self._warned_of_drift = False, False
+        self._completes = False
         self._change = ""  # how the model has changed since it was wrapped, if it has
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._can_defer = self.channel.device.type == "cuda"
@@ -121,10 +127,6 @@ class GradientSync:
         """Whether steps currently send no gradients."""
         return self.schedule is not None and self.schedule.outer.is_local
 
-    def open_groups(self) -> None:
-        if self.schedule is not None:
-            self.schedule.open_groups()
-
     def sync_parameters(self) -> None:
         """Average the parameters now if they may differ between ranks. Collective."""
         if self.schedule is None:
@@ -137,12 +139,6 @@ class GradientSync:
                 self.schedule.complete()
             finally:
                 self._completes = False
-
-    def warn_of_drift(self, is_training: bool) -> None:
-        if self.schedule is not None and self.schedule.outer.has_drifted and not (is_training or self._warned_of_drift):
-            self._warned_of_drift = True
-            text = "evaluating unsynchronised local parameters: call sync_parameters() on all ranks first"
-            warnings.warn(f"strategy {self.schedule.strategy.text!r}: {text}", stacklevel=4)
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
         """Finish what the last step left open. The next step reports `change`, made to the model, to every rank."""
@@ -161,7 +157,6 @@ class GradientSync:
         if self._task is not None and current_graph_task() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
-                self.reducer.parts.begin()
                 self.fail(CollectiveError("the backward before this forward failed", code="unfinished-backward"))
         self._change = change
 
@@ -264,9 +259,6 @@ class GradientSync:
             if schedule is not None:
                 schedule.outer.count()
             return
-        if schedule.is_overdue:
-            schedule.run()
-        schedule.outer.begin_round()
         self.num_steps += 1
         self.is_pending, self._samples = False, None
         if schedule.must_exchange_control():
@@ -320,7 +312,7 @@ class GradientSync:
         FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` unchanged."""
         has_data, every = status == Status.OK, self.options.check_every
         local = self.schedule if self._is_local else None
-        reducer: BucketedReducer | ControlMessage = self.reducer if local is None else local.control
+        reducer: BucketedReducer | SimpleReducer | ControlMessage = self.reducer if local is None else local.control
         try:
             late = self._await_deferred()
             self.channel.mark_computed()
@@ -340,17 +332,13 @@ class GradientSync:
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
             control, buffers = self.control, self.buffers
             with torch.no_grad():
-                control.write_report(words, report)
-                if control.num_tables:
-                    control.write_counts(words, self.reducer.rows.counts)
-                if control.num_used:
-                    control.write_used(words, absent)
+                control.write(words, report, self.reducer.rows.counts, absent)
                 if control.num_statistics:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
             if late is not None:  # after this step's messages, some of which were sent during backward
-                self._act_or_discard(*late, None, is_late=True)
+                self._act_on(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
             if take_part:
@@ -365,13 +353,17 @@ class GradientSync:
                         self._send_empty()
                     if local is not None:  # ranks may have stopped at different steps: all name the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
-                    if not self._act_or_discard(reports, missing, failure):
+                    is_applied = False
+                    try:
+                        is_applied = self._act_on(reports, missing, failure)
+                    finally:
+                        if not is_applied and self.codec is not None:
+                            self.codec.discard(None)  # it must not count these averages as sent
+                    if not is_applied:
                         if failure is not None and failure.place != IN_FORWARD:  # forward's error is already raised
                             raise failure.error
                         return
-                    if any(one.status & Status.PARTS for one in reports):
-                        self.reducer.exchange_parts(take_part)
-                    if control.num_tables:
+                    if control.num_tables and isinstance(self.reducer, BucketedReducer):
                         self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
                 else:
@@ -391,8 +383,6 @@ class GradientSync:
             status |= Status.MISSING
         if self._change:
             status |= Status.CHANGED
-        if self.reducer.parts.has_more:
-            status |= Status.PARTS
         if self.schedule is not None and self._is_local and not self.schedule.has_finite_gradients():
             status |= Status.SKIPS
         # A pending backward needs the buffers as they are. Evaluation outputs do not count: they may be kept for ever.
@@ -409,7 +399,7 @@ class GradientSync:
         options, reducer = self.options, self.reducer
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
-        is_special = self.join or reducer.rows.is_used or reducer.parts.is_on
+        is_special = self.join or reducer.rows.is_used
         # These send other messages before the next control words, which a failed rank would not send.
         others = self.schedule, reducer.sharding, reducer.hook_calls
         sends_more = self.syncs_in_forward or any(other is not None for other in others)
@@ -439,19 +429,7 @@ class GradientSync:
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
-            self._act_or_discard(*late, None, is_late=True)
-
-    def _act_or_discard(
-        self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
-    ) -> bool:
-        """Call `_act_on`. After an error the averages are not applied, and a codec must not count them as sent."""
-        is_applied = False
-        try:
-            is_applied = self._act_on(reports, missing, failure, is_late)
-        finally:
-            if not is_applied:
-                self.reducer.discard()
-        return is_applied
+            self._act_on(*late, None, is_late=True)
 
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
@@ -512,7 +490,8 @@ class GradientSync:
         if self.control.num_used and absent:
             used = self.control.used(words).tolist()
             unused = [index for index in absent if not used[index]]
-            self.reducer.discard(unused)
+            if self.codec is not None:
+                self.codec.discard([self.replica.params[index] for index in unused])
             for index in unused if take_part else ():
                 self.replica.params[index].grad = None
         by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
@@ -521,7 +500,8 @@ class GradientSync:
         if total not in (0, self.expected_total) and take_part:
             self.reducer.multiply(self.expected_total / total)
         if by_samples and total:
-            self.reducer.rescale(self.expected_total / total)
+            if self.codec is not None and total != self.expected_total:  # the next step already uses the new total
+                self.codec.rescale(self.expected_total / total)
             self.expected_total = total
 
 
@@ -540,30 +520,35 @@ class BucketedReducer:
 
     Buckets are sent in plan order, each as soon as it is complete. With a plan, only one hook per bucket runs: on the
     parameter that arrives last in the recorded ready order. The hook checks that the other gradients have arrived, and
-    the end of backward checks that none arrived later. The kinds `flat` and `per_parameter` send everything after
-    backward, and `per_parameter` waits for each message before it sends the next.
+    the end of backward checks that none arrived later.
     """
 
     def __init__(
-        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, rows: EmbeddingRows,
-        hook: CommHook | None, sharding: Sharding | None = None, rounds: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        replica: Replica,
+        channel: Channel,
+        num_words: int,
+        make_plan: MakePlan,
+        rows: EmbeddingRows,
+        hook: CommHook | None,
+        sharding: Sharding | None = None,
+        rounds: bool = False,
+    ) -> None:
         self.replica, self.channel, self.num_words, self.sharding = replica, channel, num_words, sharding
         self.rows = rows  # embedding gradients that are sent as rows
-        self.parts = PartialGradients(replica, channel)
+        # Parameters whose gradient has arrived in several parts, on any rank: re-entrant checkpointing used them in
+        # several segments. Their buckets wait for the end of backward.
+        self._in_parts: set[int] = set()
         self._rounds = rounds  # the reduction itself rounds to bfloat16, and divides before it does
-        self.steps: BucketSteps | None = None  # an optimizer that steps each bucket as soon as it is averaged
         self.is_weighted = False  # ranks may scale their gradients by different factors
-        self._kind, self._make_plan = kind, make_plan
+        self._make_plan = make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # this step's failure, until `exchange`
         self.hook_calls = None if hook is None else HookCalls(hook, channel)
-        self._strategy = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
-        self._active, self._next, self._factor, self._takes_part = False, 0, 1.0, False
+        self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # versions of the uncopied gradients before backward
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
-        self._overlaps = kind in ("bucketed", "overlap")
-        self._is_recording, self._records_left = True, _MAX_RECORDS if self._overlaps else 0
+        self._is_recording, self._records_left = True, _MAX_RECORDS
         self._arrivals = Arrivals(replica.params)
         # Until the ready order is known, there is one bucket per dtype, as in torch, sent at the end of backward.
         self.is_planned = self._has_agreed = False
@@ -586,11 +571,8 @@ class BucketedReducer:
         if self.hook_calls is not None or self._rounds:
             self._factor *= self.channel.world_size  # as in torch, a communication hook divides by the number of ranks
         self._taken.clear()
-        self.parts.begin()
         self.rows.begin()
         if self.sharding is not None and (error := self.sharding.find_misuse()) is not None:
-            self._fail(error)
-        if self.steps is not None and (error := self.steps.find_misuse()) is not None:
             self._fail(error)
         self._note_versions()
         if self._is_recording and records:
@@ -602,7 +584,7 @@ class BucketedReducer:
 
     def free_memory(self) -> None:
         """Free message memory that gradients no longer use, as after `zero_grad`."""
-        for pack in filter(None, [bucket.pack for bucket in self._buckets]):
+        for pack in self._packs:
             pack.free()
 
     def _note_versions(self) -> None:
@@ -630,12 +612,6 @@ class BucketedReducer:
             except Exception as error:
                 self._fail(error)
 
-    def _on_part(self, index: int, is_copied: bool, param: torch.Tensor) -> None:
-        """Hook for a gradient that arrives in several parts."""
-        if self._active and self._failure is None and self.parts.note(index) and is_copied and self.steps is None:
-            self._on_large(index, param)
-            self.parts.release([] if self._failure else [index])
-
     def _on_trigger(self, param: torch.Tensor) -> None:
         """Hook for the parameter expected last in its bucket: send all complete buckets, in plan order."""
         if not self._active or self._failure is not None:
@@ -644,7 +620,6 @@ class BucketedReducer:
         while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
             bucket = self._buckets[self._next]
             self._start(bucket, *self._fill(bucket))
-            self.parts.release([] if self._failure else bucket.counted)
 
     def _is_complete(self, bucket: LiveBucket) -> bool:
         if bucket.in_parts:
@@ -654,15 +629,11 @@ class BucketedReducer:
                 return False
         elif any(map(operator.is_, map(_get_grad, bucket.uncopied_params), repeat(None))):
             return False
-        if bucket.counted and (self.steps is not None or not self.parts.are_complete(bucket.counted)):
-            return False
         grads = bucket.read_grads()
         if any(map(operator.is_, grads, repeat(None))):
             return False
         # A gradient that was a view before backward is accumulated in place, and each write raises the version by one.
         in_place = sum(map(operator.is_, grads, bucket.views))
-        if bucket.counted:
-            in_place += self.parts.count_more(bucket.fused, bucket.views)
         return in_place == 0 or bucket.range._version - bucket.version == in_place
 
     def _has_arrived(self, index: int) -> bool:
@@ -698,7 +669,10 @@ class BucketedReducer:
         with torch.no_grad():
             try:
                 if zeros is None and self._failure is None:
-                    self._gather(bucket, factor)
+                    for index in bucket.copied:
+                        if index not in self._taken:  # did not arrive in this backward, or arrived in parts
+                            self._copy(index, factor)
+                    bucket.gather(factor)
                     if bucket.pack is not None:
                         uncopied = [bucket.pack.fill(factor)]
                     else:
@@ -722,36 +696,15 @@ class BucketedReducer:
             self._failure = self._failure or self.hook_calls.failure
         elif self._rounds:
             words = flat.words if number == len(self._buckets) - 1 else flat.words[:0]
-            bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.extra_bytes[number])
+            bucket.work = self.channel.start_rounded(flat.ranges[number], words, flat.bucket_bytes[number])
         else:
-            message, extra_bytes = flat.messages[number], flat.extra_bytes[number] + bucket.gap_bytes
+            message = flat.messages[number]
             tensors = [message, *uncopied] if message.numel() and not bucket.sends_words else uncopied
             if tensors:
-                bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
+                bucket.work = self.channel.start_sum(
+                    *tensors, average=average, gradient_bytes=flat.bucket_bytes[number]
+                )
         self.timeline.follow(number, bucket.work)
-
-    def _gather(self, bucket: LiveBucket, factor: float) -> None:
-        """Copy gradients into the bucket's range, multiply by the factor, and make each `.grad` its view."""
-        for index in bucket.copied:
-            if index not in self._taken:  # did not arrive in this backward, or arrived in parts
-                self._copy(index, factor)
-        if not bucket.fused:
-            return
-        grads, bucket.seen = bucket.seen or bucket.read_grads(), []
-        if any(map(operator.is_, grads, repeat(None))):
-            grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, bucket.views, strict=True)]
-        # If a gradient already is its view, the copy is a no-op.
-        if factor != 1.0 and bucket.is_large:
-            for grad, view in zip(grads, bucket.views, strict=True):
-                torch.mul(grad, factor, out=view)
-        else:
-            torch._foreach_copy_(bucket.views, grads)
-            if factor != 1.0:
-                # One at a time: a fused multiplication would first round the factor to bfloat16 for bfloat16 tensors.
-                for part in bucket.views if bucket.copied else [bucket.range]:
-                    part.mul_(factor)
-        for param, view in zip(bucket.params, bucket.views, strict=True):
-            param.grad = view
 
     def _copy(self, index: int, factor: float) -> None:
         param, view = self.replica.params[index], self._flat.views[index]
@@ -784,7 +737,6 @@ class BucketedReducer:
         """After backward, send everything except the message with the control words. Returns the control words, for
         the caller to fill (`exchange` turns them into sums), the parameters without a gradient, and a failure.
         Collective. `factor` applies if `begin` was not called. `take_part=False` sends zeros and leaves `.grad`."""
-        self.parts.restore()
         missing = self._find_missing()
         if not self._has_agreed:
             agree_on_hook(self.hook_calls is not None, self.channel)
@@ -795,13 +747,11 @@ class BucketedReducer:
             self._failure = Failure(self.replica.build_late_error(late))
         self.timeline.backward_over()
         self._was_late = was_active and self._next < len(self._buckets) - 1
-        self._takes_part = take_part = take_part and self._failure is None
+        take_part = take_part and self._failure is None
         self._collect_rows(take_part)
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
-            if self._kind == "per_parameter":
-                self._wait(bucket, take_part)
         self._last = self._fill(self._buckets[-1], zeros)
         if self.hook_calls is not None:
             # A hook may compress or keep its input, and may fail, so the control words follow in their own message.
@@ -850,18 +800,13 @@ class BucketedReducer:
             self._finish(True)
         else:
             words = self._last[0].words
-            self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+            self.channel.wait(self.channel.start_sum(words), "the control words")
         del self._last
         self._taken.clear()  # lets `zero_grad` free them
-        for pack in filter(None, [bucket.pack for bucket in self._buckets]):
+        for pack in self._packs:
             pack.end_step()
         if not self.plan.rows:
             self.timeline.over()
-
-    def exchange_parts(self, take_part: bool) -> None:
-        """Add parts that arrived after their gradient was sent. Call this after `exchange`. Collective."""
-        self.parts.exchange(self._factor, take_part)
-        self._set_triggers()
 
     def exchange_rows(self, counts: list[list[int]], take_part: bool) -> None:
         """Send embedding rows after `exchange`, and add the rows of all ranks to `.grad`. Collective."""
@@ -872,7 +817,7 @@ class BucketedReducer:
             self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
-        for bucket in self._buckets[-1:] if self._kind == "per_parameter" else self._buckets:
+        for bucket in self._buckets:
             self._wait(bucket, take_part)
 
     def _wait(self, bucket: LiveBucket, take_part: bool) -> None:
@@ -886,10 +831,6 @@ class BucketedReducer:
             several = f"bucket {bucket.number} of {len(self._buckets)}"
             self.channel.wait(work, several if others else f"the gradient of {self.replica.name(index)}")
         self.timeline.mark("waited", bucket.number)
-        if self.steps is not None and take_part and self._takes_part:
-            # A gradient that is split over several buckets is complete with the last of them.
-            later = {index for other in self._buckets[bucket.number + 1 :] for index in other.indices}
-            self.steps.step([self.replica.params[index] for index in bucket.indices if index not in later])
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
@@ -898,16 +839,6 @@ class BucketedReducer:
         for index in self._uncopied_strides:
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
-
-    def rescale(self, factor: float) -> None:
-        """Rescale a codec's residuals like this step's averages: the next step already uses the new total."""
-        if self._strategy is not None and factor != 1.0:
-            self._strategy.rescale(factor)
-
-    def discard(self, indices: Sequence[int] | None = None) -> None:
-        """Return averages that are not applied (all, or those of `indices`) to the codec, to be sent again."""
-        if self._strategy is not None:
-            self._strategy.discard(None if indices is None else [self.replica.params[index] for index in indices])
 
     def learn(self) -> None:
         """Make the plan after the first step (collective). Later, record the ready order again if it has changed."""
@@ -922,15 +853,12 @@ class BucketedReducer:
             self._arrivals.stop()
             if not self.is_planned:
                 self._agree_on_plan()
-            if self._overlaps:
-                self._set_triggers()
+            self._set_triggers()
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
             self._records_left -= 1
             self._is_recording = True
         if self.sharding is not None:
             self.sharding.attach()
-        if self.steps is not None:
-            self.steps.end()
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, which follows the ready order on rank 0.
@@ -938,9 +866,9 @@ class BucketedReducer:
         if self.channel.rank == 0:
             order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
-        is_plain = self.hook_calls is None and not self._rounds and self.sharding is None
-        self.parts.agree(self._arrivals.find_parts(), is_plain and self.channel.world_size > 1)
-        self.adopt(Plan.from_json(self.channel.share(mine)[0]))
+        shared = self.channel.share((mine, self._arrivals.find_parts()))
+        self._in_parts.update(*(found for _, found in shared))
+        self.adopt(Plan.from_json(shared[0][0]))
 
     def adopt(self, plan: Plan) -> None:
         """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
@@ -966,6 +894,7 @@ class BucketedReducer:
             LiveBucket(number, indices, uncopied, separate, self._flat, params, packs)
             for number, indices in enumerate(plan.partition)
         ]
+        self._packs = [bucket.pack for bucket in self._buckets if bucket.pack is not None]
         self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
         if self.sharding is not None:
@@ -980,16 +909,14 @@ class BucketedReducer:
     def _set_triggers(self) -> None:
         """Hook the large parameters, and in each bucket the parameter that arrived last on this rank."""
         self.stop()
-        params, places = self.replica.params, self._arrivals.places
-        found = self._arrivals.find_parts()
-        held, copied = self.parts.use(found), {index for bucket in self._buckets for index in bucket.copied}
-        for index in sorted(copied - held - self.parts.counts.keys()):
+        params = self.replica.params
+        places = self._arrivals.places
+        self._in_parts |= self._arrivals.find_parts()
+        copied = {index for bucket in self._buckets for index in bucket.copied}
+        for index in sorted(copied - self._in_parts):
             self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
-        for index in self.parts.counts:
-            self._handles.append(on_gradient(params[index], functools.partial(self._on_part, index, index in copied)))
         for bucket in self._buckets[:-1]:
-            bucket.in_parts = not held.isdisjoint(bucket.indices)
-            bucket.counted = [index for index in bucket.indices if index in self.parts.counts]
+            bucket.in_parts = not self._in_parts.isdisjoint(bucket.indices)
             if arrived := [index for index in bucket.indices if index in places]:
                 # Registered after the hook that copies this gradient, if there is one.
                 self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))

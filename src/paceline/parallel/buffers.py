@@ -81,7 +81,7 @@ class SharedBuffers:
         precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
         message = torch.empty(self._num_values + 1, dtype=precise, device=channel.device)
         self.write(message, take_part, hold=False)
-        channel.wait(channel.start_sum(message, extra_bytes=message.nbytes), "the running statistics")
+        channel.wait(channel.start_sum(message), "the running statistics")
         self.read(message, is_valid=True)
 
     @property

@@ -25,9 +25,8 @@ from paceline.transport.works import FinishedWork
 _BROADCAST_BYTES = 64 << 20
 # From this size on, two ranks send their messages to each other at the same time. Programs do not use this tag.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
-# The shortest and the longest pause between two store requests while waiting for other ranks, and how long one rank may
-# look for absent ranks before another takes over.
-_MIN_PAUSE_S, _MAX_PAUSE_S, _TAKEOVER_S = 0.002, 0.1, 1.0
+# The shortest and the longest pause between two store requests while waiting for other ranks.
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.002, 0.1
 
 
 class Sent(NamedTuple):
@@ -92,19 +91,14 @@ class Channel:
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
         # One request at a time, with growing pauses, because hundreds of ranks may share one store.
-        pause_s, looks = _MIN_PAUSE_S, False
+        pause_s = _MIN_PAUSE_S
         while not store.check(["end"]):
             if time.monotonic() <= until_s:
                 time.sleep(pause_s)
                 pause_s = min(_MAX_PAUSE_S, 1.5 * pause_s)
-            elif not looks:
-                # Looking for absent ranks takes one request per rank, so only one rank does it. If it dies, the others
-                # take over one after another.
-                until_s, looks = until_s + _TAKEOVER_S * (store.add("late", 1) - 1), True
-            elif absent := [rank for rank in range(self.world_size) if not store.check([str(rank)])]:
-                store.compare_set("end", "", " ".join(map(str, absent)))
-            else:  # the last rank has arrived, and is about to set "end"
-                until_s = time.monotonic() + pause_s
+            else:
+                absent = [str(rank) for rank in range(self.world_size) if not store.check([str(rank)])]
+                store.compare_set("end", "", " ".join(absent) or "all")
         end = store.get("end").decode()
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
@@ -119,17 +113,14 @@ class Channel:
         except RuntimeError:
             return True
 
-    def start_sum(self, *tensors: torch.Tensor, average: bool = False, extra_bytes: int = 0) -> dist.Work:
-        """Start to sum over all ranks, in place (or to average, if the backend supports it). `extra_bytes` do not count
-        as gradients: control words, statistics, padding. Only NCCL takes several tensors."""
+    def start_sum(self, *tensors: torch.Tensor, average: bool = False, gradient_bytes: int = 0) -> dist.Work:
+        """Start to sum over all ranks, in place (or to average, if the backend supports it). `gradient_bytes` counts
+        the gradients in the message, without control words, statistics or padding. Only NCCL takes several tensors."""
         if self.world_size == 1:
             return FinishedWork(list(tensors))  # a backend call takes as long as with many ranks
-        num_bytes = -extra_bytes
-        for tensor in tensors:
-            num_bytes += tensor.nbytes
-        if num_bytes:
+        if gradient_bytes:
             self._num_messages += 1
-            self._num_bytes += num_bytes
+            self._num_bytes += gradient_bytes
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         if self.is_nccl:  # torch rejects channels_last strides here, though NCCL only needs dense memory
             real = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in real]
@@ -155,10 +146,10 @@ class Channel:
         is_cpu = self.device.type == "cpu"
         return is_cpu and isinstance(self.group, PacelineGroup) and self.group.shares_memory
 
-    def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, extra_bytes: int = 0) -> dist.Work:
+    def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, gradient_bytes: int) -> dist.Work:
         """Start to average float32 values in bfloat16, in place, and to sum control words. Needs `shares_memory`."""
         self._num_messages += 1
-        self._num_bytes += tensor.nbytes + words.nbytes - extra_bytes
+        self._num_bytes += gradient_bytes
         group: Any = self.group
         return cast(dist.Work, group.average_rounded(tensor, words, self._one[False]))
 
@@ -268,9 +259,7 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
     return _own(group, like.device, owner)
 
 
-def open_part(
-    ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object
-) -> dist.ProcessGroup:
+def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object) -> dist.ProcessGroup:
     """This rank's group among `ranks`, which lives as long as `owner`. Collective: every rank of the world must call
     this with the same groups."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)

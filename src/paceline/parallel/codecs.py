@@ -23,6 +23,7 @@ from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_
 from paceline.transport import native
 
 SUM, GATHER, SWAP = "all-reduce", "all-gather", "all-to-all"
+SCATTER = "reduce-scatter"  # a collective that not all backends have: each rank gets the sum over the ranks of its row
 MOMENTUM = "momentum "  # prefix of a parameter's name in `errors`: DGC's momentum
 Exchange = Generator[tuple[str, torch.Tensor], torch.Tensor, None]
 Vectors = Sequence[torch.Tensor]
@@ -275,26 +276,23 @@ class TopK(Codec):
     momentum."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        on_cpu, density = _is_on_cpu(vectors), self.strategy.find_density(self._step)
-        chosen, others = ([k for k, s in enumerate(shapes) if is_sent_whole(s) == which] for which in (False, True))
-        large, small = [vectors[k] for k in chosen], [vectors[k] for k in others]
+        density = self.strategy.find_density(self._step)
+        chosen = [index for index, shape in enumerate(shapes) if not is_sent_whole(shape)]
+        others = [index for index, shape in enumerate(shapes) if is_sent_whole(shape)]
+        large = [vectors[index] for index in chosen]
+        small = [vectors[index] for index in others]
         sizes = [vector.numel() for vector in large]
         counts = [count_kept(size, density) for size in sizes]
-        choose = self._choose_each if on_cpu else self._choose_together
-        places, values = choose([names[k] for k in chosen], large, counts) if large else (vectors[0][:0],) * 2
-        whole = self._join_whole([names[k] for k in others], small) if small else vectors[0][:0]
+        nothing = vectors[0][:0]
+        places, values = self._choose([names[index] for index in chosen], large, counts) if large else (nothing,) * 2
+        whole = self._join_whole([names[index] for index in others], small) if small else nothing
         sent = torch.cat([values, whole]).mul_(1 / self.world_size)
         gathered = yield GATHER, torch.cat([sent.view(torch.int32), places.int()])
         rows, where = gathered[:, : sent.numel()].view(torch.float32), gathered[:, sent.numel() :]
         some, rest = rows[:, : values.numel()], rows[:, values.numel() :]
-        if on_cpu:
-            start = 0
-            for run in _list_runs(large):
-                num, end = len(run), start + sum(counts[: len(run)])
-                place = where[:, start:end]
-                place = place if num == 1 else place + _list_starts(sizes[:num], counts[:num], gathered.device)
-                _add_up(_join(run).zero_(), some[:, start:end], place)
-                sizes, counts, start = sizes[num:], counts[num:], end
+        if _is_on_cpu(vectors):
+            for vector, part, place in zip(large, some.split(counts, 1), where.split(counts, 1), strict=True):
+                _add_up(vector.zero_(), part, place)
             if small:
                 _spread(_add_rows(rest), small)
         else:
@@ -304,55 +302,50 @@ class TopK(Codec):
                 vectors[number] = mean
         self._finite.append(_are_finite(rows))
 
+    def _add_momentum(self, names: Sequence[str], vectors: Vectors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Concatenate gradients. With `dgc`, add their new momentum, which is also returned."""
+        flat = _join(vectors)
+        if not self.strategy.dgc:
+            return flat, None
+        speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
+        self._keep(names, speed, [vector.numel() for vector in vectors], MOMENTUM)
+        return flat + speed * self.strategy.dgc, speed
+
     def _join_whole(self, names: Sequence[str], vectors: Vectors) -> torch.Tensor:
-        """Concatenate gradients that are sent whole. With `dgc`, momentum is applied, and nothing is held back."""
-        flat, sizes = _join(vectors), [vector.numel() for vector in vectors]
-        if self.strategy.dgc:
-            speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
-            self._keep(names, speed, sizes, MOMENTUM)
-            flat = flat + speed * self.strategy.dgc
+        """Concatenate gradients that are sent whole. Nothing is held back."""
+        flat, _ = self._add_momentum(names, vectors)
         if any(name in self._errors for name in names):  # from a checkpoint that did not send them whole
             flat = flat + _join(self._load(names, vectors))
-            self._keep(names, torch.zeros_like(flat), sizes)
+            self._keep(names, torch.zeros_like(flat), [vector.numel() for vector in vectors])
         return flat
 
-    def _choose_each(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of each gradient to send: indices and values. Keeps the rest."""
-        dgc, speeds = self.strategy.dgc, list[torch.Tensor]()
-        if dgc:
-            speeds = self._renew(names, vectors, MOMENTUM)
-            for vector, old, speed in zip(vectors, self._load(names, vectors, MOMENTUM), speeds, strict=True):
-                vector.add_(torch.mul(old, dgc, out=speed).add_(vector), alpha=dgc)
-        feedback = self.strategy.feedback
+    def _choose(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of each gradient to send: indices and values. Keeps the rest. On a CPU one gradient after the
+        other, without concatenating them; on a GPU in few kernel launches."""
+        sizes, feedback, speed = [vector.numel() for vector in vectors], self.strategy.feedback, None
+        if not _is_on_cpu(vectors):
+            flat, speed = self._add_momentum(names, vectors)
+            if feedback:
+                flat = flat + _join(self._load(names, vectors))
+                self._keep(names, flat, sizes)
+            places = find_largest(flat, sizes, counts)
+            where = places + _list_starts(sizes, counts, flat.device)
+            values = flat[where]
+            for kept in (flat if feedback else None, speed):
+                if kept is not None:
+                    kept.index_fill_(0, where, 0)
+            return places, values
+        if self.strategy.dgc:
+            flat, speed = self._add_momentum(names, vectors)
+            vectors = flat.split(sizes)
         errors = self._load(names, vectors) if feedback else [torch.zeros(0)] * len(vectors)
         rests = self._renew(names, vectors) if feedback else list(vectors)
-        pairs = zip(vectors, errors, rests, counts, strict=True)
-        places = [add_and_find(vector, error, rest, count) for vector, error, rest, count in pairs]
-        values = torch.cat([rest[place] for place, rest in zip(places, rests, strict=True)])
-        for kept in (rests, speeds) if dgc else (rests,):
-            for place, rest in zip(places, kept, strict=True):
-                rest[place] = 0
-        return torch.cat(places), values
-
-    def _choose_together(
-        self, names: Sequence[str], vectors: Vectors, counts: Sizes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_choose_each` in few kernel launches."""
-        flat, sizes, speed = _join(vectors), [vector.numel() for vector in vectors], None
-        if self.strategy.dgc:
-            speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
-            self._keep(names, speed, sizes, MOMENTUM)
-            flat = flat + speed * self.strategy.dgc
-        if self.strategy.feedback:
-            flat = flat + _join(self._load(names, vectors))
-            self._keep(names, flat, sizes)
-        places = find_largest(flat, sizes, counts)
-        where = places + _list_starts(sizes, counts, flat.device)
-        values = flat[where]
-        for rest in (flat if self.strategy.feedback else None, speed):
-            if rest is not None:
-                rest.index_fill_(0, where, 0)
-        return places, values
+        found = [add_and_find(*one) for one in zip(vectors, errors, rests, counts, strict=True)]
+        values = torch.cat([rest[place] for place, rest in zip(found, rests, strict=True)])
+        for parts in (rests,) if speed is None else (rests, speed.split(sizes)):
+            for place, part in zip(found, parts, strict=True):
+                part[place] = 0
+        return torch.cat(found), values
 
 
 class PowerSGD(Codec):
@@ -360,84 +353,58 @@ class PowerSGD(Codec):
     factor. Everything else is sent as it is."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        n, rank, has_errors = self.world_size, int(self.strategy.amount), self.strategy.feedback
-        found = [as_matrix(shape, rank) for shape in shapes]
-        if not _is_on_cpu(vectors):
-            yield from self._average_together(names, vectors, found)
-            return
-        thin = [(name, vector, shape) for name, vector, shape in zip(names, vectors, found, strict=True) if shape]
-        rest = [vector for vector, shape in zip(vectors, found, strict=True) if not shape]
-        sent_names, sent = [name for name, _, _ in thin], [vector for _, vector, _ in thin]
-        if has_errors and sent:
-            torch._foreach_add_(sent, self._load(sent_names, sent))
-        matrices = [vector.view(shape[:2]) for _, vector, shape in thin]
-        rights = [self._first(name, matrix, shape[2]) for (name, _, shape), matrix in zip(thin, matrices, strict=True)]
-        lefts = [matrix @ right.t() for matrix, right in zip(matrices, rights, strict=True)]
-        total = yield SUM, torch.cat([*(left.view(-1) for left in lefts), *rest]).mul_(1 / n)
-        pieces = total.split([left.numel() for left in lefts] + [vector.numel() for vector in rest])
-        for vector, piece in zip(rest, pieces[len(lefts) :], strict=True):
-            vector.copy_(piece)
-        checked = [total]
-        if thin:
-            bases = [orthonormalize(piece.view_as(left)) for piece, left in zip(pieces, lefts, strict=False)]
-            rights = [basis.t() @ matrix for matrix, basis in zip(matrices, bases, strict=True)]
-            total = yield SUM, torch.cat([right.view(-1) for right in rights]).mul_(1 / n)
-            checked.append(total)
-            parts = total.split([right.numel() for right in rights])
-            rights = [part.view_as(right) for part, right in zip(parts, rights, strict=True)]
-            self._new_common |= dict(zip(sent_names, rights, strict=True))
-            lost = self._renew(sent_names, sent) if has_errors else [None] * len(sent)
-            for pair in zip(matrices, lost, bases, rights, strict=True):
-                _subtract_product(*pair)
-        self._finite.append(_are_finite(*checked))
-
-    def _average_together(
-        self, names: Sequence[str], vectors: list[torch.Tensor], found: Sequence[tuple[int, int, int] | None]
-    ) -> Exchange:
-        """`_average` in few kernel launches: matrices of one shape form one tensor, in the order of `by_shape`."""
-        n = self.world_size
-        by_shape = sorted((shape[0], shape[2], shape[1], index) for index, shape in enumerate(found) if shape)
-        order, rest = [item[-1] for item in by_shape], [index for index, shape in enumerate(found) if not shape]
-        sent_names, sizes = [names[index] for index in order], [vectors[index].numel() for index in order]
-        flat, groups, at = vectors[0].new_zeros(0), list[tuple[torch.Tensor, torch.Tensor]](), 0
-        if order:
-            flat = _join([vectors[index] for index in order])
-            flat = flat + _join(self._load(sent_names, flat.split(sizes))) if self.strategy.feedback else flat
-        for (rows, rank, columns), members in itertools.groupby(by_shape, key=lambda item: item[:3]):
+        n, feedback, on_cpu = self.world_size, self.strategy.feedback, _is_on_cpu(vectors)
+        found = {index: as_matrix(shape, int(self.strategy.amount)) for index, shape in enumerate(shapes)}
+        thin = {index: shape for index, shape in found.items() if shape is not None}
+        rest = [index for index in found if index not in thin]
+        # On a GPU, matrices of one shape form one tensor, because each call is a launch. On a CPU each is a tensor of
+        # its own, and stays in its memory.
+        order = list(thin) if on_cpu else sorted(thin, key=lambda index: thin[index])
+        own_names, own = [names[index] for index in order], [vectors[index] for index in order]
+        sizes = [vector.numel() for vector in own]
+        flat = vectors[0][:0] if on_cpu or not own else _join(own)
+        if feedback and on_cpu and own:
+            torch._foreach_add_(own, self._load(own_names, own))
+        elif feedback and own:
+            flat = flat + _join(self._load(own_names, own))
+        parts = own if on_cpu else flat.split(sizes)
+        matrices: list[torch.Tensor] = []
+        rights: list[torch.Tensor] = []
+        for _, members in itertools.groupby(range(len(order)), lambda at: at if on_cpu else thin[order[at]]):
             alike = list(members)
-            end = at + len(alike) * rows * columns
-            matrices = flat[at:end].view(-1, rows, columns)
-            rights = torch.stack([self._first(names[item[-1]], matrices[0], rank) for item in alike])
-            groups.append((matrices, rights))
-            at = end
-        lefts = [torch.bmm(matrices, rights.mT) for matrices, rights in groups]
+            rows, columns, rank = thin[order[alike[0]]]
+            matrices.append(_join([parts[at] for at in alike]).view(-1, rows, columns))
+            rights.append(torch.stack([self._first(own_names[at], matrices[-1][0], rank) for at in alike]))
+        lefts = [matrix @ right.mT for matrix, right in zip(matrices, rights, strict=True)]
         exact = [vectors[index] for index in rest]
         total = yield SUM, torch.cat([*(left.view(-1) for left in lefts), *exact]).mul_(1 / n)
         pieces = total.split([*(left.numel() for left in lefts), *(vector.numel() for vector in exact)])
         for index, piece in zip(rest, pieces[len(lefts) :], strict=True):
             vectors[index] = piece
-        checked = [total]
-        if order:
-            bases = _once(
-                total,
-                lambda: orthonormalize_all([p.view_as(left) for p, left in zip(pieces, lefts, strict=False)]),
-            )
-            rights_now = [torch.bmm(basis.mT, matrices) for basis, (matrices, _) in zip(bases, groups, strict=True)]
-            total = yield SUM, torch.cat([right.view(-1) for right in rights_now]).mul_(1 / n)
-            checked.append(total)
-            parts = total.split([right.numel() for right in rights_now])
-            rights_now = [part.view_as(right) for part, right in zip(parts, rights_now, strict=True)]
-            factors = [right for rights in rights_now for right in rights.unbind()]
-            self._new_common |= dict(zip(sent_names, factors, strict=True))
-            products = _once(
-                total,
-                lambda: torch.cat([torch.bmm(b, r).view(-1) for b, r in zip(bases, rights_now, strict=True)]),
-            )
-            if self.strategy.feedback:
-                self._keep(sent_names, flat - products, sizes)
-            for index, product in zip(order, products.split(sizes), strict=True):
-                vectors[index] = product
-        self._finite.append(_are_finite(*checked))
+        if not own:
+            self._finite.append(_are_finite(total))
+            return
+        sums = [piece.view_as(left) for piece, left in zip(pieces, lefts, strict=False)]
+        orthonormalize = _orthonormalize_each if on_cpu else orthonormalize_all
+        bases = _once(total, lambda: orthonormalize(sums))
+        rights = [basis.mT @ matrix for basis, matrix in zip(bases, matrices, strict=True)]
+        first, total = total, (yield SUM, torch.cat([right.view(-1) for right in rights]).mul_(1 / n))
+        self._finite.append(_are_finite(first, total))
+        shares = total.split([right.numel() for right in rights])
+        rights = [share.view_as(right) for share, right in zip(shares, rights, strict=True)]
+        self._new_common |= zip(own_names, (one for right in rights for one in right.unbind()), strict=True)
+        if on_cpu:
+            lost = self._renew(own_names, own) if feedback else [None] * len(own)
+            for matrix, rest_of_it, basis, right in zip(matrices, lost, bases, rights, strict=True):
+                _subtract_product(matrix[0], rest_of_it, basis[0], right[0])
+            return
+        products = _once(
+            total, lambda: torch.cat([(basis @ right).view(-1) for basis, right in zip(bases, rights, strict=True)])
+        )
+        if feedback:
+            self._keep(own_names, flat - products, sizes)
+        for index, product in zip(order, products.split(sizes), strict=True):
+            vectors[index] = product
 
     def _first(self, name: str, matrix: torch.Tensor, rank: int) -> torch.Tensor:
         """The last step's factor; at first a random one, equal on all ranks, from a generator of its own."""
@@ -481,6 +448,19 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
             values = [torch.stack(tensors)] * len(tensors)
         else:
             values = [torch.stack([tensor[index] for tensor in tensors]) for index in range(len(tensors))]
+
+
+def reduce_scatter(
+    rows: torch.Tensor, at_once: bool, name: Callable[[str], str] = str
+) -> Generator[tuple[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """An exchange that returns the sum over the ranks of this rank's row: by the backend, or in rank order here."""
+    if at_once:
+        return (yield name(SCATTER), rows)
+    received = yield name(SWAP), rows
+    total = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
+    for row in received[1:]:
+        total = total + row
+    return total.to(rows.dtype)
 
 
 def quantize(parts: torch.Tensor, bits: int) -> torch.Tensor:
@@ -603,12 +583,13 @@ def _group_by_rank(products: Vectors) -> list[tuple[list[int], torch.Tensor]]:
     return [(group, torch.cat([products[index] for index in group])) for group in groups]
 
 
-def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the column space; NaN if the matrix is not finite, which the QR function rejects."""
-    if matrix.device.type == "cpu" and not _are_finite(matrix):
-        return torch.full_like(matrix, torch.nan)
-    basis: torch.Tensor = torch.linalg.qr(matrix).Q
-    return basis
+def _orthonormalize_each(matrices: Vectors) -> list[torch.Tensor]:
+    """`orthonormalize_all`, faster on a CPU. NaN if a matrix is not finite, which the QR function rejects."""
+    finite = [bool(torch.isfinite(matrix).all()) for matrix in matrices]
+    pairs = zip(matrices, finite, strict=True)
+    return [
+        torch.linalg.qr(matrix).Q if is_finite else torch.full_like(matrix, torch.nan) for matrix, is_finite in pairs
+    ]
 
 
 def _subtract_product(

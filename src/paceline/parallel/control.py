@@ -34,7 +34,6 @@ class Status(IntFlag):
     BUFFERS = 32  # other buffers have changed
     HOLD = 64  # a pending backward needs the buffers as they are: do not change them in this step
     SKIPS = 128  # local gradients are not finite: the optimizer may skip this step
-    PARTS = 256  # parts of gradients arrived after their bucket was sent: extra messages follow
 
 
 ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED
@@ -73,6 +72,14 @@ class ControlWords:
         self.num_read_words = self.num_slot_words + world_size * num_tables * _COUNT_WORDS
         self.num_words = self.num_read_words + num_used + num_statistics
         self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}
+
+    def write(self, words: torch.Tensor, report: RankReport, counts: Sequence[int], missing: Sequence[int]) -> None:
+        """Write everything except the statistics."""
+        self.write_report(words, report)
+        if self.num_tables:
+            self.write_counts(words, counts)
+        if self.num_used:
+            self.write_used(words, missing)
 
     def write_report(self, words: torch.Tensor, report: RankReport) -> None:
         """Fill the slots of all ranks: this rank's report, and zeros to which the others are added."""

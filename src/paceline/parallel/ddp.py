@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -31,7 +31,7 @@ from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
-from paceline.parallel.graph import find_tensors
+from paceline.parallel.graph import find_tensors, move_tensors
 from paceline.parallel.hooks import CommHook, check_hook
 from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import (
@@ -44,7 +44,7 @@ from paceline.parallel.replicas import (
 )
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.sharding import ShardedOptimizer, Sharding, scatter_hook, shard
-from paceline.parallel.stepping import BucketSteps
+from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
@@ -55,9 +55,10 @@ from paceline.units import MIB
 
 # All wrappers in this process. Each one except the first uses a process group of its own.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding", "_steps")
+# Attributes that are None in a copy of a wrapper, until it is set up again.
+_NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
 # Process groups, and objects that may hold one, cannot be copied: a copy of the wrapper shares them.
-_SHARED = ("_comm_hook", "_buffer_hook", "device_mesh")
+_SHARED = ("_group", "_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
@@ -73,7 +74,7 @@ class DDP(DistributedDataParallel):
         module: The module whose gradients are averaged.
         device_ids: This and the arguments up to `lazy_bucket_allocation` have the names of torch's
             DistributedDataParallel, and mean the same unless `docs/ddp.md` says otherwise.
-        reducer: `bucketed`, or a simpler reducer: `overlap`, `flat`, `per_parameter`.
+        reducer: `bucketed`, or `simple`: one message per parameter, after backward.
         plan: The buckets to use, instead of a bucket cap.
         init: `broadcast` rank 0's values, `verify` that all ranks are equal, or `none`.
         average: `ranks` weights ranks equally. `samples` weights them by their number of samples.
@@ -149,7 +150,6 @@ class DDP(DistributedDataParallel):
         self._comm_hook: CommHook | None = None
         self._strategy: StrategyState | None = None
         self._sharding: Sharding | None = None  # set for a sharded optimizer
-        self._steps: BucketSteps | None = None  # set by `overlap_optimizer`
         self._buffer_hook: tuple[object, Callable[[Any, dict[str, torch.Tensor]], Any], bool] | None = None
         self._has_own_keys = True
         self._options = Options(
@@ -189,10 +189,11 @@ class DDP(DistributedDataParallel):
         if self._options.init == "verify":
             verify_values(replica, channel)
         if self._sharding is not None:
-            self._sharding.release()
+            self._sharding.wait()
         if self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
-        self._set_up().open_groups()
+        if (schedule := self._set_up().schedule) is not None:
+            schedule.open_groups()
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
@@ -218,15 +219,8 @@ class DDP(DistributedDataParallel):
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words, len(rows.tables))
         hook, schedule, rounds = self._comm_hook, None, False
         if options.strategy.outer:
-            self._strategy = schedule = OuterState(
-                options.strategy,
-                self.module,
-                replica,
-                channel,
-                control.num_words,
-                options.allow_missing,
-                self._strategy,
-            )
+            schedule = OuterState(options, self.module, replica, channel, control.num_words, self._strategy)
+            self._strategy = schedule
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
             hook, rounds = (self._strategy, strategy_hook), self._strategy.rounds
@@ -238,14 +232,17 @@ class DDP(DistributedDataParallel):
             assert self._strategy is not None
             self._strategy.exchanges = sharding.exchanges  # the strategy counts these messages as its own
         self._needs_whole = hook is not None and sharding is None
-        planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
-        reducer = BucketedReducer(
-            replica, channel, control.num_words, options.reducer, planner, rows, hook, sharding, rounds
-        )
-        reducer.steps, reducer.is_weighted = self._steps, options.average == "samples"
+        codec = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
+        reducer: BucketedReducer | SimpleReducer
+        if options.reducer == "simple":
+            reducer = SimpleReducer(replica, channel, control.num_words, rows)
+        else:
+            planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
+            reducer = BucketedReducer(replica, channel, control.num_words, planner, rows, hook, sharding, rounds)
+            reducer.is_weighted = options.average == "samples"
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # a hook may let replicas differ on purpose, as local SGD does
-        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule)
+        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule, codec)
         self._sync.do_sync = do_sync
         if options.average == "samples" and total is not None:  # the unit of a codec's residuals
             self._sync.expected_total = total
@@ -264,7 +261,7 @@ class DDP(DistributedDataParallel):
             "embeddings='dense'": options.embeddings == "dense",
             "a communication hook needs all gradients": self._comm_hook is not None,
             f"strategy {options.strategy.text!r}": options.strategy != DENSE,
-            f"reducer {options.reducer!r}": options.reducer not in ("bucketed", "overlap"),
+            f"reducer {options.reducer!r}": options.reducer != "bucketed",
             "on a GPU the host would wait for the row counts": channel.device.type != "cpu"
             and options.embeddings == "auto",
         }
@@ -294,10 +291,10 @@ class DDP(DistributedDataParallel):
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
         if self.device_ids is not None:
-            args, kwargs = _move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
+            args, kwargs = move_tensors((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
-            if self._sync is not None:
-                self._sync.warn_of_drift(self.training)
+            if self._sync is not None and self._sync.schedule is not None and not self.training:
+                self._sync.schedule.warn_of_drift()
             return self.module(*args, **kwargs)
         sync = self._begin_forward()
         if sync is None:
@@ -405,9 +402,6 @@ class DDP(DistributedDataParallel):
             sync.join = None
 
     def _refuse_join(self) -> None:
-        if self._steps is not None:
-            text = "overlap_optimizer() does not support join(): give every rank the same number of batches"
-            raise ConfigError(text, code="optimizer")
         if self._options.strategy.outer:
             text = f"strategy={self._options.strategy.text!r} averages parameters after equal numbers of steps"
             raise ConfigError(f"{text}, which join() does not guarantee: drop the last batches", code="strategy")
@@ -416,17 +410,19 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
 
     def shard_optimizer(
-        self, optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer], params: Any = None, *,
-        shared: bool = True, overlap: bool = False, **options: Any,
-    ) -> ShardedOptimizer:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
+        params: Any = None,
+        *,
+        overlap: bool = False,
+        **options: Any,
+    ) -> ShardedOptimizer:
         """Build the optimizer for `strategy="zero1"`. Each rank holds the optimizer state of its own shard only.
 
         Pass an optimizer class with its options (and `params`, by default all trained parameters), or an optimizer that
-        has not taken a step, which is modified. `step` and `state_dict` of the result are collective. Ranks that share
-        memory read one copy of the parameters per host; `shared=False` gives each rank its own, for programs that
-        change parameters in place. Other ranks gather the parameters in `step` or, with `overlap=True`, during the next
-        forward. A program that then reads them in between without the wrapper, for a moving average say, must first
-        call `wait()` on the optimizer. Collective.
+        has not taken a step, which is modified. `step` and `state_dict` of the result are collective. The parameters
+        are gathered in `step` or, with `overlap=True`, during the next forward. A program that then reads them in
+        between without the wrapper, for a moving average say, must first call `wait()` on the optimizer. Collective.
         """
         self._ready  # noqa: B018
         sharding = self._sharding
@@ -438,36 +434,10 @@ class DDP(DistributedDataParallel):
         elif options or params is not None:
             raise ConfigError("shard_optimizer(): params and options need a class, not an existing optimizer")
         sharding.wait()
-        sharding.share_parameters, sharding.overlaps = shared, overlap
+        sharding.overlaps = overlap
         sharding.optimizer = sharded = shard(sharding, optimizer)
         sharding.watch(self.module)
         return sharded
-
-    def overlap_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Step the parameters of each bucket as soon as it is averaged, while this rank waits for the next bucket.
-        `optimizer.step()` then does the rest. None turns this off. Call it on all ranks.
-
-        The result is bit-identical. Refused where an update may need all gradients or be undone: unknown optimizers,
-        strategies, communication hooks, unused parameters, `average="samples"`, `join`, clipping, GradScaler, and
-        embedding rows (unless `embeddings="dense"`). After an error in backward the parameters may be halfway through
-        a step: load a checkpoint."""
-        if self._steps is not None:
-            self._steps.stop()
-            self._steps = self._ready.reducer.steps = None
-        if optimizer is None:
-            return
-        options = self._options
-        reasons = {
-            f"strategy={options.strategy.text!r}": not options.strategy.is_dense,
-            "a communication hook": self._comm_hook is not None, "average='samples'": options.average == "samples",
-            "parameters that may be unused": options.allow_missing, "manual=True": options.manual,
-            "join()": self._ready.join is not None,
-            "embeddings that send rows": bool(self._ready.reducer.rows.tables),
-        }  # fmt: skip
-        if found := [name for name, is_so in reasons.items() if is_so]:
-            text = f"{' and '.join(found)}: gradients may change after they are applied; step after backward instead"
-            raise ConfigError(f"overlap_optimizer() with {text}", code="optimizer")
-        self._steps = self._ready.reducer.steps = BucketSteps(optimizer)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -479,7 +449,7 @@ class DDP(DistributedDataParallel):
         return self._sharding.clip(max_norm, norm_type, error_if_nonfinite)
 
     @property
-    def _planned(self) -> BucketedReducer | None:
+    def _planned(self) -> BucketedReducer | SimpleReducer | None:
         """The reducer, once it has made its plan."""
         reducer = self._ready.reducer
         return reducer if reducer.is_planned else None
@@ -551,7 +521,8 @@ class DDP(DistributedDataParallel):
         self._strategy.load(states, *optimizers)
         if self._options.average == "samples":
             self._ready.expected_total = states[0].get("samples", self._ready.expected_total)
-        if states[0]["plan"] is not None:  # buckets determine which values are rounded together
+        # Buckets determine which values are rounded together.
+        if states[0]["plan"] is not None and isinstance(reducer, BucketedReducer):
             plan = Plan.from_json(states[0]["plan"])
             reducer.adopt(check_plan(plan, reducer.replica.gradients, self._needs_whole))
 
@@ -562,8 +533,6 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
-        if self._steps is not None:
-            raise ConfigError("a communication hook contradicts overlap_optimizer(): use one", code="optimizer")
         if not self._options.strategy.is_dense:
             raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
         if self.plan is not None:  # another rank may already be sending its buckets
@@ -655,16 +624,15 @@ class DDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         _patch_torch_wrapper()
-        self._group, self._gradient_group, self._sync, self._strategy, self._sharding, self._steps = (None,) * 6
+        self.__dict__.update(dict.fromkeys(_NOT_COPIED))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         self._wait_for_parameters()
         clone = memo[id(self)] = self.__class__.__new__(self.__class__)
         state = {name: value for name, value in self.__dict__.items() if name not in (*_NOT_COPIED, *_SHARED)}
         clone.__dict__.update(copy.deepcopy(state, memo))
+        clone.__dict__.update(dict.fromkeys(_NOT_COPIED))
         clone.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
-        clone._group, clone._gradient_group, clone._sync = self._group, None, None
-        clone._strategy, clone._sharding, clone._steps = None, None, None
         return clone
 
     # -- attributes and private methods of torch's wrapper that other programs use ------------------------------------
@@ -916,23 +884,6 @@ def _find_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dis
     return mesh.get_group()
 
 
-def _move_inputs(value: Any, device: torch.device) -> Any:
-    """The nested value with every tensor moved to the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, list | tuple):
-        moved = [_move_inputs(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    if isinstance(value, dict):
-        clone = value.copy()
-        for key, item in value.items():  # a subclass may forbid `update`
-            clone[key] = _move_inputs(item, device)
-        return clone
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _move_inputs(getattr(value, f.name), device) for f in fields(value) if f.init})
-    return value
-
-
 def _count_samples(*args: Any, **kwargs: Any) -> int:
     """The first dimension of the first tensor."""
     for tensor in find_tensors((args, kwargs)):
@@ -943,4 +894,4 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
 
 # These two call the module, which may be compiled, so only the functions themselves are excluded.
 keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
-keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _move_inputs, _count_samples)
+keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _count_samples)

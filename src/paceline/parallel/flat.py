@@ -30,9 +30,8 @@ _get_version = operator.attrgetter("_version")
 
 class FlatGradients:
     """One vector per dtype and device, in plan order: a view per parameter, a range per bucket, and control words.
-    `messages` are the ranges, the last one with the control words; `extra_bytes` counts the bytes in each that are not
-    gradients. A view shares its version counter with its range, unless it is `separate` or split. `uncopied` gradients
-    have no space here."""
+    `messages` are the ranges, the last one with the control words. A view shares its version counter with its range,
+    unless it is `separate` or split. `uncopied` gradients have no space here."""
 
     def __init__(
         self, replica: Replica, plan: Plan, num_words: int,
@@ -42,19 +41,17 @@ class FlatGradients:
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
         spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
-        self.extra_bytes: list[int] = []
         for bucket in plan.buckets:
             family = plan.gradients[bucket.pieces[0].gradient].family
-            end, first, gap_bytes = ends.get(family, 0), -1, 0
+            end = ends.get(family, 0)
+            first = -1
             for piece in bucket.pieces:
                 if piece.gradient in uncopied:
                     continue
                 item = plan.gradients[piece.gradient].item_bytes
                 if piece.start_bytes == 0 and (first < 0 or piece.gradient in separate):
                     # Without alignment, one short bias would misalign everything after it for vector instructions.
-                    aligned = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
-                    gap_bytes += 0 if first < 0 else (aligned - end) * item
-                    end = aligned
+                    end = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
                 first = end if first < 0 else first
                 start = end - piece.start_bytes // item
                 if starts.setdefault(piece.gradient, start) != start:
@@ -62,7 +59,6 @@ class FlatGradients:
                     raise ConfigError(text, code="plan")
                 end += piece.num_bytes // item
             spans.append((family, first if first >= 0 else end, end))
-            self.extra_bytes.append(gap_bytes)
             ends[family] = end
         kinds = {g.family: layout[1:] for g, layout in zip(plan.gradients, replica.layouts, strict=True)}
         last_family, last_start, _ = spans[-1]
@@ -71,7 +67,6 @@ class FlatGradients:
             dtype, device = kinds[family]
             extra = _count_elements(num_words, dtype) if family == last_family else 0
             self._flats[family] = allocate(end + extra, dtype=dtype, device=device)
-            self.extra_bytes[-1] += extra * dtype.itemsize
         self.ranges = [alias(self._flats[family][start:end]) for family, start, end in spans]
         self.views: dict[int, torch.Tensor] = {}
         for bucket, (family, *_), span in zip(plan.buckets, spans, self.ranges, strict=True):
@@ -84,6 +79,7 @@ class FlatGradients:
                     # The parameter's own strides, so that optimizers and all ranks traverse memory in the same order.
                     strides = torch.empty_like(param, device="meta").stride()
                     self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
+        self.bucket_bytes = plan.bucket_bytes
         self.num_words = num_words
         self.words = _view_words(self._flats[last_family][ends[last_family] :], num_words)
         self.messages = [*self.ranges[:-1], alias(self._flats[last_family][last_start:])]
@@ -128,10 +124,8 @@ class LiveBucket:
         if packs and len(self.uncopied) > (0 if num_words else 1):
             self.pack = Pack(self.uncopied_params, self.range, num_words)
         self.sends_words = self.pack is not None and num_words > 0
-        self.gap_bytes = 0 if self.pack is None else self.pack.gap_bytes
         self.seen: list[Any] = []
-        self.in_parts = False  # some gradient arrives an unknown number of times: wait for the end of backward
-        self.counted: list[int] = []  # gradients that arrive a known number of times, as in earlier steps
+        self.in_parts = False  # some gradient arrives in several parts: wait for the end of backward
         self.version = 0  # version of the range when backward began, later when it was sent
         self.work: dist.Work | None = None  # or a Future, with a communication hook
 
@@ -139,6 +133,26 @@ class LiveBucket:
         """The fused gradients, cached until they are gathered because reading the attributes takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
+
+    def gather(self, factor: float) -> None:
+        """Copy the fused gradients into the range, multiply by the factor, and make each `.grad` its view."""
+        if not self.fused:
+            return
+        grads, self.seen = self.seen or self.read_grads(), []
+        if any(map(operator.is_, grads, repeat(None))):
+            grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, self.views, strict=True)]
+        # If a gradient already is its view, the copy is a no-op.
+        if factor != 1.0 and self.is_large:
+            for grad, view in zip(grads, self.views, strict=True):
+                torch.mul(grad, factor, out=view)
+        else:
+            torch._foreach_copy_(self.views, grads)
+            if factor != 1.0:
+                # One at a time: a fused multiplication would first round the factor to bfloat16 for bfloat16 tensors.
+                for part in self.views if self.copied else [self.range]:
+                    part.mul_(factor)
+        for param, view in zip(self.params, self.views, strict=True):
+            param.grad = view
 
     def find_words(self, flat: FlatGradients, uncopied: Sequence[torch.Tensor]) -> torch.Tensor:
         """The control words in the last bucket's message."""
@@ -158,13 +172,11 @@ class Pack:
     def __init__(self, params: Sequence[torch.Tensor], like: torch.Tensor, num_words: int) -> None:
         self._params, self._like, self._num_words = params, like, num_words
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # size, strides and first element
-        self._end = self.gap_bytes = 0
+        self._end = 0
         for param in params:
             strides = torch.empty_like(param, device="meta").stride()
             self._places.append((param.size(), strides, self._end))
-            aligned_bytes = -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES
-            self._end += aligned_bytes // param.element_size()
-            self.gap_bytes += aligned_bytes - param.nbytes
+            self._end += -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES // param.element_size()
         self._numel = self._end + _count_elements(num_words, like.dtype)
         self._lasts = self._end * like.element_size() < _LASTING_BYTES * len(params)
         self._drop()

@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +40,23 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
             waiting += reversed([*getattr(item, "__dict__", {}).values(), *slots])
         seen.add(id(item))
     return found
+
+
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """The nested value with every tensor moved to the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, list | tuple):
+        moved = [move_tensors(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if isinstance(value, dict):
+        clone = value.copy()
+        for key, item in value.items():  # a subclass may forbid `update`
+            clone[key] = move_tensors(item, device)
+        return clone
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: move_tensors(getattr(value, f.name), device) for f in fields(value) if f.init})
+    return value
 
 
 def will_accumulate(params: Sequence[torch.Tensor]) -> bool:
@@ -86,9 +104,9 @@ class Arrivals:
         places = self.places
         return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, math.inf))
 
-    def find_parts(self) -> dict[int, int]:
-        """How often each gradient arrived, if more than once."""
-        return {index: count for index, count in collections.Counter(self._arrived).items() if count > 1}
+    def find_parts(self) -> set[int]:
+        """The gradients that arrived more than once."""
+        return {index for index, count in collections.Counter(self._arrived).items() if count > 1}
 
 
 def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
@@ -110,4 +128,4 @@ def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> to
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
-keep_from_compiler(_note_arrival)
+keep_from_compiler(_note_arrival, move_tensors)

@@ -89,7 +89,7 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
     marks = torch.zeros(channel.world_size, device=channel.device)
     marks[channel.rank] = is_hooked
     # A gather implemented as a sum, so that `channel.timeout_s` applies.
-    channel.wait(channel.start_sum(marks, extra_bytes=marks.nbytes), "the check for communication hooks")
+    channel.wait(channel.start_sum(marks), "the check for communication hooks")
     hooked = [rank for rank, mark in enumerate(marks.tolist()) if mark]
     others = [rank for rank in range(channel.world_size) if rank not in hooked]
     if hooked and others:

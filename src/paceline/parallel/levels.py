@@ -17,13 +17,11 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, open_part
-from paceline.parallel.codecs import GATHER, SWAP, Codec, Exchange
+from paceline.parallel.codecs import GATHER, Codec, Exchange, reduce_scatter
 from paceline.strategy import Strategy
 from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
 
-# A collective that not all backends have: each rank gets the sum over the ranks of its row.
-SCATTER = "reduce-scatter"
 # Messages per bucket, each in its own group: one inside the host, up to two of the codec, and one inside again.
 NUM_STAGES = 4
 
@@ -106,14 +104,7 @@ class Levels:
         for grad, piece in zip(grads, rows.split(sizes, 1), strict=True):
             for part, into in _match(self._flatten(grad), piece):
                 torch.mul(part, 1 / num, out=into)
-        if self.scatters:
-            mine = yield Inside(SCATTER), rows
-        else:
-            received = yield Inside(SWAP), rows
-            mine = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
-            for row in received[1:]:  # in rank order, on every backend
-                mine = mine + row
-            mine = mine.to(rows.dtype)
+        mine = yield from reduce_scatter(rows, self.scatters, Inside)
         parts = [part.view(shape) for part, shape in zip(mine.split(sizes), shapes, strict=True)]
         yield from codec.average(names, parts, step)
         gathered = yield Inside(GATHER), mine

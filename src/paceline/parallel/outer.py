@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel
 from paceline.parallel.codecs import Codec, Exchange
 from paceline.parallel.hooks import Failure, HookCalls
-from paceline.parallel.replicas import Replica, digest_replica, list_some
+from paceline.parallel.replicas import Options, Replica, digest_replica, list_some
 from paceline.parallel.strategies import Exchanges, StrategyState
 from paceline.strategy import Strategy
 
@@ -245,7 +246,7 @@ class ControlMessage:
 
     def exchange(self) -> None:
         words = self._words
-        self._channel.wait(self._channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+        self._channel.wait(self._channel.start_sum(words), "the control words")
 
     def learn(self) -> None:
         """Nothing to plan."""
@@ -264,12 +265,18 @@ class OuterState(StrategyState):
     parameter without optimizer), at the next forward. Ranks count backward passes, whose number is the same on all."""
 
     def __init__(
-        self, strategy: Strategy, module: nn.Module, replica: Replica, channel: Channel, num_words: int,
-        allow_missing: bool, before: StrategyState | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Options,
+        module: nn.Module,
+        replica: Replica,
+        channel: Channel,
+        num_words: int,
+        before: StrategyState | None = None,
+    ) -> None:
+        strategy = options.strategy
         super().__init__(strategy, replica, channel, before)
         self.replica, self._channel, self._module = replica, channel, module
-        self.control = ControlMessage(replica, channel, num_words, allow_missing)
+        self.control = ControlMessage(replica, channel, num_words, options.allow_missing)
         # A separate group from the control words, because an error may leave messages of the codec behind.
         self._moving = Channel(channel.group, channel.device)
         self.exchanges = Exchanges(self._moving)
@@ -280,7 +287,7 @@ class OuterState(StrategyState):
         self._lrs: dict[int, float] = {}
         self._num_controls, self._looked_s = 0, time.monotonic()
         self._compared: int | None = None  # the step of the last comparison between ranks
-        self._compares = False
+        self._compares = self._has_warned = False
         self.unusable = ""  # why the ranks are out of sync for good, if they are
         self.outer = Outer(strategy, list(self._names.values()), replica.params, self.codec)
         if isinstance(before, OuterState):
@@ -341,6 +348,13 @@ class OuterState(StrategyState):
             self.exchanges = Exchanges(self._moving)
             self._calls = HookCalls((self.exchanges, _start), self._channel)
 
+    def warn_of_drift(self) -> None:
+        """Warn once, in an evaluation, if the ranks hold different models."""
+        if self.outer.has_drifted and not self._has_warned:
+            self._has_warned = True
+            text = "evaluating unsynchronised local parameters: call sync_parameters() on all ranks first"
+            warnings.warn(f"strategy {self.strategy.text!r}: {text}", stacklevel=4)
+
     @property
     def position(self) -> int:
         """Steps since the last full sync."""
@@ -361,6 +375,9 @@ class OuterState(StrategyState):
 
     def must_exchange_control(self) -> bool:
         """Count a finished backward. Returns whether the ranks exchange control words now."""
+        if self.is_overdue:
+            self.run()
+        self.outer.begin_round()
         self.control.note_missing()
         is_due = self.outer.count()
         self.step = self.outer.step
@@ -447,7 +464,7 @@ class OuterState(StrategyState):
         for index, lr in self._lrs.items() if size else ():
             words[1 + index], words[1 + size + index] = lr, 1.0
         words = words.to(channel.device)
-        channel.wait(channel.start_sum(words, extra_bytes=words.nbytes), "the end of the sync")
+        channel.wait(channel.start_sum(words), "the end of the sync")
         has_failed, *rest = self._calls.read(words)
         if has_failed:
             text = "" if failure is None else f"{type(failure.error).__name__}: {failure.error}".partition("\n\n")[0]

@@ -11,7 +11,6 @@ import hashlib
 import math
 import operator
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +27,11 @@ from paceline.runtime.world import current_world
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, name_ranks
 
-# The reducers. All except the default have a fixed bucket cap in bytes, and a rule that describes the buckets.
-_PER_DTYPE, _PER_GRADIENT = (sys.maxsize, "one bucket per dtype"), (1, "one bucket per gradient")
-REDUCERS = {"bucketed": None, "overlap": _PER_GRADIENT, "flat": _PER_DTYPE, "per_parameter": _PER_GRADIENT}
+_REMOVED = {
+    "flat": "reducer='bucketed' with a large bucket_cap_mb",
+    "overlap": "reducer='bucketed' with a small bucket_cap_mb",
+    "per_parameter": "reducer='simple'",
+}
 # On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this share of the model, so that small models overlap with backward, too. This gives
@@ -74,8 +75,14 @@ class Options:
     embeddings: str = "auto"
 
     def __post_init__(self) -> None:
-        known = {"reducer": REDUCERS, "init": ("broadcast", "verify", "none"), "average": ("ranks", "samples")}
-        known["embeddings"] = ("auto", "dense", "rows")
+        if self.reducer in _REMOVED:
+            raise ConfigError(f"reducer={self.reducer!r} was removed: use {_REMOVED[self.reducer]}")
+        known = {
+            "reducer": ("bucketed", "simple"),
+            "init": ("broadcast", "verify", "none"),
+            "average": ("ranks", "samples"),
+            "embeddings": ("auto", "dense", "rows"),
+        }
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(values)}")
@@ -88,8 +95,11 @@ class Options:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
         if self.embeddings == "rows" and self.plan is not None and not self.plan.rows:
             raise ConfigError("embeddings='rows' contradicts a plan that sends no rows: leave one of them out")
-        if given and self.reducer != "bucketed":
-            raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, whose buckets are fixed")
+        if given and self.reducer == "simple":
+            raise ConfigError(f"{given[0]} contradicts reducer='simple', which sends one message per parameter")
+        if self.reducer == "simple" and not self.strategy.is_dense:
+            text = f"strategy={self.strategy.text!r} contradicts reducer='simple', which sends gradients as they are"
+            raise ConfigError(text, code="strategy")
         if self.bucket_cap_mb_list == ():
             raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
         for cap in self.caps:
@@ -113,9 +123,6 @@ class Options:
             plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order, rows: plan
         is_asked = self.embeddings == "rows"
-        if fixed := REDUCERS[self.reducer]:
-            cap, rule = fixed
-            return lambda order, rows: replace(plan_like_torch(gradients, order, [cap], rows, is_asked), rule=rule)
         share = max(TORCH_FIRST_CAP_BYTES, int(_SHARE * sum(gradient.num_bytes for gradient in gradients)))
         if self.caps:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
@@ -207,7 +214,7 @@ class Replica:
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
         """The error for gradients that changed after they had been sent, which is too late to fix."""
         names = list_some([self.name(index) for index in late], ", ")
-        why = "the graph differs from earlier steps; reducer='flat' always waits for the end of backward"
+        why = "the graph differs from earlier steps; reducer='simple' always waits for the end of backward"
         text = f"the gradient of {names} changed after it had been sent: {why}"
         return CollectiveError(text, code="late-gradient")
 

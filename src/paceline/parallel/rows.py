@@ -344,7 +344,7 @@ class EmbeddingRows(Lookups):
                 started.append((table, work, got, each))
             else:
                 total = table.collect_dense(self._factor) if take_part else torch.zeros_like(table.param)
-                started.append((table, self.channel.start_sum(total), total, []))
+                started.append((table, self.channel.start_sum(total, gradient_bytes=total.nbytes), total, []))
         for table, work, got, each in started:
             if work is not None:
                 self.channel.wait(work, f"the rows of {self.replica.name(table.index)}")

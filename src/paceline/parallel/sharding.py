@@ -1,9 +1,7 @@
 """ZeRO-1: each rank keeps the optimizer state of its shard of every bucket, and updates that shard of the parameters.
 
-A `Sharding` knows which elements belong to which rank, and distributes the updated values. If the ranks share memory,
-they all read one copy of the parameters: each rank writes its shard there, between two collectives of all ranks. If
-not, the shards are gathered at the end of a step or, if the user allows it, during the next forward, in which each
-block of the model waits for its own parameters.
+A `Sharding` knows which elements belong to which rank, and distributes the updated values: at the end of a step or, if
+the user allows it, during the next forward, in which each block of the model waits for its own parameters.
 
 The optimizer is the user's, with this rank's ranges of the parameters in its groups. It must work elementwise, or get
 its norms from `compute_norms`, as LARS and LAMB do.
@@ -24,13 +22,12 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers
-from paceline.parallel.codecs import GATHER, SWAP, Exchange
+from paceline.parallel.codecs import GATHER, Exchange, reduce_scatter
 from paceline.parallel.flat import FlatGradients
-from paceline.parallel.levels import SCATTER
-from paceline.parallel.replicas import Replica, list_some
-from paceline.parallel.strategies import Exchanges, start_message
+from paceline.parallel.replicas import Replica
+from paceline.parallel.strategies import Exchanges, start_message, watch_unscaling
 from paceline.plan import Plan
-from paceline.strategy import LINE_BYTES, Strategy, count_each
+from paceline.strategy import Strategy, count_each
 from paceline.units import name_ranks
 
 _ELEMENTWISE = frozenset(
@@ -93,14 +90,7 @@ def scatter(
     torch.mul(flat, 1 / n, out=sent[: flat.numel()])
     sent[flat.numel() :].zero_()
     parts = sent.view(n, each)
-    if sums:
-        total = yield SCATTER, parts
-    else:
-        received = yield SWAP, parts
-        total = received[0].float() if received.dtype in (torch.bfloat16, torch.float16) else received[0]
-        for row in received[1:]:
-            total = total + row
-        total = total.to(parts.dtype)
+    total = yield from reduce_scatter(parts, sums)
     if is_whole:
         gathered = yield GATHER, total
         flat.copy_(gathered.view(-1)[: flat.numel()])
@@ -125,11 +115,9 @@ class Sharding:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
-        self.share_parameters, self.overlaps = True, False
+        self.overlaps = False
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False  # there is nothing to overlap, and another thread would only take time
-        self._homes: dict[nn.Parameter, torch.Tensor] = {}  # each parameter's memory in the shared copy
-        self._versions: list[int] = []
         self._gathers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._hooks: list[Any] = []
         self._called: set[nn.Module] = set()  # blocks that were called in the recorded forward
@@ -141,8 +129,7 @@ class Sharding:
 
     def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
         """Start over with this replica. `rounds`: the all-reduce rounds to bfloat16. Sends nothing."""
-        self.release()
-        self._homes.clear()
+        self.wait()
         self.replica, self.channel, self.is_planned = replica, channel, False
         self.exchanges = Exchanges(channel)
         # Whether gradients are scattered. In shared memory an all-reduce is just as fast.
@@ -163,11 +150,6 @@ class Sharding:
         """The size of the optimizer's state on this rank."""
         states = () if self.optimizer is None else self.optimizer.state.values()
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all ranks read one copy of the parameters."""
-        return self.channel.shares_memory and self.share_parameters and self.channel.world_size > 1
 
     def lay_out(self, flat: FlatGradients, plan: Plan, is_planned: bool) -> None:
         """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
@@ -215,7 +197,7 @@ class Sharding:
 
     def find_misuse(self) -> ConfigError | None:
         """The error for accumulating into reduced gradients: a rank may hold only its shard of the averages. Zeros are
-        allowed. Shared memory would allow it, but a program must not depend on where its ranks run."""
+        allowed. Ranks that share memory hold all averages, but a program must not depend on where its ranks run."""
         grads = [param.grad for param in self.replica.params if param.grad is not None] if self.is_reduced else []
         if not any(grad.any() for grad in grads):
             return None
@@ -278,69 +260,15 @@ class Sharding:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _allocate_shared(self, params: Sequence[nn.Parameter]) -> None:
-        """Allocate the shared copy of the parameters. Collective."""
-        line, starts, end = LINE_BYTES, [], 0
-        for param in params:
-            starts.append(end)
-            end += -(-param.nbytes // line) * line
-        memory = self.channel.group.allocate_common(max(end, 1))  # type: ignore[attr-defined]
-        for param, start in zip(params, starts, strict=True):
-            self._homes[param] = memory[start : start + param.nbytes].view(param.dtype)
-
-    def _is_home(self, param: nn.Parameter) -> bool:
-        home = self._homes.get(param)
-        return home is not None and param.data_ptr() == home.data_ptr()
-
     def piece(self, param: nn.Parameter, part: Range) -> torch.Tensor:
         """A range of a parameter, in the memory that this rank updates."""
-        home = self._homes.get(param)
-        if home is None and param.stride() != _strides(param):
+        if param.stride() != _strides(param):
             param.data = param.data.clone()
-        return alias((_flatten(param, param.stride()) if home is None else home)[part.start : part.end])
-
-    def address(self, param: nn.Parameter, part: Range) -> int:
-        return self._homes.get(param, param).data_ptr() + part.start * param.element_size()
-
-    def begin_step(self, params: Sequence[nn.Parameter], mine: Sequence[tuple[nn.Parameter, Range]]) -> None:
-        """Wait until all ranks may change their shards. Collective if the parameters are one shared copy."""
-        self.wait()
-        if not self.is_shared:
-            return
-        if not self._homes:
-            self._allocate_shared(params)
-        away = [not self._is_home(param) for param in params]
-        seen = self._versions or [0] * len(params)
-        changed = [
-            index
-            for index, param in enumerate(params)
-            if not away[index] and param._version != seen[index] and param.numel()
-        ]
-        rows = self.gather_words(torch.tensor([float(len(changed)), float(sum(away))], dtype=torch.float64))
-        if rows[:, 0].any():
-            names = {id(param): names[0] for param, names in zip(self.replica.params, self.replica.names, strict=True)}
-            found = list_some([names[id(params[index])] for index in changed], ", ") or "parameters of another rank"
-            text = "ranks on a host share one copy, so each rank's in-place change would be applied again"
-            raise ConfigError(
-                f"zero1: {found} changed in place since the last step: {text}; use shard_optimizer(..., shared=False)",
-                code="strategy",
-            )
-        if (rows[:, 1] != rows[0, 1]).any():
-            text = "were loaded or replaced on some ranks only: do it on all ranks"
-            raise ConfigError(f"zero1: parameters {text}", code="mismatch")
-        if any(away):
-            for param, part in mine:
-                if not self._is_home(param):
-                    self._homes[param][part.start : part.end] = _flatten(param, _strides(param))[part.start : part.end]
+        return alias(_flatten(param, param.stride())[part.start : part.end])
 
     def end_step(self, params: Sequence[nn.Parameter], cuts: Sequence[Sequence[Sequence[Range]]]) -> None:
         """Distribute the new values to all ranks. Collective."""
-        if self.is_shared:
-            self.gather_words(torch.zeros(1))  # all ranks have written their shards
-            for param in params:
-                if not self._is_home(param):
-                    param.data = self._homes[param].as_strided(param.size(), _strides(param))
-        elif self.channel.world_size > 1:
+        if self.channel.world_size > 1:
             self._cuts = cuts
             # Forward needs the parameters of the last bucket first.
             for number in reversed(range(len(cuts[0]))):
@@ -349,7 +277,6 @@ class Sharding:
                 self.wait()
         if params:
             torch.autograd.graph.increment_version(params)
-        self._versions = [param._version for param in params]
 
     def _start_gather(self, number: int, by_rank: Sequence[Sequence[Range]]) -> None:
         most = max(sum(part.end - part.start for part in parts) for parts in by_rank)
@@ -378,23 +305,15 @@ class Sharding:
                     self.piece(self.replica.params[part.param], part).copy_(rows[rank, at : at + size])
                     at += size
 
-    def release(self) -> None:
-        """Give this rank a private copy of the parameters until the next step, so that it may change them."""
-        self.wait()
-        for param in self._homes:
-            if self._is_home(param):
-                param.data = param.data.clone()
-
     def watch(self, module: nn.Module) -> None:
         """Wait for new values in forward, and before saving or loading."""
         while self._hooks:
             self._hooks.pop().remove()
         for part in module.modules():
-            saving = _Hook(self, lambda own, *_: own.wait())
-            self._hooks.append(part.register_state_dict_pre_hook(saving))  # type: ignore[no-untyped-call]
-            loading = _Hook(self, lambda own, *_: own.release())
-            self._hooks.append(part.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
-        if self.channel.world_size == 1 or self.is_shared or not self.overlaps:
+            waiting = _Hook(self, lambda own, *_: own.wait())
+            self._hooks.append(part.register_state_dict_pre_hook(waiting))  # type: ignore[no-untyped-call]
+            self._hooks.append(part.register_load_state_dict_pre_hook(waiting))  # type: ignore[no-untyped-call]
+        if self.channel.world_size == 1 or not self.overlaps:
             return
         self._needs.clear()
         self._hooks.append(module.register_forward_pre_hook(_Hook(self, Sharding._wait_outside_blocks)))
@@ -553,7 +472,7 @@ class ShardedOptimizer(Optimizer):
         self._num_requests = 0
         self._whole = None
         with torch.no_grad():
-            sharding.begin_step(self.members, list(self._parts.values()))
+            sharding.wait()
             self._follow()
             self.attach()
             super().step()
@@ -565,7 +484,8 @@ class ShardedOptimizer(Optimizer):
     def _follow(self) -> None:
         """Rebind this rank's parameters after the model's moved in memory."""
         for own, (param, part) in self._parts.items():
-            if part.start < part.end and own.data_ptr() != self._sharding.address(param, part):
+            address = param.data_ptr() + part.start * param.element_size()
+            if part.start < part.end and own.data_ptr() != address:
                 own.data = self._sharding.piece(param, part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -724,7 +644,7 @@ def _cut_value(key: str, value: Any, param: torch.Tensor, part: Range) -> Any:
 
 @functools.cache
 def _make_kind(kind: type[Optimizer]) -> type[ShardedOptimizer]:
-    _agree_on_overflow()
+    watch_unscaling(_agree_on_overflow)
     return type(f"Sharded{kind.__name__}", (ShardedOptimizer, kind), {"_has_norms": hasattr(kind, "compute_norms")})
 
 
@@ -749,22 +669,12 @@ def shard(sharding: Sharding, optimizer: Optimizer) -> ShardedOptimizer:
     return optimizer
 
 
-@functools.cache
-def _agree_on_overflow() -> None:
-    """Patch torch's GradScaler to skip a step on all ranks if one of them found an infinity in its ranges."""
-    scaler: Any = torch.amp.GradScaler
-    original = scaler._unscale_grads_
-
-    @functools.wraps(original)
-    def unscale(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, optimizer, *args, **kwargs)
-        if isinstance(optimizer, ShardedOptimizer):
-            found = found or {args[1].device: args[1]}  # none of its ranges has a gradient
-            flags = list(found.values())
-            mine = torch.stack([flag.double().reshape(()) for flag in flags]).amax()
-            worst = optimizer._sharding.gather_words(mine).amax()
-            for flag in flags:
-                flag.copy_(worst)
-        return found
-
-    scaler._unscale_grads_ = unscale
+def _agree_on_overflow(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor, flags: Any) -> Any:
+    """Let a GradScaler skip a step on all ranks if one of them found an infinity in its ranges."""
+    if isinstance(optimizer, ShardedOptimizer):
+        flags = flags or {found_inf.device: found_inf}  # none of its ranges has a gradient
+        mine = torch.stack([flag.double().reshape(()) for flag in flags.values()]).amax()
+        worst = optimizer._sharding.gather_words(mine).amax()
+        for flag in flags.values():
+            flag.copy_(worst)
+    return flags

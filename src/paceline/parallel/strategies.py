@@ -19,8 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.channel import Channel, Sent, alias, open_group, start_exchange
-from paceline.parallel.codecs import GATHER, SUM, BFloat16, Codec, Exchange, build_codec
-from paceline.parallel.levels import NUM_STAGES, SCATTER, Inside, Levels
+from paceline.parallel.codecs import GATHER, SCATTER, SUM, BFloat16, Codec, Exchange, build_codec
+from paceline.parallel.levels import NUM_STAGES, Inside, Levels
 from paceline.parallel.replicas import Replica, read_replica
 from paceline.parallel.streams import SideStream
 from paceline.parallel.timeline import StrategyCosts
@@ -248,7 +248,7 @@ class StrategyState:
         self._end: Callable[[], object] = lambda: None
         if strategy.outer or strategy.codec in ("dense", "bf16"):
             return  # gradients have no residuals
-        _watch_scalers()
+        watch_unscaling(_note_scaler)
         _states.add(self)
         own = weakref.ref(self)
 
@@ -482,18 +482,23 @@ def _read_scale(scaler: Any) -> Any:
 
 
 @functools.cache
-def _watch_scalers() -> None:
-    """Patch torch's GradScaler to reveal which optimizer's gradients it unscales, even for fused optimizers."""
+def watch_unscaling(call: Callable[[Any, Any, torch.Tensor, Any], Any]) -> None:
+    """Call `call(scaler, optimizer, found_inf, flags)` whenever a GradScaler has unscaled an optimizer's gradients. It
+    may return other flags: for each device, a tensor that is above 0 if a gradient overflowed."""
     kind: Any = torch.amp.GradScaler
     original = kind._unscale_grads_
 
     @functools.wraps(original)
-    def unscale(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for state in list(_states):
-            state.note_scaler(self, optimizer)
-        return original(self, optimizer, *args, **kwargs)
+    def unscale(self: Any, optimizer: Any, inv_scale: Any, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        flags = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
+        return call(self, optimizer, found_inf, flags) or flags
 
     kind._unscale_grads_ = unscale
+
+
+def _note_scaler(scaler: Any, optimizer: Optimizer, *_: object) -> None:
+    for state in list(_states):
+        state.note_scaler(scaler, optimizer)
 
 
 def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[torch.Tensor]:

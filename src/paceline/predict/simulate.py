@@ -124,10 +124,10 @@ class Load(NamedTuple):
 @dataclass(frozen=True)
 class Sending:
     """How ranks send with a strategy. `parts` is the codec's work for a bucket: pairs of fixed seconds and seconds per
-    byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place` means that
-    ranks share memory, so a sharded update needs no gathering. `large_factor` multiplies the codec's cost for a bucket
-    above `LARGE_BYTES`, whose vectors are allocated anew in each step. `ranks_per_host` ranks share the link of their
-    host. `round_s_per_byte` is the other work of a schedule's round or a sharded update, per byte of parameters."""
+    byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place`: the ranks
+    share memory. `large_factor` multiplies the codec's cost for a bucket above `LARGE_BYTES`, whose vectors are
+    allocated anew in each step. `ranks_per_host` ranks share the link of their host. `round_s_per_byte` is the other
+    work of a schedule's round or a sharded update, per byte of parameters."""
 
     strategy: Strategy
     world_size: int
@@ -326,8 +326,6 @@ def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> Simulat
 def _estimate_gathering(job: Job, layout: Layout, costs: MachineCosts, sending: Sending) -> float:
     """How much longer the next forward takes because it waits for updated parameters. They arrive in forward order, the
     reverse of the buckets; a bucket is needed once forward has processed the bytes before it."""
-    if sending.is_in_place:  # one barrier before the parameters change and one before they are used
-        return 2 * costs.curve.estimate_s(_WORDS_BYTES)
     arrived_s, passed_s = 0.0, 0.0
     for num_bytes in reversed(layout.num_bytes):
         (*_, message) = sending.strategy.traffic([Gradient("", num_bytes, 1)], sending.world_size)

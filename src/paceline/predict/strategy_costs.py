@@ -183,7 +183,7 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
     if any(one.between_hosts for one in strategies):
         lines.append("+hosts: the ranks of a host share its link, and their copies are assumed to be free")
     if any(one.is_sharded for one in strategies):
-        gathers = "parameters are gathered during the next forward, or not at all in shared memory"
+        gathers = "parameters are gathered during the next forward"
         is_known = any(Strategy.parse(record.strategy).is_sharded for record in records)
         copies = "" if is_known else "; its copies are assumed to be free: profile the layers again to measure them"
         lines.append(f"zero1: the optimizer takes 1/n of its time; {gathers}{copies}")

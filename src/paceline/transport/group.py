@@ -143,14 +143,6 @@ class PacelineGroup(_TorchGroup):
             weakref.finalize(part, self._native.remove_arena, self._serial)
         return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
 
-    def allocate_common(self, num_bytes: int) -> torch.Tensor:
-        """Zero bytes shared by all ranks of this host. Collective: every rank must allocate the same number."""
-        self._native.run((*_BARRIER[:-1], num_bytes))
-        mapping = self._share(-(-num_bytes // self._size), self._pass_by_broadcast)
-        self._native.run(_BARRIER)
-        mapping.populate(0, mapping.num_bytes)
-        return torch.frombuffer(mapping.part(0, mapping.num_bytes), dtype=torch.uint8)[:num_bytes]
-
     def _pass_by_broadcast(self, name: str) -> str:
         text = ctypes.create_string_buffer(name.encode(), 64)
         address = ctypes.addressof(text)

@@ -160,9 +160,9 @@ class Mapping:
         # Now rather than in the first step, so that a lack of memory is an error here.
         self.populate(index * self.part_bytes, self.part_bytes)
 
-    def part(self, index: int, num_bytes: int = 0) -> Any:
-        """A rank's bytes, or `num_bytes` from there, as an object that keeps the memory alive and can be finalised."""
-        return (ctypes.c_char * (num_bytes or self.part_bytes)).from_buffer(self._memory, index * self.part_bytes)
+    def part(self, index: int) -> Any:
+        """A rank's bytes, as an object that keeps the memory alive and can be finalised."""
+        return (ctypes.c_char * self.part_bytes).from_buffer(self._memory, index * self.part_bytes)
 
     def populate(self, begin: int, num_bytes: int) -> None:
         """Allocate these bytes, near this rank unless they are already allocated."""

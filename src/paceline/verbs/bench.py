@@ -105,7 +105,7 @@ def wrappers(
 
     Args:
         models: Names of built-in models.
-        wrappers: bare, torch, torch-tuned, paceline, its reducers (paceline-flat, ...), and paceline-tuned.
+        wrappers: bare, torch, torch-tuned, paceline, paceline-simple and paceline-tuned.
         batch_size: Samples per rank. Default: the model's own.
         dtype: float32 or bfloat16.
         threads: torch's threads per rank.
