@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from paceline.errors import ConfigError, MeasurementError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.records.kinds import FaultRecord
 from paceline.records.samples import group_by
 from paceline.records.store import RUN_FILE, Study, find_file

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import machine
 from paceline.errors import refuse
-from paceline.measure.settings import check_counts, check_names
+from paceline.options import Option, check_counts
 from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run, naming_damage
@@ -55,7 +55,7 @@ def profile(
         out: Save the run in a new folder there.
         job: Options of a training job, for a built-in model (`batch_size=4`, `data="mnist:PATH"`, ...).
     """
-    check_names("kind", (kind,), ("all", "phases", "layers", "trace"))
+    Option(choices=("all", "phases", "layers", "trace")).check("kind", kind)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     if kind == "trace":
         return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)
@@ -117,8 +117,8 @@ def trace(
         shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.
     """
-    refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
-    check_counts(steps=steps, warmup=warmup)
+    check_counts(steps=steps)
+    Option(least=1, advice=", because torch's profiler starts in a warm-up").check("warmup", warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
