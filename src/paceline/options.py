@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -47,12 +48,14 @@ def find_flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """The help of an option, and the values that it takes: one of `choices`, or a number within limits. `each_s` is how
-    long one of them takes at least, to refuse what would never end; `advice` ends the message about a limit."""
+    """The help of an option, and the values that it takes: one of `choices`, text that matches `pattern`, or a number
+    within limits. `each_s` is how long one of them takes at least, to refuse what would never end; `advice` ends the
+    message about a limit."""
 
     help: str = ""
     panel: str = JOB
     choices: Collection[str] = ()
+    pattern: str = ""
     least: float | None = None
     above: float | None = None
     below: float | None = None
@@ -71,6 +74,8 @@ class Option:
         for one in values:
             if self.choices and one not in self.choices:
                 raise ConfigError(f"{flag} {one!r} is unknown: {suggest(str(one), self.choices)}{known}")
+            if self.pattern and not re.fullmatch(self.pattern, one):
+                raise ConfigError(f"{flag} {one[:40]!r} is not understood: use {self.help}")
             self._check_number(flag, one)
             if self.each_s is not None and one > _YEAR_S / self.each_s:
                 most = shorten(int(_YEAR_S / self.each_s))

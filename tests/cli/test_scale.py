@@ -318,7 +318,6 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
         ((*NUMBERS, "--recipes", "linear,smoothing"), "recipe 'smoothing': smoothing needs classes, and this job"),
         ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
         ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
-        ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         ((*LARGE, "--seeds", "0"), "--seeds 0: at least 1 is needed"),
         ((*LARGE, "--seeds", "-1"), "--seeds -1: at least 1 is needed"),
         ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),

@@ -11,6 +11,7 @@ from paceline.options import Option, check_counts, find_flag
 from paceline.training.settings import TrainSettings
 
 NAMES = Option(choices=("gloo", "nccl"))
+DEVICE = Option("cpu or cuda", pattern=r"cpu|cuda(:\d+)?")
 COUNT, SHARE, NORM = Option(least=1, each_s=1e-3), Option(least=0, below=1), Option(above=0)
 SETTINGS = (
     TrainSettings(),
@@ -30,6 +31,7 @@ DECLARED = [
     ("option", "values"),
     [
         (NAMES, ("gloo", ("nccl", "gloo"), None)),
+        (DEVICE, ("cpu", "cuda:1")),
         (COUNT, (1, 10**9, (1, 2), None)),
         (SHARE, (0, 0.0, 0.999)),
         (NORM, (1e-9, 5)),
@@ -47,6 +49,7 @@ def test_a_value_within_the_limits_is_accepted(option, values):
         (NAMES, "glo", "--what 'glo' is unknown: did you mean gloo? use one of gloo, nccl"),
         (NAMES, ("gloo", "mpi"), "--what 'mpi' is unknown: use one of"),
         (NAMES, (), "--what: no name"),
+        (DEVICE, "cuda:x", "--what 'cuda:x' is not understood: use cpu or cuda"),
         (COUNT, 0, "--what 0: at least 1"),
         (COUNT, (3, -1), "--what -1: at least 1"),
         (COUNT, (), "--what: no number"),
@@ -73,7 +76,7 @@ def test_what_would_take_years_is_refused():
 def test_every_declared_limit_is_checked(settings, field):
     option = field.metadata["option"]
     low = [limit for limit in (option.least, option.above) if limit is not None]
-    bad = ["strange"] if option.choices else [limit - 1 for limit in low]
+    bad = ["strange!"] if option.choices or option.pattern else [limit - 1 for limit in low]
     bad += [option.below] if option.below is not None else []
     several = isinstance(getattr(settings, field.name), tuple) or str(field.type).startswith("tuple")
     for value in bad:

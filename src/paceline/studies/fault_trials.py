@@ -121,6 +121,8 @@ def faults(
 
     Args:
         faults: Names, or "all".
+        backend: gloo, shm, or both.
+        ranks: Number of ranks.
         systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
             "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
         trials: How often each fault is injected; once by default.
