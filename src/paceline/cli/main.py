@@ -86,7 +86,7 @@ add_command(
 )
 
 
-def _run(*, progress: bool, **given: Any) -> Any:
+def _run(**given: Any) -> Any:
     from paceline.verbs.run import run
 
     def show(stream: str, text: str) -> None:
@@ -214,11 +214,10 @@ _FOR_CSV, _FOR_TRACE = "ranks backend measured", "network ranks ranks_per_node i
 
 def _predict(
     *,
-    traces: Sequence[Path] | None = None,
+    traces: Sequence[str | Path] | None = None,
     profile: Path | None = None,
     csv: Path | None = None,
     measured: Path | None = None,
-    progress: bool,
     out: Path,
     **given: Any,
 ) -> Any:
@@ -254,12 +253,6 @@ def _predict(
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
-def _predict_goodput(*, progress: bool, **given: Any) -> Any:
-    from paceline.verbs.predict import predict_goodput
-
-    return predict_goodput(**given)
-
-
 add_command(
     predict,
     "",
@@ -270,7 +263,7 @@ add_command(
 add_command(
     predict,
     "goodput",
-    Command("verbs.predict:predict_goodput", _predict_goodput),
+    Command("verbs.predict:predict_goodput"),
     "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"
     "Uses measured costs: steps and saves of a training run, and restarts from `paceline faults --restart`.",
 )

@@ -89,10 +89,10 @@ _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "Sequence[int]": (str, parse_counts),
     "Sequence[str | Path": (list[Path], None),
     "Sequence[Result": (list[Path], None),
-    "Sequence[Path": (list[Path], None),
     "Path": (Path, None),
     "Place": (Path, None),
     "str": (str, None),
+    "Any": (str, None),
     "Names": (str, None),
     "Sizes": (str, None),
     "bool": (bool, None),
@@ -112,11 +112,6 @@ class _Parameter:
     panel: str
     flag: str
 
-    @property
-    def is_negated(self) -> bool:
-        """Whether this is a switch that turns off what is on by default."""
-        return self.default is True
-
     @cached_property
     def kind(self) -> Any:
         if self.annotation.startswith("Sequence[str]") or (self.annotation == "Names" and self.name in FLAGS):
@@ -125,7 +120,7 @@ class _Parameter:
 
     @cached_property
     def _conversion(self) -> tuple[Any, Callable[[Any, str], Any] | None]:
-        return next((kind for text, kind in _KINDS.items() if text in self.annotation), (str, None))
+        return next(kind for text, kind in _KINDS.items() if text in self.annotation)
 
     @property
     def shown_default(self) -> Any:
@@ -140,8 +135,10 @@ class _Parameter:
         """The verb's argument, from what was typed."""
         if self.name != "command":  # a command after -- is passed on unchecked
             check_typed(value, self.flag)
+        if self.default is True:  # a switch that turns it off
+            return not value
         convert = self._conversion[1]
-        return not value if self.is_negated else value if convert is None else convert(value, self.flag)
+        return value if convert is None else convert(value, self.flag)
 
     def build(self) -> inspect.Parameter:
         """The parameter that typer turns into an option."""
@@ -156,6 +153,11 @@ class _Parameter:
             info = typer.Option(self.shown_default, *names, help=help, rich_help_panel=self.panel)
         kind = self.kind if self.shown_default is not None else self.kind | None
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
+
+
+def find_panel(name: str) -> str:
+    """The panel of an argument of a verb."""
+    return next((panel for panel, names in _PANELS.items() if name in names.split()), JOB)
 
 
 def read_help(function: Callable[..., Any]) -> dict[str, str]:
@@ -195,14 +197,14 @@ class Command:
     @cached_property
     def parameters(self) -> dict[str, _Parameter]:
         """The options by name, in the order of the panels."""
-        functions = [*([self.adapter] if self.adapter else []), _load(self.verb)]
-        docs = dict(self.help)
+        functions = [_load(self.verb), *([self.adapter] if self.adapter else [])]
         arguments: dict[str, inspect.Parameter] = {}
-        for function in [*functions, *map(_load, self.like)]:
-            docs = read_help(function) | docs
+        docs: dict[str, str] = {}
+        for function in [*map(_load, reversed(self.like)), *functions]:
+            docs |= read_help(function)
         for function in functions:
-            arguments = {**inspect.signature(function).parameters} | arguments
-        docs["out"] = COMMON["out"]  # in Python, nothing is saved by default
+            arguments |= inspect.signature(function).parameters
+        docs |= {**self.help, "out": COMMON["out"]}  # in Python, nothing is saved by default
         fields: dict[str, Any] = {}
         if "job" in arguments or "settings" in arguments:
             from paceline.training.settings import TrainSettings
@@ -212,8 +214,7 @@ class Command:
         for name, argument in arguments.items():
             if argument.kind is not argument.VAR_KEYWORD:
                 default = None if argument.default is argument.empty else argument.default
-                panel = next((panel for panel, names in _PANELS.items() if name in names.split()), JOB)
-                found[name] = self._build(name, argument.annotation, default, panel, docs, fields.get(name))
+                found[name] = self._build(name, argument.annotation, default, find_panel(name), docs, fields.get(name))
         more = list(fields) if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()] if fields else []
         for name in more:
             if name not in found and not name.startswith("-"):
@@ -221,7 +222,7 @@ class Command:
                 panel = field.metadata["option"].panel
                 found[name] = self._build(name, field.type, field.default, panel, self.help, field)
         for name in [*(["strict"] if self.is_strict else []), "json", "wide"]:
-            found[name] = _Parameter(name, "bool", False, COMMON[name], OUTPUT, find_flag(name))
+            found[name] = _Parameter(name, "bool", False, COMMON[name], find_panel(name), find_flag(name))
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         kept = {name: parameter for name, parameter in found.items() if name not in removed}
         return dict(sorted(kept.items(), key=lambda item: PANELS.index(item[1].panel)))
@@ -268,7 +269,10 @@ class Command:
             jobs.check_resume({find_flag(name).removeprefix("--"): True for name in typed})
         if "out" in self.parameters and "resume" not in given:
             given.setdefault("out", values["out"])
-        result = (self.adapter or _load(self.verb))(progress=True, **given)
+        verb = _load(self.verb)
+        if "progress" in inspect.signature(verb).parameters:
+            given["progress"] = True
+        result = (self.adapter or verb)(**given)
         raise typer.Exit(print_result(result, json, wide, strict))
 
 

@@ -60,11 +60,7 @@ def profile(
         ranks: Number of ranks, for a factory or a built-in model. Default: the launched world's, else 2.
         batch_size: Samples per rank in a micro-batch of a built-in model; several to compare phases. Default: 32.
         wrapper: paceline, torch or none, for the phases.
-        backend: auto, gloo, shm (shared memory) or nccl
-        device: auto, cpu or cuda. `auto` uses GPUs if there is one for each rank.
-        threads: CPU threads per rank for torch.
         iters: Number of timed steps. Default: as time allows.
-        warmup: Number of warm-up steps.
         out: Save the run in a new folder there.
         job: Options of a training job, for a built-in model (`batch_size=4`, `data="mnist:PATH"`, ...).
     """
@@ -181,8 +177,6 @@ def comm_table(
         network: Names, or bandwidth and latency ("10Gb/s,50us").
         curves: Runs of `bench allreduce` as additional networks.
         ranks: Numbers of ranks.
-        iters: Number of timed steps. Default: as time allows.
-        warmup: Number of warm-up steps.
         out: Save the run in a new folder there.
         job: Options of a training job (`batch_size=4`, `device="cpu"`, ...).
     """
