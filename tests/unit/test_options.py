@@ -8,6 +8,10 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.measure.settings import ChunkSettings, CollectiveSettings, WrapperSettings
 from paceline.options import Option, check_counts, find_flag
+from paceline.predict.tuning import TuneSettings
+from paceline.studies.batch_sizes import BatchSettings
+from paceline.studies.large_batches import LargeBatchSettings
+from paceline.studies.rank_scaling import ScaleSettings, Setup
 from paceline.training.settings import TrainSettings
 
 NAMES = Option(choices=("gloo", "nccl"))
@@ -18,6 +22,10 @@ SETTINGS = (
     CollectiveSettings(sizes=(1024,)),
     ChunkSettings(total_bytes=1024, chunks=(1024,)),
     WrapperSettings(),
+    TuneSettings(),
+    BatchSettings(job=TrainSettings(), batch_sizes=(8,)),
+    ScaleSettings(job=TrainSettings(), ranks=(1, 2), setups=(Setup("torch", "gloo"),), batch_sizes=(8,)),
+    LargeBatchSettings(job=TrainSettings(), base_batch_size=8, global_batch_sizes=(32,), recipes=("none",)),
 )
 DECLARED = [
     pytest.param(settings, field, id=f"{type(settings).__name__}.{field.name}")
@@ -81,4 +89,5 @@ def test_every_declared_limit_is_checked(settings, field):
     several = isinstance(getattr(settings, field.name), tuple) or str(field.type).startswith("tuple")
     for value in bad:
         with pytest.raises(ConfigError, match=find_flag(field.name)):
-            dataclasses.replace(settings, **{field.name: (value,) if several else value}).check()
+            changed = dataclasses.replace(settings, **{field.name: (value,) if several else value})
+            changed.check(2) if isinstance(changed, TuneSettings) else changed.check()

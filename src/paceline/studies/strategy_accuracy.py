@@ -87,7 +87,7 @@ class StrategiesSettings(grid.GridSettings):
         )  # fmt: skip
 
     def check(self) -> None:
-        check_counts(evaluations=self.evaluations)
+        super().check()
         several = max(self.job.ranks, self.job.workers) > 1
         refuse((not several, "one rank and one worker: nothing is sent; use --workers 4, or --ranks"))
         for text in self.strategies:

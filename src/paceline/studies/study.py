@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from paceline import machine
 from paceline.errors import refuse
-from paceline.options import Option, check_counts
+from paceline.options import Option, check_counts, check_options
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.store import Study
@@ -61,12 +61,11 @@ class StudySettings:
 
     def check(self) -> None:
         """Refuse what cannot be measured; the job itself is checked separately."""
-        raise NotImplementedError
+        check_options(self)
 
     def check_size(self) -> None:
         """Refuse cells that do not fit into memory here, or that would not end."""
         given = asdict(self)
-        check_counts(**{name: given.get(name) for name in ("iters", "epochs", "updates", "evaluations")})
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
         check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
         Option(each_s=1e-6).check("global_batch_size", given.get("global_batch_sizes"))

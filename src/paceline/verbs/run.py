@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.measure.hosts import Wanted, check_survey, find_port, survey_hosts
+from paceline.options import Option
 from paceline.runtime import hosts as remote
 from paceline.runtime import slurm as scheduler
 from paceline.runtime.kubernetes import render_manifest
@@ -99,12 +100,11 @@ def run(
     refuse(
         (not command, "no command: write it after --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
         (len(chosen) != 1, "say where to run the command: give one of --hosts, --slurm and --kubernetes"),
-        (grace < 1, f"--grace {grace:g}: at least 1 s"),
-        (check_timeout < 1, f"--check-timeout {check_timeout:g}: at least 1 s"),
-        (gpus_per_node < 0, f"--gpus-per-node {gpus_per_node}: at least 0"),
-        (not 0 <= port < 65536, f"--port {port}: 1 to 65535, or 0 for a free port"),
-        (nodes < 1 or ranks_per_node < 1, f"--nodes {nodes}, --ranks-per-node {ranks_per_node}: at least 1 of each"),
     )
+    for key in ("grace", "check_timeout", "nodes", "ranks_per_node"):
+        Option(least=1).check(key, given[key])
+    Option(least=0).check("gpus_per_node", gpus_per_node)
+    Option(least=0, below=65536).check("port", port)
     (way,) = chosen
     strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))

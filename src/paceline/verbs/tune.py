@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
-from paceline.options import check_counts
 from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
@@ -53,7 +52,6 @@ def tune(
     """
     is_odd = network is None and network_ranks is not None
     refuse((is_odd, f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one"))
-    check_counts(iters=iters)
     strategies = () if strategy is None else tuple(one.text for one in list_strategies(strategy))
     settings = TuneSettings(
         wrapper=wrapper, effort="quick" if quick else "full", caps_bytes=list_sizes(caps), confirms=confirm,
