@@ -43,8 +43,13 @@ assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACK
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 # A deadline for each example would fail tests on a machine that is busy with something else.
-hypothesis.settings.register_profile("paceline", deadline=None)
-hypothesis.settings.load_profile("paceline")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries few examples of a property, and always the same; `make test-all` draws many."""
+    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
 
 
 @pytest.fixture(scope="session")
@@ -182,17 +187,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
-def list_below(pid: int) -> set[int]:
+def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the processes below this one; they may be gone already. In a hundredth of psutil's time, where the
     kernel has lists of children: every test asks."""
     if not Path(f"/proc/{pid}/task/{pid}/children").exists():
-        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]
     while ask:
         for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
             with contextlib.suppress(OSError):  # it went while it was asked
                 below = [int(one) for one in Path(path).read_bytes().split()]
-                ask += below
+                ask += below if recursive else []
                 found.update(below)
     return found
 
@@ -226,7 +231,8 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pools = [request.getfixturevalue(name) for name in ("warm_pool", "nccl_pool") if name in request.fixturenames]
     environment = _read_environment()
     threads = set(threading.enumerate())
-    children = list_below(os.getpid())
+    # Only what runs in warm ranks can leave something below them. They have many threads, which takes time.
+    children = list_below(os.getpid(), recursive=bool(pools))
     yield
     assert _read_environment() == environment
     assert not dist.is_initialized()
@@ -234,11 +240,16 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
     allowed = children | {rank.process.pid for pool in pools for rank in pool._ranks}  # also those without a job
 
+    def find_new() -> set[int]:
+        return list_below(os.getpid(), recursive=bool(pools)) - allowed
+
     def strangers() -> list[str]:
+        new = find_new()
+        new = new.union(*map(list_below, new)) - allowed
         lines = list[tuple[int, str]]()
         for child in descendants(os.getpid()):
             with contextlib.suppress(psutil.NoSuchProcess):  # of which a zombie is one kind
-                if child.pid not in allowed:
+                if child.pid in new:
                     lines.append((child.ppid(), " ".join(child.cmdline())))
         # These serve this process as long as it lives; what the server of forks has forked looks like it.
         return [
@@ -247,7 +258,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             if "resource_tracker" not in line and not ("serve_forks" in line and parent == os.getpid())
         ]
 
-    if list_below(os.getpid()) <= allowed:
+    if not find_new():
         return
     deadline = time.monotonic() + 60
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go

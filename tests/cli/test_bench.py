@@ -94,7 +94,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
 
 
 @pytest.fixture(scope="module")
-def memories(tmp_path_factory):
+def memories(rendered, tmp_path_factory):
     """Both memories and the limit, in one run that several tests look at."""
     asked = (*SMALL, "--backend", "gloo,paceline", "--memory", "both", "--limit")
     answer = type_command(*asked, "--json", "--out", str(tmp_path_factory.mktemp("memories")))

@@ -70,7 +70,7 @@ def ask_for_the_group_of_a_part() -> str:
         assert get("pg", mesh["a"]).size() == 2
         pair = DeviceMesh("cpu", [0, 1])
         if get("grank") > 1:
-            with pytest.raises(ConfigError, match="not part of the mesh"):
+            with pytest.raises(ConfigError, match="mesh"):
                 get("pg", pair)
         try:
             get("nothing")
@@ -85,7 +85,7 @@ def test_an_unknown_word_lists_the_known_ones(on_ranks):
 
 @pytest.mark.parametrize("what", ["ws", "rank", "grank", "lrank", "pg"])
 def test_without_a_world_there_is_nothing_to_get(what):
-    with pytest.raises(LaunchError, match=r"call paceline.init\(\) first"):
+    with pytest.raises(LaunchError, match=r"paceline.init\(\)"):
         get(what)
 
 

@@ -141,7 +141,7 @@ def test_half_a_world_is_refused(monkeypatch, name, value):
     for other in FORGET:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name} is set but"):
+    with pytest.raises(ConfigError, match=name):
         paceline.init(announce=None)
 
 
@@ -219,7 +219,7 @@ def crash_after_meeting(path: str) -> None:
 
 def test_a_file_that_a_crash_left_behind_is_stale(on_ranks, tmp_path):
     path = tmp_path / "meeting"
-    with pytest.raises(LaunchError, match="exited with code 9"):
+    with pytest.raises(LaunchError, match="code 9"):
         on_ranks(2, crash_after_meeting, str(path))
     assert path.exists()
     assert all("left over" in answer for answer in on_ranks(2, meet_at_stale, str(path), -1))
@@ -344,7 +344,7 @@ def test_a_taken_address_is_named(monkeypatch):
     place, where = rendezvous.Place(0, 2, None, None, "arguments"), f"tcp://127.0.0.1:{port}"
     store = rendezvous.open_store(where, place, 5.0)
     try:
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port} is taken, probably by another job") as caught:
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}") as caught:
             rendezvous._connect_store(where, place, 5.0)
         assert caught.value.code == "taken" and rendezvous.is_private(store)
     finally:
@@ -357,7 +357,7 @@ def test_an_unreachable_rank_0_is_named():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         port = probe.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"could not reach 127.0.0.1:{port} within 0.5 s"):
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port} .*0.5 s"):
             paceline.init(
                 "gloo",
                 "cpu",

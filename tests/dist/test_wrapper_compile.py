@@ -32,7 +32,9 @@ def compile_parts(kind: str, backend: str = "aot_eager") -> None:
                 check(world, plain, wanted, (reducer, step))
 
 
-@pytest.mark.parametrize("kind", ["block", "model", pytest.param("wrapper", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "wrapper"))]
+)
 def test_compiled_gradients_are_averaged(on_ranks, kind):
     on_ranks(2, compile_parts, kind)
 

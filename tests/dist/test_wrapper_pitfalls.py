@@ -231,7 +231,7 @@ def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: dict[in
                     model._ready.reducer.timeline.sample_next = True
 
 
-@pytest.mark.parametrize("width", [4, pytest.param(256, id="large")])
+@pytest.mark.parametrize("width", [4, pytest.param(256, id="large", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("uses", "early"),
     [

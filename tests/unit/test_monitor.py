@@ -33,6 +33,7 @@ from paceline.runtime.monitor import (
     why_not,
 )
 from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
+from tests.conftest import wait_until
 
 STEP_S, TIMEOUT_S = 0.05, 100.0
 
@@ -442,6 +443,7 @@ def test_marks_without_a_monitor_do_nothing():
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_a_compilation_is_a_pause_whatever_a_program_does_with_the_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the import sets it
+    importlib.import_module("paceline.torch_internals")  # as in every program with a wrapper
     callback = importlib.import_module("torch._dynamo.callback")
     with Monitor([0], 1) as monitor:
         pulse.open_page(*monitor.find_pages(0))
@@ -463,10 +465,7 @@ def test_a_compilation_is_a_pause_whatever_a_program_does_with_the_compiler(monk
 
 
 def await_text(monitor, text):
-    until_s = time.monotonic() + 20
-    while text not in monitor.describe(0):
-        assert time.monotonic() < until_s, monitor.describe(0)
-        time.sleep(0.01)
+    wait_until(lambda: text in monitor.describe(0))
 
 
 def test_an_import_in_a_step_is_no_hang_and_a_step_in_an_import_may_be():
