@@ -26,6 +26,12 @@ def test_layers_are_of_no_other_number_of_ranks(ranks):
         profile._build_bare("cnn", {"ranks": ranks})
 
 
+@pytest.mark.parametrize("given", [{"wrapper": "torch"}, {"plan": "plan.json"}, {"accumulate": 2}])
+def test_layers_are_those_of_the_bare_model(given):
+    with pytest.raises(ConfigError, match=f"--{next(iter(given))} .*: layers are timed"):
+        profile._build_bare("cnn", given)
+
+
 def test_no_batch_size_is_the_default_one(monkeypatch):
     def open_session(verb, config, **_):
         raise ConfigError(str(config["batch_sizes"]))

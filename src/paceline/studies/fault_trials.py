@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from paceline.errors import ConfigError, MeasurementError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.records.kinds import FaultRecord
 from paceline.records.samples import group_by
 from paceline.records.store import RUN_FILE, Study, find_file
@@ -121,6 +121,8 @@ def faults(
 
     Args:
         faults: Names, or "all".
+        backend: gloo, shm, or both.
+        ranks: Number of ranks.
         systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
             "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
         trials: How often each fault is injected; once by default.

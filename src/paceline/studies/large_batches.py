@@ -11,7 +11,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline.errors import ConfigError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.records import NoiseRecord
 from paceline.records.samples import group_by
 from paceline.report.table import Column, Table, raw_columns, text_columns

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline import machine
 from paceline.errors import MeasurementError, PacelineError, refuse
-from paceline.measure.settings import BACKENDS, CollectiveSettings, check_names
+from paceline.measure.settings import BACKENDS, CollectiveSettings
+from paceline.options import Option
 from paceline.predict.networks import find_links, find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
 from paceline.records import CollectiveRecord, Record, StepRecord
@@ -158,8 +159,8 @@ class ScaleSettings(StudySettings):
         return tuple(dict.fromkeys(c.backend for c in self.setups if c.wrapper != "dp"))
 
     def check(self) -> None:
-        check_names("wrapper", [setup.wrapper for setup in self.setups], ("paceline", "torch", "dp"))
-        check_names("backend", [setup.backend for setup in self.setups], BACKENDS)
+        Option(choices=("paceline", "torch", "dp")).check("wrapper", tuple(setup.wrapper for setup in self.setups))
+        Option(choices=BACKENDS).check("backend", tuple(setup.backend for setup in self.setups))
         ranks, most, parts, gpus = self.ranks, max(self.ranks), self.job.accumulate or 1, machine.count_gpus()
         how, shares = f" in {parts} micro-batches" if parts > 1 else "", ", ".join(str(n * parts) for n in ranks)
         with_dp = any(setup.wrapper == "dp" for setup in self.setups)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import LaunchError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
 from paceline.records.store import Run, pause_collection, write_new

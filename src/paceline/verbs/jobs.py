@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, refuse
 from paceline.machine import canonical_backend
-from paceline.measure.settings import check_names
+from paceline.options import Option
 from paceline.records.store import Run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
@@ -132,7 +132,7 @@ def open_job(
     is_alone, name = is_module and step is None, kind if is_module else getattr(model, "__name__", "factory")
     world_size = place.world_size if place is not None else 1
     refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
-    check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
+    Option(choices=("paceline", "torch", "none")).check("wrapper", wrapper)
     counts = (world_size,) if ranks is None else list_counts(ranks)
     here = is_module or ranks is None or world_size > 1
     what = "a module runs in this process" if is_module else f"this process is one of {world_size} ranks"

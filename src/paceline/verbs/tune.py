@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
