@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from paceline.report import plots
+from paceline.report.plots import render_png, render_svg
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
 
@@ -42,8 +43,13 @@ assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACK
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 # A deadline for each example would fail tests on a machine that is busy with something else.
-hypothesis.settings.register_profile("paceline", deadline=None)
-hypothesis.settings.load_profile("paceline")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries few examples of a property, and always the same; `make test-all` draws many."""
+    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +65,7 @@ def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
     With PACELINE_TEST_BACKEND=gloo, or shm, worlds on the CPU that name no backend are opened on that one.
     """
 
-    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         if ASKED_BACKEND:
             fn, args = run_on_backend, (ASKED_BACKEND, fn, *args)
         return warm_pool.run(run_as_if_fresh, (fn, *args), num_ranks=num_ranks, timeout_s=timeout_s)
@@ -122,11 +128,25 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are built and not rendered: that takes longer than all else of a run that is small."""
-    monkeypatch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
-    monkeypatch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
+@pytest.fixture(scope="session", autouse=True)
+def _sketched() -> Iterator[None]:
+    """Figures are built and not rendered: that takes longer than all else of a run that is small.
+
+    Tests of figures use `render_png` and `render_svg`; tests of files use `rendered`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_png", lambda figure: b"\x89PNG")
+        patch.setattr(plots, "render_svg", lambda figure: b"<svg/>")
+        yield
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Iterator[None]:
+    """Saved figures are rendered after all, in a whole module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_png", render_png)
+        patch.setattr(plots, "render_svg", render_svg)
+        yield
 
 
 @pytest.fixture
@@ -151,7 +171,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in processes:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=100)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -167,17 +187,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return found
 
 
-def list_below(pid: int) -> set[int]:
+def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the processes below this one; they may be gone already. In a hundredth of psutil's time, where the
     kernel has lists of children: every test asks."""
     if not Path(f"/proc/{pid}/task/{pid}/children").exists():
-        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]
     while ask:
         for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
             with contextlib.suppress(OSError):  # it went while it was asked
                 below = [int(one) for one in Path(path).read_bytes().split()]
-                ask += below
+                ask += below if recursive else []
                 found.update(below)
     return found
 
@@ -188,7 +208,7 @@ def find_ranks(pid: int) -> list[psutil.Process]:
     return [process for name, process in sorted(named, key=lambda item: item[0]) if name.startswith("paceline-rank-")]
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 100.0) -> Any:
     """Poll until the condition is true and return it; fail the test if it never is."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -211,7 +231,8 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pools = [request.getfixturevalue(name) for name in ("warm_pool", "nccl_pool") if name in request.fixturenames]
     environment = _read_environment()
     threads = set(threading.enumerate())
-    children = list_below(os.getpid())
+    # Only what runs in warm ranks can leave something below them. They have many threads, which takes time.
+    children = list_below(os.getpid(), recursive=bool(pools))
     yield
     assert _read_environment() == environment
     assert not dist.is_initialized()
@@ -219,11 +240,16 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
     allowed = children | {rank.process.pid for pool in pools for rank in pool._ranks}  # also those without a job
 
+    def find_new() -> set[int]:
+        return list_below(os.getpid(), recursive=bool(pools)) - allowed
+
     def strangers() -> list[str]:
+        new = find_new()
+        new = new.union(*map(list_below, new)) - allowed
         lines = list[tuple[int, str]]()
         for child in descendants(os.getpid()):
             with contextlib.suppress(psutil.NoSuchProcess):  # of which a zombie is one kind
-                if child.pid not in allowed:
+                if child.pid in new:
                     lines.append((child.ppid(), " ".join(child.cmdline())))
         # These serve this process as long as it lives; what the server of forks has forked looks like it.
         return [
@@ -232,9 +258,9 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             if "resource_tracker" not in line and not ("serve_forks" in line and parent == os.getpid())
         ]
 
-    if list_below(os.getpid()) <= allowed:
+    if not find_new():
         return
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go
         time.sleep(0.05)
     assert not strangers(), "processes left behind"

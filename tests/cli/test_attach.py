@@ -42,7 +42,7 @@ def test_what_cannot_be_observed_is_refused_in_one_line(command, tmp_path, words
     assert not list((tmp_path / "runs").glob("*"))
 
 
-def test_a_program_that_starts_its_ranks_is_profiled_and_stopped(command, sketched, tmp_path):
+def test_a_program_that_starts_its_ranks_is_profiled_and_stopped(command, tmp_path):
     program = [sys.executable, str(SCRIPTS / "mixed_precision.py"), "--steps", "400", "--save", str(tmp_path / "w.pt")]
     answer = command("profile", "--steps", "20", "--stop", "--json", "--out", str(tmp_path / "runs"), "--", *program)
     assert answer.code == 0, answer.err

@@ -129,7 +129,7 @@ def test_a_refusal_does_not_wait_for_torch(start):
         "try:\n    main()\nfinally:\n    print('torch' in sys.modules)\n"
     )
     job = start("-c", probe)
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=100)
     assert (job.returncode, out.strip()) == (2, "False")
     assert "has no unit" in err
 

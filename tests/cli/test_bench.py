@@ -94,7 +94,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
 
 
 @pytest.fixture(scope="module")
-def memories(tmp_path_factory):
+def memories(rendered, tmp_path_factory):
     """Both memories and the limit, in one run that several tests look at."""
     asked = (*SMALL, "--backend", "gloo,paceline", "--memory", "both", "--limit")
     answer = type_command(*asked, "--json", "--out", str(tmp_path_factory.mktemp("memories")))
@@ -301,17 +301,17 @@ LONG = ("-m", "paceline", "bench", "allreduce", "--sizes", "4KiB,64MiB", "--iter
 def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start, tmp_path, ending):
     job = start(*LONG)
     try:
-        wait_until(lambda: "1 of 2 cells" in job.stderr.readline(), 60)
+        wait_until(lambda: "1 of 2 cells" in job.stderr.readline())
         ranks = descendants(job.pid)
         shm = set(os.listdir("/dev/shm"))
         os.killpg(job.pid, ending) if ending == signal.SIGINT else job.send_signal(ending)
-        _, err = job.communicate(timeout=15)
+        _, err = job.communicate(timeout=100)
     finally:
         job.kill()
     assert job.returncode == 128 + ending
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"paceline: interrupted: 1 of 2 cells saved in runs/{folder.name}" in err and "Traceback" not in err
-    wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 10)
+    wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     assert set(os.listdir("/dev/shm")) <= shm
     run = load_run(folder)
     assert not run.complete and [record.num_bytes for record in run.records] == [4096]
@@ -320,9 +320,9 @@ def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start,
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_ends_the_command(start, tmp_path):
     job = start(*LONG)
-    wait_until(lambda: "1 of 2 cells" in job.stderr.readline(), 60)
+    wait_until(lambda: "1 of 2 cells" in job.stderr.readline())
     find_ranks(job.pid)[1].kill()
-    _, err = job.communicate(timeout=20)
+    _, err = job.communicate(timeout=100)
     assert job.returncode == 2
     assert "rank 1 of 2 was killed by SIGKILL" in err.splitlines()[-1]
     assert descendants(job.pid) == []
@@ -339,10 +339,10 @@ def _serves_forks(process: psutil.Process) -> bool:
 def test_ctrl_c_while_the_ranks_start_ends_everything(start, tmp_path, after_s):
     job = start("-m", "paceline", "bench", "allreduce", "--sizes", "256MiB", "--iters", "1000")
     # The server that imports torch, and then forks the ranks.
-    wait_until(lambda: any(map(_serves_forks, descendants(job.pid))), 60)
+    wait_until(lambda: any(map(_serves_forks, descendants(job.pid))))
     time.sleep(after_s)
     os.killpg(job.pid, signal.SIGINT)
-    _, err = job.communicate(timeout=20)
+    _, err = job.communicate(timeout=100)
     assert job.returncode == 130, err
     assert "Traceback" not in err and "paceline: interrupted: nothing was saved" in err
     assert list((tmp_path / "runs").iterdir()) == []

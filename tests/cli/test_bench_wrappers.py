@@ -19,7 +19,7 @@ ROW_KEYS = {
 
 
 @pytest.mark.slow
-def test_json_is_one_document_of_both_backends_and_the_run_folder_holds_everything(command, tmp_path):
+def test_json_is_one_document_of_both_backends_and_the_run_folder_holds_everything(command, rendered, tmp_path):
     asked = ("bench", "wrappers", "--model", "cnn", "--wrapper", "bare,torch,paceline", "--backend", "gloo,paceline")
     answer = command(*asked, "--batch-size", "4", "--iters", "3", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err

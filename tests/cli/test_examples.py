@@ -45,6 +45,14 @@ def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
 
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_minimal_ddp(start, prefix):
+    loss, step, _, _, *sizes = run_example(start, "minimal_ddp.py", prefix=prefix).splitlines()
+    assert re.fullmatch(r"loss 0\.0\d+ after 60 steps of 2 x 32 samples", loss)
+    assert re.fullmatch(r"a step takes [\d.]+ ms", step)
+    assert [line.split()[0] for line in sizes] == ["4", "256", "4096", "16384"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_train_by_hand(start, prefix):
@@ -107,7 +115,7 @@ def test_large_batch(start):
     assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80
 
 
-def test_paraphrase(tmp_path, monkeypatch, sketched):
+def test_paraphrase(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_mrpc(tmp_path / "mrpc")
     asked = ("--data", "mrpc:mrpc", "--context", "64", "--batch-size", "4", "--optimizer", "adamw", "--lr", "0.01")

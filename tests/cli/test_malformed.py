@@ -232,13 +232,13 @@ def run_cases(monkeypatch, folder: Path, numbers: range) -> None:
     assert not failed, "\n".join([f"{len(failed)} of {len(numbers)}:", *failed[:40]])
 
 
-def test_a_sample_of_malformed_commands_and_files(monkeypatch, tmp_path, starts_nothing, sketched):
+def test_a_sample_of_malformed_commands_and_files(monkeypatch, tmp_path, starts_nothing):
     run_cases(monkeypatch, tmp_path, range(80))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(100, 1700, 50))
-def test_malformed_commands_and_files(monkeypatch, tmp_path, starts_nothing, sketched, start):
+def test_malformed_commands_and_files(monkeypatch, tmp_path, starts_nothing, start):
     run_cases(monkeypatch, tmp_path, range(start, start + 50))
 
 

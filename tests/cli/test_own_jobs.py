@@ -190,7 +190,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def here(folder, monkeypatch, tmp_path, sketched):
+def here(folder, monkeypatch, tmp_path):
     """The folder of the files, from which they are named; runs are made elsewhere."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -30,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(rendered: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("pages")
     large = make_folder(place / "large", make_rows(Job(late_s=0.02), steps=10_000, ranks=8), ranks=8)
     hostile = make_folder(place / "<img src=x onerror=hacked=1>", make_rows(), model=HOSTILE, wrapper=HOSTILE)

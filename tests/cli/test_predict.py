@@ -159,7 +159,7 @@ def test_measured_times_are_compared(command, tables, tmp_path):
 def test_measured_steps_need_the_step_in_the_tables(tables, tmp_path):
     table = tmp_path / "measured.csv"
     table.write_text("bucket_size,step_s\n1MiB,0.1\n")
-    with pytest.raises(ConfigError, match="has no row forward and no row step, so steps cannot be predicted"):
+    with pytest.raises(ConfigError, match=r"forward.*step"):
         predict_csv(tables, measured=table)
     rows = "forward,0,0,0,0,0.03\nstep,0,0,0,0,0.01\n"
     (tables / "layer-times-model.csv").write_text(TIMES + rows)

@@ -56,7 +56,7 @@ def harmed(tmp_path) -> Path:
     return folder
 
 
-def test_costs_are_those_that_runs_have_measured(command, sketched, trained, harmed, tmp_path):
+def test_costs_are_those_that_runs_have_measured(command, trained, harmed, tmp_path):
     asked = ("--mtbf", "3h", "--ranks", "1024", "--json", "--out", str(tmp_path / "runs"))
     answer = command(*GOODPUT, *asked, str(trained), str(harmed))
     assert answer.code == 0, answer.err
@@ -82,7 +82,7 @@ def test_costs_are_those_that_runs_have_measured(command, sketched, trained, har
     assert page.code == 0 and "1,024 ranks" in (Path(document["run"]) / "report.html").read_text()
 
 
-def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, sketched, trained, tmp_path):
+def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, trained, tmp_path):
     more = ("--restart-seconds", "30", "--spare-seconds", "2", "--shrink-seconds", "30", "--detect-seconds", "1")
     asked = ("--mtbf-per-rank", "90d", "--ranks", "512", "--out", str(tmp_path))
     answer = command(*GOODPUT, str(trained), *asked, *more, "--json")
@@ -102,7 +102,7 @@ def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, 
     assert restart["source"] == "imported" and restart["mean_s"] == 30
 
 
-def test_recoveries_of_a_training_run_are_costs_of_policies(sketched, trained):
+def test_recoveries_of_a_training_run_are_costs_of_policies(trained):
     document = json.loads((trained / "config.json").read_text())
     result = load_result(trained)
     faults = [("spare", 1.1), ("spare", 3.1), ("shrink", 2.1), ("restart", 9.1), ("restart", None), ("stop", None)]
@@ -114,7 +114,7 @@ def test_recoveries_of_a_training_run_are_costs_of_policies(sketched, trained):
     assert found.faults.ranks == document["settings"]["ranks"]
 
 
-def test_a_person_reads_a_sentence_and_two_tables(command, sketched, tmp_path):
+def test_a_person_reads_a_sentence_and_two_tables(command, tmp_path):
     answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert answer.out.startswith("8 ranks with a fault every 2 d: with restart, 99.")
@@ -137,7 +137,7 @@ def test_what_to_do_next_has_the_interval_where_auto_would_choose_another():
     assert found.next_steps[0].startswith("paceline train --ranks 16 ")
 
 
-def test_the_wait_for_the_save_before_is_no_part_of_a_stall(sketched, trained):
+def test_the_wait_for_the_save_before_is_no_part_of_a_stall(trained):
     rows = [{"step": n, "stall_s": 3.0, "wait_s": 2.5, "write_s": 9.0} for n in range(5)]
     (trained / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = predict_goodput(trained, mtbf="3h", restart_seconds=9)

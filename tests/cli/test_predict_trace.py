@@ -39,7 +39,7 @@ def one_bucket(tmp_path) -> Path:
     return write(tmp_path, made_on_gpu(JOB, COSTS, (8,), num_steps=4))
 
 
-def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, sketched, one_bucket, tmp_path):
+def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, one_bucket, tmp_path):
     answer = command("predict", "--trace", str(one_bucket), "--out", str(tmp_path / "runs"))
     assert answer.code == 0, answer.err
     result = paceline.predict_trace(one_bucket)
@@ -104,7 +104,7 @@ def test_steps_that_vary_much_are_doubtful(one_bucket):
     assert busy.now.estimate.high_s - busy.now.estimate.low_s > quiet.now.estimate.high_s - quiet.now.estimate.low_s
 
 
-def test_a_saved_run_gives_the_same_result_again(sketched, one_bucket, tmp_path):
+def test_a_saved_run_gives_the_same_result_again(one_bucket, tmp_path):
     result = paceline.predict_trace(one_bucket, network="10gbe", ranks=8, out=tmp_path / "runs")
     again = paceline.load_result(result.folder)
     assert again.to_json() == result.to_json() and len(again.table("elsewhere").rows_json()) == 1

@@ -255,7 +255,7 @@ def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_
 @pytest.mark.parametrize(
     "asked", [(*LAYERS, "--strict"), ("scale", "batch", *SMALL, "--batch-size", "8", "--epochs", "2")]
 )
-def test_other_verbs_warn_of_a_busy_machine_as_bench_does(asked, monkeypatch, sketched, tmp_path):
+def test_other_verbs_warn_of_a_busy_machine_as_bench_does(asked, monkeypatch, tmp_path):
     monkeypatch.setattr("paceline.machine.find_load", lambda: 1e6)
     answer = type_alone(*asked, "--json", "--out", str(tmp_path))
     document = json.loads(answer.out)

@@ -158,16 +158,16 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
     )
     assert code == 3 and ("err", "paceline: host b failed first, with code 3: see its output above\n") in shown
     grandchild = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie", 5)
+    wait_until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie")
 
 
 def test_a_lost_host_is_named_and_not_its_victim_and_its_ranks_end(ssh, tmp_path):
     wait = f"while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3"
     lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; exec sleep 60"  # the agent is killed
-    with pytest.raises(LaunchError, match="lost the connection to host b") as caught:
+    with pytest.raises(LaunchError, match="host b") as caught:
         run_on(ssh, {"a": f"touch {tmp_path}/failed; exit 3", "b": lost})
     assert caught.value.code == "host-lost"
-    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 10)
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
 
 
 def test_when_nobody_reads_the_output_all_hosts_end(ssh, tmp_path):
@@ -178,11 +178,11 @@ def test_when_nobody_reads_the_output_all_hosts_end(ssh, tmp_path):
 
 def test_a_rank_ends_where_both_processes_of_the_agent_are_killed(ssh, tmp_path):
     text = f"echo $$ > {tmp_path}/pid; kill -9 $(cut -d' ' -f4 /proc/$PPID/stat) $PPID; exec sleep 60"
-    with open_agents(["a"], ssh) as agents, pytest.raises(LaunchError, match="lost the connection to host a"):
+    with open_agents(["a"], ssh) as agents, pytest.raises(LaunchError, match="host a"):
         request = {"arguments": [agent.GUARD, "sh", "-c", text], "variables": {}, "grace_s": 5.0}
         run_agents(agents, [request], lambda *_: None, 5.0)
     rank = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == "zombie", 10)
+    wait_until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == "zombie")
 
 
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
@@ -201,7 +201,7 @@ def test_ranks_end_with_the_launcher(ssh, tmp_path):
         launcher.kill()
         launcher.wait()
     rank = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(rank), 10)
+    wait_until(lambda: not psutil.pid_exists(rank))
 
 
 def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):

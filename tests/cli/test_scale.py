@@ -194,7 +194,7 @@ def test_large_batches_have_a_baseline_recipes_seeds_and_noise(studies):
         assert float(row["test_accuracy_deviation"]) == pytest.approx(statistics.stdev(accuracies))
 
 
-def test_strategies_are_compared_with_bf16_by_accuracy_and_bytes(sketched, tmp_path):
+def test_strategies_are_compared_with_bf16_by_accuracy_and_bytes(tmp_path):
     answer = type_alone(
         "scale", "strategies", *TINY, "--samples", "32", "--test-samples", "16", "--strategies", "topk:0.1,localsgd:3",
         "--workers", "2", "--seeds", "2", "--epochs", "2", "--evaluations", "2", "--batch-size", "8", "--target", "0",
@@ -227,7 +227,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def test_large_batches_of_a_model_that_predicts_numbers(sketched, tmp_path):
+def test_large_batches_of_a_model_that_predicts_numbers(tmp_path):
     """By default with every recipe that fits such a job, compared by test loss."""
     answer = type_alone(*NUMBERS, "--json", "--out", str(tmp_path / "out"))
     assert answer.code == 0, answer.err
@@ -241,7 +241,7 @@ def test_large_batches_of_a_model_that_predicts_numbers(sketched, tmp_path):
     assert (folder / "loss.png").is_file() and not (folder / "accuracy.png").exists()
 
 
-def test_a_person_reads_tables_findings_and_where_the_page_is(studies, sketched, tmp_path):
+def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path):
     """A finished study is shown again: nothing is measured, and its files are drawn anew."""
     folder = tmp_path / "copy"
     shutil.copytree(studies["ranks"]["run"], folder)
@@ -281,7 +281,7 @@ def change_records(run: str, folder: Path, change) -> Path:
     return folder
 
 
-def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
+def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
     def slow_down(record: dict) -> None:
         if record["kind"] == "collective":
             record["samples"]["seconds"] = [[1000 * s for s in row] for row in record["samples"]["seconds"]]

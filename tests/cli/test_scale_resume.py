@@ -24,7 +24,7 @@ from tests.cli.test_train_bad_input import assert_refused
 from tests.cli.test_train_stops import gone
 from tests.conftest import descendants, wait_until
 
-pytestmark = [pytest.mark.usefixtures("sketched"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # Long enough that a signal comes in the middle of it, on one rank.
 LONG = (
@@ -123,14 +123,14 @@ def stop_in_the_middle(job: subprocess.Popen[str], out: Path) -> tuple[Path, str
     def count() -> int:
         return len(list(out.glob("*/cells/*.json")))
 
-    wait_until(lambda: job.poll() is not None or count() >= 2, 60)
+    wait_until(lambda: job.poll() is not None or count() >= 2)
     assert job.poll() is None, job.communicate()
     below = descendants(job.pid)
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=100)
     assert job.returncode == 130, err
     assert "Traceback" not in err
-    wait_until(lambda: gone(below), 10)
+    wait_until(lambda: gone(below))
     (folder,) = out.iterdir()
     return folder, err
 
@@ -155,12 +155,12 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(start, tmp_path):
 
 def test_ctrl_c_before_the_first_cell_leaves_nothing(start, tmp_path):
     job = start("-m", "paceline", *LONG)
-    wait_until(lambda: list((tmp_path / "out").glob("*/study.json")), 60)
-    below = wait_until(lambda: descendants(job.pid), 60)
+    wait_until(lambda: list((tmp_path / "out").glob("*/study.json")))
+    below = wait_until(lambda: descendants(job.pid))
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=100)
     assert job.returncode == 130 and "Traceback" not in err, err
-    wait_until(lambda: gone(below), 10)
+    wait_until(lambda: gone(below))
     assert not list((tmp_path / "out").iterdir()) and "resume with" not in err
 
 

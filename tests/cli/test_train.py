@@ -142,7 +142,7 @@ def test_ranks_do_not_change_what_is_learned(compared, trained):
     assert load_result(folder).to_json() == document
 
 
-def test_stored_runs_are_compared_as_those_just_trained(compared, command, sketched, tmp_path):
+def test_stored_runs_are_compared_as_those_just_trained(compared, command, tmp_path):
     document = json.loads(compared.out)
     folders = [f"{document['run']}/{name}" for name in ("1-rank", "2-ranks")]
     answer = command("train", "--compare", *folders, "--out", str(tmp_path), "--json")
@@ -154,7 +154,7 @@ def test_stored_runs_are_compared_as_those_just_trained(compared, command, sketc
     assert other.code == 2 and "is a run of `paceline train --compare`: use runs of `paceline train`" in other.err
 
 
-def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, sketched, tmp_path):
+def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, tmp_path):
     run = verb._train
 
     def interrupt(wanted, *rest, **options):
@@ -169,7 +169,7 @@ def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, sket
     assert load_result(folder / "1-rank").finished
 
 
-def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, monkeypatch, sketched, tmp_path):
+def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, monkeypatch, tmp_path):
     for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
         monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
     monkeypatch.setattr("paceline.machine.find_load", lambda: 0.0)

@@ -26,7 +26,7 @@ def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subpr
     command = (*TRAIN, "--epochs", "2000", "--ranks", "2", "--out", str(out), "--watch")
     said.touch()
     job = start("-c", _RUN, str(said), *command)
-    words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")], 60)
+    words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")])
     watcher = next(process for process in psutil.process_iter() if _is_watcher(process, out))
     try:
         events = f"/events?{words[0].partition('?')[2]}&from={wait_until(lambda: _find_place(words[0]), 60)}"
@@ -44,8 +44,8 @@ def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subpr
         assert not (the_run(out) / "weights.safetensors").exists()
     finally:
         watcher.send_signal(signal.SIGINT)
-        watcher.wait(60)
-        job.wait(20)
+        watcher.wait(100)
+        job.wait(100)
     assert (the_run(out) / "report.html").exists()
 
 
@@ -56,10 +56,10 @@ def test_a_program_has_a_live_page_until_it_is_killed(start: Callable[..., subpr
     said.touch()
     program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "program.pid")]
     job = start("-c", _RUN, str(said), "watch", "--no-browser", "--out", str(out), "--", *program)
-    words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")], 60)
+    words = wait_until(lambda: [word for word in said.read_text().split() if word.startswith("http://")])
     with ask(words[0], "/") as answer:
         assert answer.status == 403
-    place = wait_until(lambda: _find_place(words[0]), 60)
+    place = wait_until(lambda: _find_place(words[0]))
     with ask(words[0], f"/events?{words[0].partition('?')[2]}&from={place}") as viewer:
         while not (event := read_event(viewer))["rows"]:
             pass
@@ -70,7 +70,7 @@ def test_a_program_has_a_live_page_until_it_is_killed(start: Callable[..., subpr
     assert "Killed by signal 9" in event["status"]
     with ask(words[0]) as answer:  # the page that the browser loads then
         assert "Killed by signal 9" in answer.read().decode()
-    job.wait(60)
+    job.wait(100)
     assert (the_run(out) / "report.html").exists() and "exit code -9" in said.read_text()
 
 

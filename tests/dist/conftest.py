@@ -1,5 +1,18 @@
 """What the tests with real ranks share."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
 from tests.dist.forked_ranks import forked
 
-__all__ = ["forked"]
+__all__ = ["forked", "job"]
+
+
+@pytest.fixture
+def job(on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`job(num_ranks, fn, *args)`: what ranks do together."""
+    return on_ranks

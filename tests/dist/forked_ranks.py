@@ -57,7 +57,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
 
     yield run
     requests.close()
-    zygote.wait(timeout=20)
+    zygote.wait(timeout=100)
     answers.close()
 
 

@@ -82,7 +82,7 @@ def find_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> list[st
 
 def collect(dtype: torch.dtype, is_full: bool) -> dict[str, list[str]]:
     found = {}
-    with paceline.init("paceline", "cpu", announce=None, threads=1, timeout_s=20) as world:
+    with paceline.init("paceline", "cpu", announce=None, threads=1, timeout_s=60) as world:
         for name, options in list_plans(Layers(dtype)).items():
             found[name] = find_bits(world.rank, dtype, options)
             if is_full or name in FETCHED:
@@ -109,9 +109,9 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_averages_are_equal_to_the_bit(on_ranks, num_ranks, dtype, is_full):
-    runs = on_ranks(num_ranks, collect, dtype, is_full, timeout_s=120)
+    runs = on_ranks(num_ranks, collect, dtype, is_full)
     if is_full:
-        runs += on_ranks(num_ranks, collect, dtype, is_full, timeout_s=120)
+        runs += on_ranks(num_ranks, collect, dtype, is_full)
     wanted = runs[0]["default"]
     assert len(set(wanted)) == STEPS
     different = {name for found in runs for name, bits in found.items() if bits != wanted}

@@ -161,7 +161,7 @@ def test_long_output_arrives_whole_and_before_what_is_shown_later(notebook):
 
 def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
     notebook.run("kept = 7")
-    with pytest.raises(CellError, match="rank 1 of 2 failed: ZeroDivisionError") as caught:
+    with pytest.raises(CellError, match=r"rank 1 of 2 .*ZeroDivisionError") as caught:
         notebook.run("def f(n):\n    return 1 / n\nf(1 - rank)")
     assert caught.value.rank == 1 and caught.value.others == ()
     assert "    return 1 / n\n" in caught.value.rank_traceback and "interactiveshell" not in caught.value.rank_traceback
@@ -173,7 +173,7 @@ def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
     ("source", "words"), [("x = (", "SyntaxError"), ("exit(3)", "SystemExit"), ("nowhere", "NameError")]
 )
 def test_the_same_error_on_all_ranks_is_one(notebook, source, words):
-    with pytest.raises(CellError, match=f"ranks 0, 1 of 2 failed: {words}"):
+    with pytest.raises(CellError, match=f"ranks 0, 1 of 2 .*{words}"):
         notebook.run(source)
     assert notebook.show("1") == ["1", "1"]
 
@@ -181,7 +181,7 @@ def test_the_same_error_on_all_ranks_is_one(notebook, source, words):
 @pytest.mark.parametrize("call", ["dist.all_reduce(torch.ones(1))", "world.barrier()", "dist.recv(torch.ones(1), 1)"])
 def test_a_rank_that_waits_for_one_that_failed_is_freed_and_a_new_world_opened(notebook, monkeypatch, call):
     monkeypatch.setattr(cell_ranks, "_STUCK_S", 0.3)
-    with pytest.raises(CellError, match="rank 1 of 2 failed: ValueError: planted") as caught:
+    with pytest.raises(CellError, match=r"rank 1 of 2 .*planted") as caught:
         notebook.run(f"if rank == 1:\n    raise ValueError('planted')\n{call}")
     assert len(caught.value.others) == 1 and "waited for rank 1 (In[" in caught.value.others[0]
     assert call in caught.value.others[0]

@@ -25,11 +25,6 @@ from paceline.parallel.ddp import _move_inputs
 from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
 
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
-
-
 @contextlib.contextmanager
 def swapped(is_ours: bool = True) -> Iterator[None]:
     """Swap the wrapper in this context, and restore it, because warm ranks are reused."""

@@ -23,11 +23,6 @@ from tests.conftest import BACKEND
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_close, draw, gradients, loss
 
 
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
-
-
 def train_in_groups() -> None:
     with paceline.init(announce=None) as world:
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]

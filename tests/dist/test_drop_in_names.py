@@ -24,11 +24,6 @@ from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, dr
 TORCHS_OWN = nn.parallel.DistributedDataParallel
 
 
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
-
-
 ATTRIBUTES = (
     "device", "device_ids", "device_type", "dim", "output_device", "bucket_bytes_cap", "require_forward_param_sync",
     "require_backward_grad_sync", "is_multi_device_module", "mixed_precision", "parameters_to_ignore", "process_group",

@@ -25,11 +25,6 @@ ROWS, WIDTH = 2048, 32
 SMALL_BUCKETS = 0.1
 
 
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=60)
-
-
 class Words(nn.Module):
     """An embedding, a layer and a head. Each option varies one thing that models do differently."""
 

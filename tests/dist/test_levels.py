@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,6 @@ from tests.dist.test_training_resume import SMALL, assert_same_run, copy_until, 
 from tests.dist.wrapped import check_equal, error_of
 
 CODECS = ("bf16", "int8", "topk:0.1,dgc", "powersgd:2")
-
-
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=90)
 
 
 @contextlib.contextmanager

@@ -241,7 +241,7 @@ def check_death(folder: Path, reset: bool = False) -> None:
         left = [kernel.pid, *(process.pid for process in descendants(kernel.pid))]
         assert len(find_ranks(kernel.pid)) == 2 and len(left) >= 4
         os.kill(kernel.pid, signal.SIGKILL)
-        wait_until(lambda: not any(_lives(pid) for pid in left), 10)
+        wait_until(lambda: not any(_lives(pid) for pid in left))
     finally:
         kernel.close()
 

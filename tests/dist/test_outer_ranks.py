@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import time
 import warnings
 from collections.abc import Callable
@@ -22,16 +21,11 @@ from paceline.strategy import Strategy
 from tests.dist.wrapped import check_equal, error_of, here
 from tests.unit.made_outer import Replicas, build_model, draw
 
-SOON_S = 20
+SOON_S = 60  # a limit of a collective, or of the job, is longer
 SCHEDULES = (
     "localsgd:3", "localsgd:3,after=4", "slowmo:3+bf16", "diloco:3", "diloco:4+int8", "diloco:4,fragments=2+int4",
     "diloco:4,fragments=2,delay=3,mixing=0.25+int8", "diloco:5,delay=2",
 )  # fmt: skip
-
-
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=60)
 
 
 class Trainee:

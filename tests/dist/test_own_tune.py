@@ -140,7 +140,7 @@ def test_a_factory_must_return_a_module_that_learns_and_its_step(factory):
 
 
 def test_a_wrong_factory_is_an_error_of_the_call_and_not_of_a_rank():
-    with pytest.raises(ConfigError, match=r"\(model, step\).* returned TwoTowers"):
+    with pytest.raises(ConfigError, match="TwoTowers"):
         paceline.tune(build_only_a_model, network="10gbe", quick=True, iters=2, backend="gloo")
 
 

@@ -268,7 +268,7 @@ def find_far(case: Case, record: Record, wanted: Record) -> list[str]:
 
 def run_cases(names: list[str], backend: str, variants: str = "reducers") -> list[str]:
     """Cases on all reducers, in one world: what is wrong, with the case and the reducer."""
-    with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
+    with paceline.init(backend, "cpu", announce=None, timeout_s=60) as world:
         return [line for name in names for line in run_case(name, world, variants)]
 
 
@@ -320,7 +320,7 @@ NUM_PARTS = 6
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, NUM_PARTS))])
 def test_every_rung_trains_as_one_process_does(on_ranks, part, turn):
     world_size, backend = WORLDS[(part + turn) % 2]
-    lines = on_ranks(world_size, run_cases, list(CASES)[part::NUM_PARTS], backend, timeout_s=120)
+    lines = on_ranks(world_size, run_cases, list(CASES)[part::NUM_PARTS], backend)
     found = [line for each in lines for line in each]
     assert not found, "\n".join(["", *dict.fromkeys(found)])
 
@@ -334,6 +334,6 @@ COMMON = ("plain", "tied", "unused", "bfloat16", "batchnorm", "uneven")
 def test_strategies_that_lose_nothing_train_as_one_process_does(on_ranks, names):
     assert set(COMMON) <= set(SENT)
     for world_size, backend in WORLDS:
-        lines = on_ranks(world_size, run_cases, list(names), backend, "strategies", timeout_s=120)
+        lines = on_ranks(world_size, run_cases, list(names), backend, "strategies")
         found = [line for each in lines for line in each]
         assert not found, "\n".join(["", *dict.fromkeys(found)])

@@ -109,7 +109,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     return words, num_bytes[0]
 
 
-@pytest.mark.parametrize(("fault", "times"), [("twice", 2), ("uncounted", 0)])
+@pytest.mark.parametrize(("fault", "times"), [("twice", 2), pytest.param("uncounted", 0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "setup", [Setup("torch", "gloo"), *(Setup("paceline", backend) for backend in BACKENDS)], ids=str
 )

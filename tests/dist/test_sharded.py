@@ -129,7 +129,7 @@ def list_warnings(rank: int, update: Any, **options: Any) -> list[str]:
 
 def compare_on_shm() -> dict[str, bool]:
     found = {}
-    with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=20) as world:
+    with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=60) as world:
         rank = world.rank
         for kind in ("sgd", "adamw"):
             plain = follow(rank, kind, None)
@@ -154,13 +154,13 @@ def compare_on_shm() -> dict[str, bool]:
 @needs_shm
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_shared_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_ranks):
-    for found in on_ranks(num_ranks, compare_on_shm, timeout_s=120):
+    for found in on_ranks(num_ranks, compare_on_shm):
         assert [name for name, same in found.items() if not same] == []
 
 
 def compare_on_gloo() -> tuple[dict[str, bool], Any]:
     found = {}
-    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
+    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=60) as world:
         rank, n = world.rank, world.world_size
         # With more than two ranks, a ring does not sum in rank order.
         close: dict[str, float] = {} if n == 2 else {"rtol": 1e-5, "atol": 1e-6}
@@ -242,7 +242,7 @@ def look_after_a_step(rank: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_ranks):
-    results = on_ranks(num_ranks, compare_on_gloo, timeout_s=120)
+    results = on_ranks(num_ranks, compare_on_gloo)
     for found, last in results:
         assert [name for name, same in found.items() if not same] == []
         assert torch.equal(last, results[0][1])
@@ -251,7 +251,7 @@ def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_
 def save_and_use() -> Any:
     """A full state from another number of ranks; overflow on one rank; refusals; independent copies."""
     facts: dict[str, Any] = {}
-    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
+    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=60) as world:
         rank = world.rank
         model, optimizer = build("sgd", "zero1")
         scaler = torch.amp.GradScaler(here().type, init_scale=4.0)
@@ -289,7 +289,7 @@ def save_and_use() -> Any:
 
 
 def test_overflow_and_refusals(on_ranks):
-    first, second = on_ranks(2, save_and_use, timeout_s=60)
+    first, second = on_ranks(2, save_and_use)
     assert first == second
     assert first["skipped"] == ([True, False], 2.0)
     assert first["finite"]
@@ -303,7 +303,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sharding._STATE_TIMEOUT_S, before = 0.3, sharding._STATE_TIMEOUT_S
     try:
-        with paceline.init(backend, "cpu", announce=None, threads=1, timeout_s=20) as world:
+        with paceline.init(backend, "cpu", announce=None, threads=1, timeout_s=60) as world:
             model, optimizer = build("adamw", "zero1")
             train(model, optimizer, world.rank, range(2))
             if world.rank == 0:
@@ -336,7 +336,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=needs_shm)])
 def test_who_asks_alone_for_the_state_gets_an_error_or_what_was_put_together(on_ranks, backend):
-    first, second = on_ranks(2, ask_alone, backend, timeout_s=60)
+    first, second = on_ranks(2, ask_alone, backend)
     kind, text = first["alone"]
     assert kind == "ConfigError strategy" and "rank 1 did not call it in 0.3 s" in text
     assert "consolidate_state_dict()" in text and first["late"] == second["late"] == first["alone"]
@@ -349,7 +349,7 @@ def test_who_asks_alone_for_the_state_gets_an_error_or_what_was_put_together(on_
 
 def write_in_place() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=20) as world:
+    with paceline.init("shm", "cpu", announce=None, threads=1, timeout_s=60) as world:
         rank, x = world.rank, torch.arange(4)
         model, optimizer = build("sgd", "zero1")
         train(model, optimizer, rank, range(2))
@@ -380,7 +380,7 @@ def write_in_place() -> dict[str, Any]:
 
 @needs_shm
 def test_one_copy_is_not_changed_by_each_rank(on_ranks):
-    first, second = on_ranks(2, write_in_place, timeout_s=60)
+    first, second = on_ranks(2, write_in_place)
     assert first["one copy"][0] == first["one copy"][1]
     assert first["loaded here alone"] == [False, True]
     assert first["loaded on one rank"] == second["loaded on one rank"]
@@ -392,7 +392,7 @@ def test_one_copy_is_not_changed_by_each_rank(on_ranks):
 
 def train_from(saved: Any, kind: str, strategy: str | None, steps: range) -> Any:
     """Four samples per step, divided among the ranks, from a saved model and state."""
-    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=20) as world:
+    with paceline.init("gloo", "cpu", announce=None, threads=1, timeout_s=60) as world:
         model, optimizer = build(kind, strategy)
         if saved is not None:
             model.load_state_dict(saved[0])
@@ -414,12 +414,12 @@ def test_a_state_goes_from_two_ranks_to_four_and_to_one(on_ranks):
     saved, want = None, None
     for num_ranks, steps in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
         loaded = saved
-        results = on_ranks(num_ranks, train_from, loaded, "adamw", "zero1", steps, timeout_s=60)
+        results = on_ranks(num_ranks, train_from, loaded, "adamw", "zero1", steps)
         saved = results[0]
         for other in results[1:]:
             assert all(torch.equal(other[0][name], value) for name, value in saved[0].items())
         # The state is torch's: an unsharded optimizer continues from it, and the totals match.
-        (want,) = on_ranks(1, train_from, loaded, "adamw", None, steps, timeout_s=60)
+        (want,) = on_ranks(1, train_from, loaded, "adamw", None, steps)
         assert sum(result[2] for result in results) >= want[2] - 13
         for name, value in want[0].items():
             torch.testing.assert_close(saved[0][name], value, rtol=1e-5, atol=1e-6)

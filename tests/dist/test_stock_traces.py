@@ -86,7 +86,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert (Path(document["run"]) / "caps.png").stat().st_size > 0
 
 
-def test_two_ranks_other_networks_and_other_numbers_of_ranks(command, traced, sketched, tmp_path):
+def test_two_ranks_other_networks_and_other_numbers_of_ranks(command, traced, tmp_path):
     files = [str(traced[0] / f"plain-{rank}.json") for rank in (0, 1)]
     more = ("--network", "10gbe", "--ranks", "4,64", "--json", "--out", str(tmp_path))
     answer = command("predict", "--trace", *files, *more)

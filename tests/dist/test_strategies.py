@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -26,11 +25,6 @@ from tests.unit.made_plans import plan_in_pieces
 
 LOSSY = ("int8", "int4", "topk:0.1", "powersgd:2")
 ALL = ("bf16", *LOSSY, "topk:0.1,dgc,warmup=4")
-
-
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=60)
 
 
 class Mixed(nn.Module):
@@ -201,7 +195,7 @@ def average_in_bf16(backend: str) -> tuple[list[Any], list[Any]]:
 def test_bf16_in_shared_memory_is_what_ranks_get_that_send_it(on_ranks):
     if why_not():
         pytest.skip(f"NOT TESTED: {why_not()}")
-    sent, shared = (on_ranks(3, average_in_bf16, backend, timeout_s=60) for backend in ("gloo", "shm"))
+    sent, shared = (on_ranks(3, average_in_bf16, backend) for backend in ("gloo", "shm"))
     for (one, means), (other, others) in zip(sent, shared, strict=True):
         assert all(map(torch.equal, one, other))
         # With average="samples", the first step is divided by the true total after the sum.

@@ -28,11 +28,6 @@ from tests.dist.wrapped import error_of
 TOLERANCE = 1e-6  # relative, in float64
 
 
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=120)
-
-
 def need(name: str) -> None:
     """Skip where a package is missing. It is not imported here, where it would leave variables behind."""
     if importlib.util.find_spec(name) is None:

@@ -58,7 +58,8 @@ def take(rest: list[tuple[int, int]], size: int, rank: int, world_size: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "grow"), [(1, "accumulate"), (2, "accumulate"), (2, "batch-size"), (3, "batch-size")]
+    ("ranks", "grow"),
+    [(2, "accumulate"), *(pytest.param(n, "batch-size", marks=[pytest.mark.slow] * (n < 3)) for n in (1, 2, 3))],
 )
 def test_the_samples_are_in_the_order_of_a_batch_that_stays(train, tmp_path, ranks, grow):
     shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12, "grow": grow}
@@ -122,7 +123,9 @@ def test_micro_batches_become_more_or_larger(on_ranks, tmp_path, grow, wanted):
     assert on_ranks(2, count_micro_batches, settings, tmp_path) == [wanted, wanted]
 
 
-@pytest.mark.parametrize(("grow", "schedule"), [("accumulate", "constant"), ("batch-size", "cosine")])
+@pytest.mark.parametrize(
+    ("grow", "schedule"), [pytest.param("accumulate", "constant", marks=pytest.mark.slow), ("batch-size", "cosine")]
+)
 def test_a_resume_before_and_after_growths_is_exact_to_the_bit(train, tmp_path, grow, schedule):
     """Steps 9 and 10 are inside the second epoch, behind the first growth and the second; 6 is before any."""
     changes = {"grow": grow, "schedule": schedule}

@@ -214,7 +214,7 @@ def share_here(first_bytes: int, second_bytes: int, pids: list[int], limit_s: fl
     second.start()
     play(0, first_bytes, pass_on)
     second.join()
-    found[2] += strangers[0].communicate(timeout=20)[0]
+    found[2] += strangers[0].communicate(timeout=100)[0]
     return found
 
 

@@ -149,7 +149,7 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
 
     rendezvous.agree_on_backend = agree_late
     try:
-        with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
+        with paceline.init(backend, "cpu", announce=None, timeout_s=60) as world:
             world.share({"rank": world.rank})
             dist.all_reduce(torch.full((1024,), SECRET))
             values = paceline.run_ranks(os.getpid, world.world_size)
@@ -206,7 +206,7 @@ def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
     try:
         store = rendezvous.PrivateStore(lambda: rendezvous._call_host("127.0.0.1", port, b"the secret", place, 5.0))
         store.set("a", "1")
-        with pytest.raises(LaunchError, match="does not know the PACELINE_SECRET") as caught:
+        with pytest.raises(LaunchError, match="PACELINE_SECRET") as caught:
             rendezvous._call_host("127.0.0.1", port, b"a guess", place, 5.0)
         assert caught.value.code == "stranger"
         with socket.create_connection(("127.0.0.1", port)) as link:

@@ -98,7 +98,7 @@ def job(hosts: list[str], tmp_path: Path) -> Iterator[Callable[..., list[Ended]]
     for process in started:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=100)
 
 
 @pytest.mark.slow

@@ -32,9 +32,11 @@ def compile_parts(kind: str, backend: str = "aot_eager") -> None:
                 check(world, plain, wanted, (reducer, step))
 
 
-@pytest.mark.parametrize("kind", ["block", "model", pytest.param("wrapper", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "wrapper"))]
+)
 def test_compiled_gradients_are_averaged(on_ranks, kind):
-    on_ranks(2, compile_parts, kind, timeout_s=60)
+    on_ranks(2, compile_parts, kind)
 
 
 class Small(torch.nn.Module):
@@ -109,7 +111,7 @@ def compile_in_buckets() -> list[int]:
 
 @pytest.mark.slow
 def test_a_compiled_model_is_split_at_the_buckets(on_ranks):
-    for few, several, unsplit in on_ranks(2, compile_in_buckets, timeout_s=60):
+    for few, several, unsplit in on_ranks(2, compile_in_buckets):
         assert unsplit == 1 < few < several
 
 
@@ -128,7 +130,7 @@ def compile_and_break() -> tuple[str, str]:
 
 
 def test_an_unused_parameter_is_named_where_the_model_is_compiled(on_ranks):
-    first, second = on_ranks(2, compile_and_break, timeout_s=60)
+    first, second = on_ranks(2, compile_and_break)
     assert first == second
     assert first[0] == "CollectiveError missing-gradient"
     assert "right.weight on rank 1" in first[1]
@@ -149,5 +151,5 @@ def compile_alike() -> dict[str, int]:
 
 @pytest.mark.slow
 def test_blocks_that_are_alike_are_all_compiled(on_ranks):
-    (frames,) = on_ranks(1, compile_alike, timeout_s=60)
+    (frames,) = on_ranks(1, compile_alike)
     assert frames["ok"] == frames["total"] > 16  # ten blocks, for training and for evaluation

@@ -16,11 +16,6 @@ from paceline.parallel import DDP, ddp
 from tests.dist.wrapped import Net, average_alone, check, check_equal, draw, error_of, gradients, loss
 
 
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
-
-
 def weigh_two_backwards() -> None:
     with paceline.init(announce=None) as world:
         model = DDP(Net(), average="samples")

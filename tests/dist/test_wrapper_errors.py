@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -18,12 +17,7 @@ from paceline.parallel import DDP, backward, streams
 from paceline.parallel.channel import Channel
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_equal, describe, error_of, here, loss
 
-SOON_S = 15
-
-
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
+SOON_S = 60  # a limit of a collective, or of the job, is longer
 
 
 # -- wrapping ---------------------------------------------------------------------------------------------------------

@@ -34,12 +34,6 @@ from tests.dist.wrapped import (
     loss,
 )
 
-
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
-
-
 # -- gradients and parameters that users replace ----------------------------------------------------------------------
 
 
@@ -454,11 +448,11 @@ def outlive_a_group() -> bool:
 
         def hold(done, group=group):
             is_there.set()
-            may_end.wait(30)
+            may_end.wait(100)
             return done.value()
 
         future = work.get_future().then(hold)
-        assert is_there.wait(30)
+        assert is_there.wait(100)
         del group, work, hold
         owners.clear()
         gc.collect()

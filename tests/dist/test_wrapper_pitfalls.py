@@ -27,12 +27,6 @@ from tests.dist.wrapped import (
     loss,
 )
 
-
-@pytest.fixture
-def job(on_ranks):
-    return functools.partial(on_ranks, timeout_s=30)
-
-
 # -- what a hook is given, and what it may touch ----------------------------------------------------------------------
 
 
@@ -237,7 +231,7 @@ def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]], early: dict[in
                     model._ready.reducer.timeline.sample_next = True
 
 
-@pytest.mark.parametrize("width", [4, pytest.param(256, id="large")])
+@pytest.mark.parametrize("width", [4, pytest.param(256, id="large", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("uses", "early"),
     [
@@ -446,7 +440,7 @@ def test_a_rank_that_fails_in_backward_and_ends_is_named_by_the_others(job):
     assert second == [("OSError", "the disk of this rank is full")]
     assert [kind for kind, _ in first] == ["CollectiveError peer-lost"]
     assert "rank 1" in first[0][1] and "OSError: the disk of this rank is full" in first[0][1]
-    assert first_s < 15
+    assert first_s < 60  # a limit of a collective, or of the job, is longer
 
 
 def test_a_rank_that_fails_in_backward_and_goes_on_meets_the_others_in_one_error(job):

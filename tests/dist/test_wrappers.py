@@ -78,7 +78,7 @@ def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
     wanted = WrapperSettings(
         models=("cnn",), wrappers=("paceline", "bare", "torch"), ranks=(1, 2), batch_size=2, iters=3, warmup=1
     )
-    first, second = on_ranks(2, measure_wrappers, wanted, timeout_s=100)
+    first, second = on_ranks(2, measure_wrappers, wanted)
     assert first.records == second.records
     records = first.records
     assert [(r.world_size, r.wrapper) for r in records] == [
@@ -108,7 +108,7 @@ def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
     wanted = WrapperSettings(
         backends=("gloo", "paceline"), models=("cnn",), wrappers=wrappers, batch_size=2, iters=3, warmup=1
     )
-    first, second = on_ranks(2, measure_wrappers, wanted, timeout_s=100)
+    first, second = on_ranks(2, measure_wrappers, wanted)
     assert first.records == second.records
     assert [(r.backend, r.wrapper) for r in first.records] == [(b, w) for b in ("gloo", "shm") for w in wrappers]
     assert [(r.num_wrong, r.num_checked, r.timing.count) for r in first.records] == [(0, 16, 3)] * 6

@@ -77,13 +77,19 @@ def parse(path: Path) -> ast.Module:
     return _parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, in the order of `ast.walk`, which takes longer than what the rules do with them."""
+    return tuple(ast.walk(tree))
+
+
 def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that a module imports: anywhere in it, and under TYPE_CHECKING too.
 
     `from a import b` gives `a.b`, since b may be a module. Imports by a literal name (`import_module("a")`) count.
     """
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(parse(path)):
+    for node in nodes(parse(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
 
 from paceline.torch_internals import MEMBERS, OPTIONAL
 
-from .reading import PACKAGE, expect_none, imports, modules, parse, where, write_package
+from .reading import PACKAGE, expect_none, imports, modules, nodes, parse, where, write_package
 
 HOME = "torch_internals"
 LISTED = {path.rpartition(".")[2] for path in MEMBERS} | set(OPTIONAL)
@@ -27,24 +27,27 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and not name.startswith(OPERATORS)
 
 
-def find_own_names(tree: ast.Module) -> Iterator[str]:
+@functools.cache
+def find_own_names(tree: ast.Module) -> set[str]:
     """What a module defines: functions, classes, variables, and attributes of its own objects."""
-    for node in ast.walk(tree):
+    found = set()
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
+            found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
+                found.add(node.attr)
         elif isinstance(node, ast.alias):
-            yield node.asname or node.name
+            found.add(node.asname or node.name)
+    return found
 
 
 def find_torch_names(tree: ast.Module) -> set[str]:
     """The names in a module that stand for modules or objects of torch's."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             for alias in node.names:
@@ -54,10 +57,11 @@ def find_torch_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def find_uses(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+@functools.cache
+def find_uses(tree: ast.Module) -> list[tuple[int, str, bool]]:
     """Line and name of every private attribute, by `a._b` or `getattr(a, "_b")`; and whether it is one of torch's."""
-    torchs = find_torch_names(tree)
-    for node in ast.walk(tree):
+    torchs, found = find_torch_names(tree), []
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
             name, value = node.attr, node.value
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
@@ -69,7 +73,8 @@ def find_uses(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
         while isinstance(value, ast.Attribute):
             value = value.value
         if is_private(name):
-            yield node.lineno, name, isinstance(value, ast.Name) and value.id in torchs
+            found.append((node.lineno, name, isinstance(value, ast.Name) and value.id in torchs))
+    return found
 
 
 def find_private_names(root: Path) -> list[str]:
@@ -96,7 +101,7 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 
 def test_what_is_listed_is_used() -> None:
     trees = [(name, parse(path)) for name, path in modules(PACKAGE).items()]
-    texts = {node.value for _, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    texts = {node.value for _, tree in trees for node in nodes(tree) if isinstance(node, ast.Constant)}
     used = {name for module, tree in trees if not module.endswith(HOME) for _, name, _ in find_uses(tree)}
     own = {name for module, tree in trees if not module.endswith(HOME) for name in find_own_names(tree)}
     expect_none(sorted(LISTED - used - own - texts))

@@ -70,11 +70,6 @@ def test_the_program_of_the_readme_is_the_example_that_runs():
     assert example.endswith(blocks[0]) and blocks[0].startswith("import torch")
 
 
-def test_the_readme_is_short():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) < 100
-
-
 def find_public(words: str) -> Any:
     """`bench.allreduce`: the object of this public name."""
     found = functools.reduce(getattr, words.split("."), paceline)

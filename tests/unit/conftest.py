@@ -1,14 +1,9 @@
 """Builders of small records and environments that the unit tests share."""
 
-import hypothesis
 import pytest
 
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord, Samples, StepRecord
 from paceline.records.environment import Environment
-
-# No deadline: how long an example takes depends on the load of the machine.
-hypothesis.settings.register_profile("paceline", deadline=None)
-hypothesis.settings.load_profile("paceline")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -107,12 +107,12 @@ def test_cells_whose_files_would_have_one_name_are_not_mistaken_for_each_other(s
     assert [len(study.find(name)) for name in ("weak 32", "weak/32")] == [1, 2]
     file = next((study.path / "cells").glob("weak-32.json"))
     file.write_text(file.read_text().replace("weak 32", "weak 33"))
-    with pytest.raises(RecordError, match="it holds 'weak 33'"):
+    with pytest.raises(RecordError, match="'weak 33'"):
         study.find("weak 32")
 
 
 def test_another_verb_is_refused(study):
-    with pytest.raises(ConfigError, match="`scale ranks`, and this is `scale batch`") as caught:
+    with pytest.raises(ConfigError, match=r"`scale ranks`.*`scale batch`") as caught:
         Study.load(study.path, "scale batch")
     assert caught.value.code == "other-verb"
 

@@ -70,12 +70,12 @@ def test_a_buffer_is_filled_again_without_a_new_one():
 
 
 def test_a_type_that_the_format_lacks_is_named():
-    with pytest.raises(ConfigError, match=r"tensor 'z' of torch.complex128 cannot be saved"):
+    with pytest.raises(ConfigError, match=r"'z' .*torch.complex128"):
         TensorBuffer().fill({"z": torch.ones(1, dtype=torch.complex128)}, {})
 
 
 def test_the_name_of_the_metadata_is_refused_for_a_tensor():
-    with pytest.raises(ConfigError, match="cannot be saved as '__metadata__'"):
+    with pytest.raises(ConfigError, match="'__metadata__'"):
         TensorBuffer().fill({"__metadata__": torch.ones(1)}, {"format": "pt"})
 
 
@@ -146,7 +146,7 @@ def test_export_never_overwrites_and_leaves_nothing_behind(tmp_path):
 
 
 def test_a_state_that_is_no_tensor_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="'extra' in the model's state is a dict"):
+    with pytest.raises(ConfigError, match=r"'extra'.*dict"):
         export_weights(tmp_path / "w", {"extra": {}})
 
 

@@ -100,14 +100,14 @@ def test_what_does_not_fit_is_named_by_its_path_and_type(value, complaint):
 
 
 def test_a_state_that_is_itself_of_another_type_is_named():
-    with pytest.raises(ConfigError, match=r"^state is of type set"):
+    with pytest.raises(ConfigError, match=r"^state .*set"):
         pack_state({1}, {})
 
 
 def test_a_state_that_holds_itself_is_refused():
     state = {}
     state["again"] = [state]
-    with pytest.raises(ConfigError, match=r"^again\.0\.again.* is nested more than 100 levels deep"):
+    with pytest.raises(ConfigError, match=r"^again\.0\.again.*100 levels"):
         pack_state(state, {})
 
 

@@ -25,6 +25,7 @@ SHAPES = ((37, 29), (13,), (5, 3, 3, 3), (0, 4), (), (4, 0), (1, 300), (301,))
 NAMES = tuple(f"p{index}" for index in range(len(SHAPES)))
 # Tolerances in float32, relative to the largest number.
 ROUNDING = 1e-5
+NUM_STEPS = 60
 
 
 def build(text: str, num_ranks: int) -> list[codecs.Codec]:
@@ -133,11 +134,11 @@ def test_power_sgd_of_sufficient_rank_is_the_mean(either):
 
 
 @pytest.mark.parametrize("text", LOSSY)
-def test_nothing_is_lost_or_counted_twice_over_200_steps(text, either):
+def test_nothing_is_lost_or_counted_twice_over_many_steps(text, either):
     """The applied updates plus the mean residual equal the sum of the mean gradients."""
     num_ranks, shapes, names = 3, ((24, 17), (31,)), ("m", "b")
     ranks, applied, given = build(text, num_ranks), None, None
-    for step in range(200):
+    for step in range(NUM_STEPS):
         grads = draw(num_ranks, step, shapes)
         total = mean(grads)
         average(ranks, grads, step, names)
@@ -147,7 +148,7 @@ def test_nothing_is_lost_or_counted_twice_over_200_steps(text, either):
     for name, have, want in zip(names, applied, given, strict=True):
         left = [codec.errors[name].double() for codec in ranks if name in codec.errors]
         have = have + (sum(left) / num_ranks).view_as(have) if left else have
-        torch.testing.assert_close(have, want, rtol=0, atol=200 * ROUNDING * float(want.abs().max()))
+        torch.testing.assert_close(have, want, rtol=0, atol=NUM_STEPS * ROUNDING * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("text", ["topk:0.05,feedback=0", "int4,feedback=0", "powersgd:1,feedback=0"])
@@ -190,7 +191,7 @@ def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_at_most_twice(eithe
     assert torch.equal(grads[0][0], torch.full((7,), 1.0 + 2**-7))
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, pytest.param(-math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", ALL)
 def test_a_non_finite_number_reaches_all_ranks_but_no_residual(text, bad, either):
     """Nor the memory of other buckets of the same step, because no rank applies any of them."""

@@ -76,14 +76,14 @@ def test_what_can_be_made_is_accepted(name):
 
 def test_a_folder_without_the_files_names_what_it_holds(tmp_path):
     (tmp_path / "notes.md").write_text("")
-    with pytest.raises(ConfigError, match=r"no train split \(it holds notes.md\): get cifar-10-python"):
+    with pytest.raises(ConfigError, match=r"notes.md.*cifar-10-python"):
         check_request(DataRequest(name="cifar10", path=str(tmp_path)))
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"has no train-labels\[-.\]idx1-ubyte"):
+    with pytest.raises(ConfigError, match=r"train-labels\[-.\]idx1-ubyte"):
         check_request(DataRequest(name="mnist", path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"notes.md is a file: get msr_"):
+    with pytest.raises(ConfigError, match=r"notes.md .*msr_"):
         check_request(DataRequest(name="mrpc", path=str(tmp_path / "notes.md")))
-    with pytest.raises(ConfigError, match=r"it holds notes.md, train-images.*\.txt files"):
+    with pytest.raises(ConfigError, match=r"notes.md, train-images.*\.txt"):
         check_request(DataRequest(name="text", path=str(tmp_path)))
 
 
@@ -134,7 +134,7 @@ def test_without_a_hub_the_user_is_told_what_to_get(monkeypatch, name, source, f
 
 def test_a_lookup_of_the_hub_that_takes_forever_is_not_waited_for(fake_hub, monkeypatch):
     done = threading.Event()
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_: done.wait(30))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_: done.wait(100))
     fake_hub("http://unused", None)
     with pytest.raises(ConfigError, match="Timeout") as caught:
         data.load_from_hub("mnist")

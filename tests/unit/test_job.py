@@ -44,7 +44,7 @@ def test_gradients_can_travel_in_another_type(gradients, num_bytes, dtype):
 
 
 def test_unknown_types_and_empty_backwards_are_refused():
-    with pytest.raises(ConfigError, match="'fp8': use fp32, bf16"):
+    with pytest.raises(ConfigError, match=r"'fp8'.*fp32, bf16"):
         build_job_from_profile(build_profile(), "fp8")
     with pytest.raises(RecordError):
         build_job_from_profile(build_profile(backward=samples(0.0, 0.0)))
@@ -79,13 +79,13 @@ def time(layer: str, seconds: float) -> LayerTimeRecord:
     return LayerTimeRecord(layer=layer, timing=Summary(median_s=seconds), source="imported")
 
 
-def gpt2_large():
+def gpt2_large(layers=LAYERS):
     """GPT-2 large as published tables list it: the tied embedding twice, and no times for the embeddings."""
     sizes = [size("Token embedding", VOCABULARY * WIDTH), size("Position embedding", CONTEXT * WIDTH)]
-    sizes += [size(f"Block {number}", BLOCK) for number in range(LAYERS)]
+    sizes += [size(f"Block {number}", BLOCK) for number in range(layers)]
     sizes += [size("LayerNorm final", 2 * WIDTH), size("LM head", VOCABULARY * WIDTH)]
     times = [time("forward", 0.397), time("backward", 1.7e-6), time("step", 0.077), time("ln_f grad", 0.1 * MS)]
-    times += [time("lm_head grad", 57 * MS), *(time(f"block_{number} grad", 21.45 * MS) for number in range(LAYERS))]
+    times += [time("lm_head grad", 57 * MS), *(time(f"block_{number} grad", 21.45 * MS) for number in range(layers))]
     return build_job_from_tables(sizes, times)
 
 
@@ -148,7 +148,7 @@ def test_the_widest_range_is_chosen():
 
 
 def test_a_larger_latency_asks_for_larger_buckets():
-    job = gpt2_large()
+    job = gpt2_large(6)
     costs = MachineCosts(curve=CURVE)
     changes = estimate_sensitivity(job, costs, CURVE)
     by_name = {(change.what, change.factor): change for change in changes}
@@ -179,9 +179,9 @@ def test_exported_tables_give_the_backward_of_their_profile():
 
 
 def test_times_without_a_size_and_tables_without_layers_are_refused():
-    with pytest.raises(RecordError, match="no sizes for the timed layers c"):
+    with pytest.raises(RecordError, match=r"sizes.* c"):
         build_job_from_tables([size("a", 1)], [time("c grad", 1.0)])
     with pytest.raises(RecordError, match="empty"):
         build_job_from_tables([], [])
-    with pytest.raises(RecordError, match="each layer needs a row `NAME grad`"):
+    with pytest.raises(RecordError, match="`NAME grad`"):
         build_job_from_tables([size("a", 1)], [time("forward", 1.0), time("backward", 1.0)])

@@ -55,7 +55,7 @@ def test_bus_factors_are_those_of_nccl_tests(collective, ranks, factor):
 
 
 def test_an_unknown_collective_has_no_bus_factor():
-    with pytest.raises(RecordError, match="unknown collective 'all_to_all'"):
+    with pytest.raises(RecordError, match="'all_to_all'"):
         bus_factor("all_to_all", 2)
 
 

@@ -110,7 +110,7 @@ class Group:
         self.aborted, self._together, self._error = threading.Event(), together, error
 
     def abort(self) -> None:
-        self._together.wait(20)  # they must be aborted together, otherwise none of them ends
+        self._together.wait(100)  # they must be aborted together, otherwise none of them ends
         self.aborted.set()
         if self._error:
             raise RuntimeError("it is being destroyed")

@@ -88,11 +88,11 @@ class Mine:
 
 @pytest.mark.parametrize("value", [Mine(), object(), print, torch.nn.Linear(1, 1), torch.eye(2).to_sparse()])
 def test_what_is_no_plain_value_is_refused_by_its_type(value):
-    with pytest.raises(ConfigError, match="cannot be sent to other ranks"):
+    with pytest.raises(ConfigError, match="other ranks"):
         messages.encode({"deep": [value]})
     loop: list = []
     loop.append(loop)
-    with pytest.raises(ConfigError, match="nested too deep"):
+    with pytest.raises(ConfigError, match="nested"):
         messages.encode(loop)
 
 

@@ -241,5 +241,5 @@ def test_classes_are_read_at_the_last_token_whatever_stands_behind_it():
 
 
 def test_a_sequence_longer_than_the_positions_is_refused():
-    with pytest.raises(ConfigError, match="a sequence of 17 tokens: this model has 16 positions"):
+    with pytest.raises(ConfigError, match=r"17 .*16"):
         build()(torch.zeros(1, 17, dtype=torch.long))

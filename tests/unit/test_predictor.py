@@ -130,17 +130,17 @@ def is_needed(kind, role=""):
 def test_evidence_that_is_not_there_is_missed(is_lost):
     left = [record for record in JOB.build_calibration() if not is_lost(record)]
     plans = [JOB.build_plan_step("cap", (0.08,) * 9, cap_bytes=MIB)]
-    with pytest.raises(MeasurementError, match="needs a layer profile, plain steps and local steps of the wrapper"):
+    with pytest.raises(MeasurementError, match="layer profile"):
         Evidence([*left, *plans])
 
 
 def test_without_a_sweep_or_with_a_summary_of_one_nothing_is_fitted():
     records = JOB.build_calibration()
     evidence = Evidence([record for record in records if not isinstance(record, CollectiveRecord)])
-    with pytest.raises(MeasurementError, match="two or more distinct sizes"):
+    with pytest.raises(MeasurementError, match="sizes"):
         fit_job(evidence)
     received = [replace(r, timing=Summary(mean_s=1.0)) if isinstance(r, CollectiveRecord) else r for r in records]
-    with pytest.raises(MeasurementError, match="needs raw samples"):
+    with pytest.raises(MeasurementError, match="samples"):
         fit_job(Evidence(received))
 
 

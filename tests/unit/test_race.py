@@ -73,7 +73,7 @@ def test_an_interval_is_made_of_order_statistics():
 
 def test_noise_that_lasts_in_one_replica_widens_the_interval():
     """Without that, 41 % of these races have a winner."""
-    source, false, count = random.Random(5), 0, 150
+    source, false, count = random.Random(5), 0, 60
     for _ in range(count):
         lasting, times = {"default": 0.0, "twin": 0.0}, {"default": [], "twin": []}
         for _ in range(256):

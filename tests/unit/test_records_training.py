@@ -153,7 +153,7 @@ def test_a_baseline_of_which_no_seed_finished_gives_no_gap():
 
 
 def test_a_seed_that_appears_twice_is_refused():
-    with pytest.raises(RecordError, match="none at 128: a seed appears twice"):
+    with pytest.raises(RecordError, match=r"128.*twice"):
         summarize_seeds([make_run(128), make_run(128)])
 
 
@@ -210,7 +210,10 @@ def test_estimates_are_unbiased(b, num_small):
     assert noise_scale == pytest.approx((deviations**2).sum() / (gradient**2).sum(), rel=0.2)
 
 
-@pytest.mark.parametrize(("num_probes", "strength"), [(4, 1.0), (8, 1.0), (30, 1.0), (8, 0.1), (20, 0.02)])
+@pytest.mark.parametrize(
+    ("num_probes", "strength"),
+    [(4, 1.0), (8, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((8, 1.0), (30, 1.0), (20, 0.02)))],
+)
 def test_nine_of_ten_intervals_hold_the_truth(num_probes, strength):
     """Also of few probes, and where the gradient drowns in noise: those intervals have no upper end."""
     rng = np.random.default_rng(2)
@@ -295,7 +298,7 @@ def test_an_impossible_record_is_refused(changes, reason):
 
 
 def test_a_record_without_probes_is_refused():
-    with pytest.raises(RecordError, match="at least one probe"):
+    with pytest.raises(RecordError, match="probe"):
         dataclasses.replace(build_noise(), probes=())
 
 

@@ -262,7 +262,7 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
     assert result.warnings == ("a run of profile phases: noisy",)
     other = build("profile phases", build_phases(batch_size=2))
     for two, is_alike in ((other, True), (traced(), False), (build("train"), False)):
-        with pytest.raises(ConfigError, match=f"and a run of {two.run.verb} of `{two.run.verb}`") as caught:
+        with pytest.raises(ConfigError, match=two.run.verb) as caught:
             ComparisonResult.of(first, two, build_environment())
         assert caught.value.code == "mismatch" and ("batch size in common" in str(caught.value)) is is_alike
     traces = ComparisonResult.of(traced(), traced(batch_size=16, step_ms=20), build_environment())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from paceline.errors import MeasurementError
 from paceline.records import CollectiveRecord, Samples
@@ -74,7 +74,6 @@ def median(samples):
     return float(np.median(slowest(samples)))
 
 
-@settings(max_examples=20)
 @given(SEEDS)
 def test_rows_of_a_batch_sweep_follow_from_its_epochs(rng):
     records = make_batches(rng)
@@ -115,7 +114,6 @@ def test_one_epoch_has_no_noise():
     assert row["noise"] is None
 
 
-@settings(max_examples=20)
 @given(SEEDS)
 def test_rows_of_ranks_follow_from_the_steps(rng):
     records = make_scales(rng)
@@ -161,7 +159,6 @@ def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
     assert rows[1]["global batch"] == "64" and rows[0]["efficiency"] == "1.000"
 
 
-@settings(max_examples=20)
 @given(SEEDS)
 def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
     collectives = make_collectives(rng)
@@ -219,7 +216,6 @@ def test_what_was_not_timed_without_communication_is_not_called_0():
     assert (shown["compute (ms)"], shown["exposed (ms)"], shown["of step"]) == ("", "", "")
 
 
-@settings(max_examples=20)
 @given(SEEDS)
 def test_rows_of_recipes_follow_from_the_last_evaluations(rng):
     runs = make_runs(rng)
@@ -258,7 +254,6 @@ def test_a_recipe_of_which_no_seed_finished_has_a_row():
     assert cells(large_batches.RECIPES, [summary])[0]["test accuracy (%)"] == ""
 
 
-@settings(max_examples=20)
 @given(SEEDS)
 def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
     records = make_scales(rng)

@@ -8,7 +8,7 @@ from paceline import load_result
 from paceline.records.samples import Ratio
 from paceline.records.steps import compare_wrappers
 from paceline.records.store import Run
-from paceline.report import plots
+from paceline.report.plots import render_svg
 from paceline.report.result import build_result
 from paceline.report.steps import (
     PHASES,
@@ -127,7 +127,7 @@ def test_wrappers_have_a_panel_for_each_model_and_ranks(build_wrapper):
     titles = [axes.get_title(loc="left") for axes in panels]
     assert titles == ["cnn (gloo, 2 ranks, measured)", "mlp (gloo, 2 ranks, measured)", "cnn (gloo, 1 rank, measured)"]
     assert list(panels[0].get_lines()[0].get_xdata()) == pytest.approx([3.2, 4.0, 4.8])
-    svg = plots.render_svg(figure).decode()
+    svg = render_svg(figure).decode()
     assert ">torch<" in svg and ">paceline<" in svg and "box" in svg
 
 

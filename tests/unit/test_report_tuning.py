@@ -155,7 +155,7 @@ def test_a_plan_that_torch_cannot_make_is_not_recommended():
     assert "no plan is clearly faster" in describe_answer(without)
 
 
-def test_changed_predictions_are_detected(sketched, tmp_path):
+def test_changed_predictions_are_detected(tmp_path):
     tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
     result = make_result(tuning)
     result.config["predictions"] = tuning.predictions
@@ -334,7 +334,7 @@ def test_the_emulated_network_is_what_messages_cost():
     assert one.exposed_s > 1.5 * 8 * MIB / 125e6
 
 
-def test_a_saved_run_gives_the_same_answer(sketched, tmp_path):
+def test_a_saved_run_gives_the_same_answer(tmp_path):
     confirmed = {"default": 0.150, "recommended": 0.120, "cap 8 MiB": 0.130}
     result = make_result(tune(SLOW, (0.150, 0.110, 0.100), confirmed))
     again = load_result(result.save(tmp_path / "run"))

@@ -230,7 +230,7 @@ def test_labels_are_smoothed_only_where_there_are_classes(job, is_so):
     train = TrainSettings(**job)
     assert train.predicts_numbers is is_so
     large = dataclasses.replace(LARGE, job=train, recipes=("none", "linear+smoothing:0.2", "grow"))
-    with pytest.raises(ConfigError, match="smoothing needs classes") if is_so else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match="smoothing") if is_so else contextlib.nullcontext():
         large.check()
 
 
@@ -257,12 +257,12 @@ def test_a_default_does_not_collide_with_what_was_given():
     assert (short.job.steps, short.job.epochs) == (7, 1)
     assert build_study("strategies").job.epochs == 6 and build_study("strategies", epochs=2).job.epochs == 2
     assert build_study("strategies").job.data == "synthetic:noisy"
-    with pytest.raises(ConfigError, match="--steps 7 with --epochs 6"):
+    with pytest.raises(ConfigError, match=r"--steps 7 .*--epochs 6"):
         build_study("strategies", steps=7, epochs=6)
     for name in ("strategies", "large-batch"):
         assert build_study(name).job.schedule == "cosine"
         assert build_study(name, lr_drops=(0.5, 0.75)).job.schedule == "piecewise"
-        with pytest.raises(ConfigError, match=r"--lr-drops 0\.5 with schedule cosine"):
+        with pytest.raises(ConfigError, match=r"--lr-drops 0\.5"):
             build_study(name, lr_drops=(0.5,), schedule="cosine")
     for name in ("batch", "large-batch"):
         with pytest.raises(ConfigError, match=r"--steps: .*epochs"):

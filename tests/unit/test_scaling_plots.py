@@ -8,7 +8,7 @@ import pytest
 from paceline.records.environment import capture_environment
 from paceline.records.steps import list_points
 from paceline.records.store import Run
-from paceline.report import plots
+from paceline.report.plots import render_svg
 from paceline.report.result import build_result
 from paceline.studies import batch_sizes, rank_scaling
 from paceline.studies.rank_scaling import match_predictions
@@ -51,7 +51,7 @@ DRAWN = {
 
 @pytest.fixture(scope="module")
 def svgs():
-    return {name: plots.render_svg(draw()).decode() for name, draw in DRAWN.items()}
+    return {name: render_svg(draw()).decode() for name, draw in DRAWN.items()}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, text
 
 def test_equal_records_give_equal_files(svgs):
     for name in ("batches", "curves"):
-        assert plots.render_svg(DRAWN[name]()).decode() == svgs[name]
+        assert render_svg(DRAWN[name]()).decode() == svgs[name]
 
 
 def _lines(axes):

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.plan import cut_by_cap
@@ -51,7 +51,6 @@ def test_caps_to_try_are_even_on_a_log_axis_where_gradients_allow_it():
     assert choose_caps([5], 8) == (1,)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 1000), min_size=1, max_size=7),
     st.floats(0, 1.0),
@@ -74,7 +73,6 @@ def test_without_contention_the_dynamic_programme_is_exact(sizes, alpha_s, rate,
     assert found.over_s == pytest.approx(best_s, rel=1e-9, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
 @given(sizes_lists, st.floats(0, 0.1), st.floats(100, 1e6), st.floats(0.2, 1), st.integers(1, 2))
 def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate, servers):
     job = make_job(sizes, evenly_ready(sizes, 1.0), 1.0)
@@ -88,7 +86,6 @@ def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate,
     assert cuts[-1] == len(sizes) and list(cuts) == sorted(set(cuts))
 
 
-@settings(deadline=None, max_examples=60)
 @given(steps(), st.lists(st.floats(1e-6, 1e-2), min_size=4, max_size=4), st.booleans())
 def test_no_buckets_make_a_step_shorter_than_the_least(case, seconds, is_measured):
     job, costs = case

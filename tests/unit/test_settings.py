@@ -157,9 +157,9 @@ def test_a_request_that_just_fits_is_accepted(host):
 def test_messages_on_gpus_take_no_memory_of_the_host_but_ranks_do(host):
     host(gpus=8, free_bytes=4 * RANK_BYTES)
     build(sizes=(MESSAGE,), backends=("nccl",)).check_host(4)
-    with pytest.raises(ConfigError, match="5 ranks need about"):
+    with pytest.raises(ConfigError, match="5 ranks"):
         build(sizes=(MESSAGE,), backends=("nccl",)).check_host(5)
-    with pytest.raises(ConfigError, match="a message takes"):
+    with pytest.raises(ConfigError, match="message"):
         build(sizes=(MESSAGE,), backends=("nccl", "gloo")).check_host(4)
 
 

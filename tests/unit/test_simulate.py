@@ -142,7 +142,7 @@ def test_a_plan_is_simulated_by_its_gradients():
     assert [b.num_bytes for b in step.buckets] == [120, 120]
     assert [b.ready_s for b in step.buckets] == [1.0, 3.0]
     assert step.over_s == 4.0
-    with pytest.raises(ConfigError, match="1 gradients that are not in the job, such as 'a'"):
+    with pytest.raises(ConfigError, match="'a'"):
         simulate(Job(tuple(gradients[1:]), (1.0, 2.0), 3.0), plan, MachineCosts(curve=line(0.0, 1.0)))
 
 

@@ -66,7 +66,7 @@ def test_the_file_says_its_format_and_keeps_one_record_per_line(run, saved):
 
 def test_a_file_is_never_overwritten(run, saved):
     before = saved.read_bytes()
-    with pytest.raises(RecordError, match="exists and is never overwritten"):
+    with pytest.raises(RecordError, match="exists"):
         save_run(run, saved)
     assert saved.read_bytes() == before
     assert os.listdir(saved.parent) == [saved.name]
@@ -78,7 +78,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, step):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, step, fail)
-    with pytest.raises(RecordError, match=r"cannot write .*table.csv: No space left on device"):
+    with pytest.raises(RecordError, match=r"table.csv: No space left on device"):
         write_new(tmp_path / "table.csv", "a,b\n")
     assert os.listdir(tmp_path) == []
 
@@ -101,7 +101,7 @@ def test_an_error_of_a_replacement_is_not_taken_for_a_missing_hard_link(tmp_path
 
     monkeypatch.setattr(store.os, "replace", refuse)
     (tmp_path / "table.csv").write_text("a,b\n")
-    with pytest.raises(RecordError, match=r"cannot write .*: Operation not permitted"):
+    with pytest.raises(RecordError, match="Operation not permitted"):
         write_new(tmp_path / "table.csv", "c\n", replace=True)
     assert os.listdir(tmp_path) == ["table.csv"]
 
@@ -169,9 +169,9 @@ def test_a_file_that_is_no_run_is_refused(tmp_path, content, reason):
 
 
 def test_a_missing_run_is_refused(tmp_path):
-    with pytest.raises(RecordError, match=r"nothing\.json does not exist"):
+    with pytest.raises(RecordError, match=r"nothing\.json"):
         load_run(tmp_path / "nothing.json")
-    with pytest.raises(RecordError, match=r"run\.json does not exist"):
+    with pytest.raises(RecordError, match=r"run\.json"):
         load_run(tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_what_a_failed_run_saved_is_kept(tmp_path):
 def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, below):
     (tmp_path / "file").write_text("I am not a folder")
     with (
-        pytest.raises(ConfigError, match=r"cannot write results to .*file.*--out"),
+        pytest.raises(ConfigError, match=r"file.*--out"),
         create_folder(tmp_path / "file" / below, "bench"),
     ):
         pytest.fail("the work has begun")

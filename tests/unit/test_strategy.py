@@ -97,7 +97,7 @@ def test_a_list_attaches_options_to_the_preceding_strategy():
     found = parse_strategies("bf16,topk:0.01,dgc,warmup=5,diloco:10,lr=0.5+int8,bf16")
     assert [strategy.text for strategy in found] == ["bf16", "topk:0.01,dgc,warmup=5", "diloco:10,lr=0.5+int8"]
     assert [s.text for s in parse_strategies(["topk:0.1,dgc", "int8"])] == ["topk:0.1,dgc", "int8"]
-    with pytest.raises(ConfigError, match="'lr=2' is unknown"):
+    with pytest.raises(ConfigError, match="'lr=2'"):
         parse_strategies("lr=2,bf16")
 
 

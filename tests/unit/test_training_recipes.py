@@ -174,7 +174,7 @@ def test_a_shared_batch_is_whole_in_equal_parts_and_as_few_as_can_be(share, rank
 @given(share=COUNTS, ranks=st.integers(2, 16))
 def test_a_batch_that_ranks_cannot_share_is_refused(share, ranks):
     assume(share % ranks)
-    with pytest.raises(ConfigError, match=f"{share} cannot be divided evenly among {ranks} ranks"):
+    with pytest.raises(ConfigError, match=f"{share} .*{ranks} ranks"):
         share_batch(dataclasses.replace(BASE, ranks=ranks, global_batch_size=share), 512)
 
 

@@ -67,7 +67,7 @@ def test_no_rate_is_negative_after_the_end(shape):
 
 
 def test_an_unknown_shape_is_refused():
-    with pytest.raises(ConfigError, match="unknown schedule 'square': use one of constant, cosine, linear, piecewise"):
+    with pytest.raises(ConfigError, match=r"'square'.*constant, cosine, linear, piecewise"):
         Schedule(shape="square", peak=1.0, num_steps=1)
 
 
@@ -253,7 +253,7 @@ def test_what_is_no_growth_is_refused(text, words):
 
 @pytest.mark.parametrize("factor", [2.0, True, "2"])
 def test_a_factor_is_a_whole_number(factor):
-    with pytest.raises(ConfigError, match="must be an integer"):
+    with pytest.raises(ConfigError, match="integer"):
         check_growths(((0.5, factor),))
 
 
@@ -275,5 +275,5 @@ def test_a_growth_that_would_never_be_is_refused(values, words):
 
 @pytest.mark.parametrize("name", ["global_batch_size", "num_samples", "epochs"])
 def test_a_run_of_nothing_is_refused(name):
-    with pytest.raises(ConfigError, match="at least 1 of each"):
+    with pytest.raises(ConfigError, match="at least 1"):
         BatchSchedule(**{"global_batch_size": 1, "num_samples": 1, "epochs": 1, name: 0})

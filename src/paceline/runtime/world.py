@@ -590,13 +590,15 @@ get = _Get()
 def set_seed(seed: int, per_rank: bool = False) -> int:
     """Seed torch (every device), numpy and random, and return the seed used.
 
-    `per_rank` adds the global rank, for noise that must differ between ranks; the default gives equal models.
+    `per_rank` gives each rank a seed of its own, for noise that must differ between ranks; the default gives equal
+    models. Rank 0 uses `seed` itself.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed {seed}: use 0 to 2^32 - 1, numpy's range")
     if per_rank:
         _need_world()
-        seed = (seed + dist.get_rank()) % 2**32
+        # Far apart: callers count seeds up, and rank 1 of epoch 0 must not draw what rank 0 draws in epoch 1.
+        seed = (seed + 0x9E3779B9 * dist.get_rank()) % 2**32
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,0 +1,143 @@
+"""Data-parallel training in plain torch, to read in one sitting; nothing here uses Paceline.
+
+    python examples/minimal_ddp.py                    # two ranks on this machine's CPU
+    torchrun --nproc-per-node 2 examples/minimal_ddp.py   # one rank per GPU with NCCL, or CPU ranks with gloo
+
+The same steps as in the wrapper, in their simplest form. `examples/train_by_hand.py` is the next one to read: the same
+loop with `paceline.DDP`, which overlaps its messages with backward.
+"""
+
+import os
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+BATCH, STEPS = 32, 60
+WARMUP, REPETITIONS = 3, 10
+
+
+# 1. A process group: every rank knows its number, and all of them can exchange tensors.
+def open_group() -> torch.device:
+    # torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpu else torch.device("cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if use_gpu else "gloo")
+    return device
+
+
+# 2. Data parallelism: the same model on every rank, other samples, and gradients averaged over the ranks.
+class AveragedGradients:
+    """Averages each gradient as soon as backward has finished it, with one all-reduce per parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)  # every rank starts with rank 0's model
+        self.works: list[tuple[dist.Work, torch.Tensor]] = []
+        self.wait_s = 0.0
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self.send)
+
+    def send(self, param: torch.Tensor) -> None:
+        # Asynchronous: backward continues with earlier layers while the message is on its way.
+        self.works.append((dist.all_reduce(param.grad, async_op=True), param.grad))
+
+    def wait(self) -> None:
+        """Call after backward, before the optimizer."""
+        begin_s = time.perf_counter()
+        for work, grad in self.works:
+            work.wait()
+            grad /= dist.get_world_size()
+        self.works.clear()
+        self.wait_s += time.perf_counter() - begin_s
+
+
+def make_batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Synthetic data: y = x w. Every rank draws samples of its own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(step * ranks + rank)
+    x = torch.randn(BATCH, 10, generator=generator)
+    return x.to(device), (x @ torch.arange(10.0) / 10).to(device)
+
+
+def train(device: torch.device) -> float:
+    torch.manual_seed(dist.get_rank())  # on purpose: the broadcast makes the models equal
+    model = nn.Sequential(nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
+    averaged = AveragedGradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    begin_s = time.perf_counter()
+    for step in range(STEPS):
+        x, y = make_batch(step, device)
+        loss = nn.functional.mse_loss(model(x).squeeze(1), y)
+        loss.backward()
+        averaged.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # a GPU works asynchronously: wait for it before you read the clock
+    step_s = (time.perf_counter() - begin_s) / STEPS
+    check_equal(model)
+    if dist.get_rank() == 0:
+        print(f"loss {loss.item():.4f} after {STEPS} steps of {dist.get_world_size()} x {BATCH} samples")
+        print(f"a step takes {step_s * 1e3:.2f} ms")
+        if device.type == "cpu":  # with NCCL the GPU waits, not this process: a profiler shows it
+            print(f"{averaged.wait_s / STEPS / step_s:.0%} of it is spent waiting for messages after backward")
+    return loss.item()
+
+
+def check_equal(model: nn.Module) -> None:
+    """The replicas must still be equal: they started equal and took the same updates."""
+    mine = torch.cat([param.detach().flatten() for param in model.parameters()])
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    assert torch.equal(least, most), "the replicas differ"
+
+
+# 3. What a message costs: the time of an all-reduce by its size.
+def sweep(device: torch.device) -> None:
+    ranks = dist.get_world_size()
+    if dist.get_rank() == 0:
+        print(f"{'size':>10} {'time':>12} {'algbw':>11} {'busbw':>11}")
+    for num_bytes in (4 << 10, 256 << 10, 4 << 20, 16 << 20):
+        vector = torch.ones(num_bytes // 4, device=device)
+        times_s = []
+        for _ in range(WARMUP + REPETITIONS):
+            vector.fill_(1.0)
+            dist.barrier()  # all ranks start together, or one would time its wait for the others
+            begin_s = time.perf_counter()
+            dist.all_reduce(vector)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times_s.append(time.perf_counter() - begin_s)
+        assert torch.all(vector == ranks), "a wrong sum"
+        time_s = sorted(times_s[WARMUP:])[REPETITIONS // 2]  # the median: a mean follows its outliers
+        if dist.get_rank() == 0:
+            algbw = num_bytes / time_s / 1e9
+            busbw = algbw * 2 * (ranks - 1) / ranks  # what each link of a ring carries
+            print(f"{num_bytes >> 10:>6} KiB {time_s * 1e3:>9.3f} ms {algbw:>6.2f} GB/s {busbw:>6.2f} GB/s")
+
+
+def main(local_rank: int = -1, ranks: int = 0, port: int = 0) -> None:
+    if local_rank >= 0:  # started below instead of by torchrun
+        os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    device = open_group()
+    train(device)
+    sweep(device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main()
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            number = free.getsockname()[1]
+        mp.spawn(main, (2, number), nprocs=2)
