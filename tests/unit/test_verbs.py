@@ -88,6 +88,12 @@ def test_what_several_numbers_of_ranks_cannot_be_trained_with(given, words):
         train(**given)
 
 
+def test_an_unknown_setting_is_refused_with_the_nearest_one():
+    for call in (lambda: train(optimiser="sgd"), lambda: profile.profile("cnn", optimiser="sgd")):
+        with pytest.raises(ConfigError, match=r"'optimiser' .* did you mean optimizer\?"):
+            call()
+
+
 def test_a_launched_world_has_one_number_of_ranks(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import COMMON, Command, add_command, print_result
+from paceline.cli.options import COMMON, Command, print_result
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
 from paceline.options import OUTPUT, find_flag
 from paceline.units import parse_size, size_range
@@ -59,28 +59,18 @@ def _allreduce(
     return bench.allreduce(**given)
 
 
-add_command(
-    bench,
-    "allreduce",
-    Command("verbs.bench:allreduce", _allreduce, is_strict=True),
-    "How fast is all-reduce here? Measures backends x ranks x sizes, and checks every element.",
+Command("verbs.bench:allreduce", _allreduce, is_strict=True).add(
+    bench, "allreduce", "How fast is all-reduce here? Measures backends x ranks x sizes, and checks every element."
 )
-add_command(
-    bench,
-    "chunks",
-    Command("verbs.bench:chunks", like=["verbs.bench:allreduce"], is_strict=True),
-    "What does splitting one message into chunks cost? Measures the total time for each chunk size.",
+Command("verbs.bench:chunks", like=["verbs.bench:allreduce"], is_strict=True).add(
+    bench, "chunks", "What does splitting one message into chunks cost? Measures the total time for each chunk size."
 )
-add_command(
-    bench,
-    "wrappers",
-    Command("verbs.bench:wrappers", like=["verbs.bench:allreduce"], is_strict=True),
-    "Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.",
+Command("verbs.bench:wrappers", like=["verbs.bench:allreduce"], is_strict=True).add(
+    bench, "wrappers", "Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper."
 )
-add_command(
+Command("verbs.doctor:doctor", like=["verbs.run:run"]).add(
     app,
     "doctor",
-    Command("verbs.doctor:doctor", like=["verbs.run:run"]),
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two ranks.\n\n"
     "With --hosts, checks other hosts over ssh: versions, clocks, interfaces, free space and bandwidth.",
 )
@@ -95,10 +85,9 @@ def _run(**given: Any) -> Any:
     raise typer.Exit(run(show=show, **given))
 
 
-add_command(
+Command("verbs.run:run", _run, without="json wide").add(
     app,
     "run",
-    Command("verbs.run:run", _run, without="json wide"),
     "Run a command on several hosts: over ssh (--hosts), with Slurm (--slurm), or with Kubernetes (--kubernetes).\n\n"
     "Works with any command that runs under torchrun, including Paceline's own: paceline run --hosts a:8,b:8 -- "
     "paceline train. On SIGTERM or SIGUSR1, `paceline train` saves a checkpoint; a restarted job resumes from it.",
@@ -121,10 +110,9 @@ def _train(*, compare: tuple[Path, Path] | None = None, **given: Any) -> Any:
     return compare_runs(compare, given["out"])
 
 
-add_command(
+Command("verbs.train:train", _train).add(
     app,
     "train",
-    Command("verbs.train:train", _train),
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, trains one run after the other and compares results and speed.",
 )
@@ -153,57 +141,40 @@ def _profile(
     raise typer.Exit(print_result(run(*compare), json, wide))
 
 
-add_command(
-    profile,
-    "phases",
-    Command(
-        "verbs.profile:profile",
-        without="kind",
-        help={"ranks": "Numbers of ranks: 1,2,4. Default: the launched world's, else 2."},
-        is_strict=True,
-        always={"model": "cnn", "kind": "phases"},
-    ),
-    "Time data loading, forward, backward, optimizer and communication (exposed and total).",
-)
-add_command(
-    profile,
-    "layers",
-    Command(
-        "verbs.profile:profile",
-        without="kind",
-        help={"ranks": "Must be 1: layers are timed on one rank."},
-        is_strict=True,
-        always={"model": "cnn", "kind": "layers"},
-    ),
-    "Time the forward and backward of each block, and when each gradient is ready, on one rank.",
-)
-add_command(
-    profile,
-    "trace",
-    Command(
-        "verbs.profile:trace",
-        like=["verbs.profile:profile"],
-        flags={"memory": "--memory-use"},
-        is_strict=True,
-        always={"model": "cnn", "plot": False},
-    ),
-    "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.",
-)
-add_command(
+Command(
+    "verbs.profile:profile",
+    without="kind",
+    help={"ranks": "Numbers of ranks: 1,2,4. Default: the launched world's, else 2."},
+    is_strict=True,
+    always={"model": "cnn", "kind": "phases"},
+).add(profile, "phases", "Time data loading, forward, backward, optimizer and communication (exposed and total).")
+Command(
+    "verbs.profile:profile",
+    without="kind",
+    help={"ranks": "Must be 1: layers are timed on one rank."},
+    is_strict=True,
+    always={"model": "cnn", "kind": "layers"},
+).add(profile, "layers", "Time the forward and backward of each block, and when each gradient is ready, on one rank.")
+Command(
+    "verbs.profile:trace",
+    like=["verbs.profile:profile"],
+    flags={"memory": "--memory-use"},
+    is_strict=True,
+    always={"model": "cnn", "plot": False},
+).add(profile, "trace", "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.")
+Command("verbs.profile:comm_table").add(
     profile,
     "comm-table",
-    Command("verbs.profile:comm_table"),
     "Compare the cost of sending gradients on other networks with the measured computation of a step.",
 )
-add_command(
+Command(
+    "verbs.attach:attach",
+    without="every race caps budget port browser",
+    help={"command": _COMMAND},
+    always={"command": ()},
+).add(
     profile,
     "attach",
-    Command(
-        "verbs.attach:attach",
-        without="every race caps budget port browser",
-        help={"command": _COMMAND},
-        always={"command": ()},
-    ),
     "Profile your own program without editing it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Shows where the time of a step goes, what limits it, and the best bucket size with its predicted gain.",
 )
@@ -253,17 +224,15 @@ def _predict(
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
-add_command(
+Command("verbs.predict:predict", _predict, flags={"profile": "--model-profile"}).add(
     predict,
     "",
-    Command("verbs.predict:predict", _predict, flags={"profile": "--model-profile"}),
     "What will a step cost with other bucket sizes, networks and numbers of ranks?\n\n"
     "Predicts from torch.profiler traces of your own job (--trace), a profile (--model-profile), or tables (--csv).",
 )
-add_command(
+Command("verbs.predict:predict_goodput").add(
     predict,
     "goodput",
-    Command("verbs.predict:predict_goodput"),
     "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"
     "Uses measured costs: steps and saves of a training run, and restarts from `paceline faults --restart`.",
 )
@@ -289,19 +258,18 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
     return attach(command, race=True, **given)
 
 
-add_command(
+Command(
+    "verbs.tune:tune",
+    _tune,
+    job="-plan -accumulate",
+    help={
+        "batch_size": "Samples per rank. Default: 4, so that compute does not hide communication.",
+        "confirm": "Only predict; do not run the job with the plans.",
+    },
+    is_strict=True,
+).add(
     app,
     "tune",
-    Command(
-        "verbs.tune:tune",
-        _tune,
-        job="-plan -accumulate",
-        help={
-            "batch_size": "Samples per rank. Default: 4, so that compute does not hide communication.",
-            "confirm": "Only predict; do not run the job with the plans.",
-        },
-        is_strict=True,
-    ),
     "Find the best buckets: measure this machine and model, predict all plans, compare the best, save the winner.\n\n"
     "With --network, nothing is sent: one rank computes, and its messages take as long as on that network.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (runs it twice, about 100 steps each).",
@@ -327,62 +295,52 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
     return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
 
 
-add_command(
+Command("verbs.attach:attach", _watch, without="steps stop race caps budget").add(
     app,
     "watch",
-    Command("verbs.attach:attach", _watch, without="steps stop race caps budget"),
     "Watch a training run on a live page, served only on this machine, and in the terminal: paceline watch FOLDER\n\n"
     "Or watch your own program, with a line every few steps and a summary of where its time went: "
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )
-add_command(
+Command("studies.fault_trials:faults").add(
     app,
     "faults",
-    Command("studies.fault_trials:faults"),
     "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
     "Compares with torchrun and torch's own wrapper, interleaved; each job has its own processes.",
 )
-add_command(
-    app,
-    "report",
-    Command("verbs.report:save_report"),
-    "Show any run on one self-contained HTML page, or compare several runs.",
+Command("verbs.report:save_report").add(
+    app, "report", "Show any run on one self-contained HTML page, or compare several runs."
 )
-add_command(
+Command("studies.scale:batch", job="-ranks -accumulate -wrapper -backend -sync_batchnorm -plan", is_strict=True).add(
     scale,
     "batch",
-    Command("studies.scale:batch", job="-ranks -accumulate -wrapper -backend -sync_batchnorm -plan", is_strict=True),
     "Which batch size keeps one rank busy? Trains whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )
-add_command(
+Command("studies.scale:ranks", job="-sync_batchnorm -plan", like=["studies.scale:batch"], is_strict=True).add(
     scale,
     "ranks",
-    Command("studies.scale:ranks", job="-sync_batchnorm -plan", like=["studies.scale:batch"], is_strict=True),
     "Do more ranks help? Weak and strong scaling of wrappers: speed-up, communication, bandwidth and predictions.",
 )
 _RECIPES = "momentum weight_decay lr_drops tail augment cutout test_samples"
-add_command(
+Command("studies.scale:large_batch", job=f"-accumulate {_RECIPES}", like=["studies.scale:batch"]).add(
     scale,
     "large-batch",
-    Command("studies.scale:large_batch", job=f"-accumulate {_RECIPES}", like=["studies.scale:batch"]),
     "What does a large global batch cost in test accuracy, and which recipe restores it? Several seeds each.",
 )
-add_command(
+Command(
+    "studies.scale:strategies",
+    job=f"-sync_batchnorm -plan -wrapper steps lr_warmup global_batch_size {_RECIPES}",
+    like=["studies.scale:large_batch", "studies.scale:batch"],
+    help={"data": "As for train. Default: synthetic:noisy; with --model, synthetic."},
+).add(
     scale,
     "strategies",
-    Command(
-        "studies.scale:strategies",
-        job=f"-sync_batchnorm -plan -wrapper steps lr_warmup global_batch_size {_RECIPES}",
-        like=["studies.scale:large_batch", "studies.scale:batch"],
-        help={"data": "As for train. Default: synthetic:noisy; with --model, synthetic."},
-    ),
     "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
 )
-add_command(
+Command("studies.scale:report").add(
     scale,
     "report",
-    Command("studies.scale:report"),
     "Put the whole study on one page: tables, figures and findings, from finished runs or measured here.",
 )
 

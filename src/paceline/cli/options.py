@@ -237,6 +237,16 @@ class Command:
         flag = self.flags.get(name) or find_flag(name)
         return _Parameter(name, annotation, default, help, panel, f"--no-{flag[2:]}" if default is True else flag)
 
+    def add(self, app: typer.Typer, name: str, help: str) -> None:
+        """Add this command; without a `name` it becomes the default command of a group."""
+        lazy = type("Lazy", (_Lazy, TyperCommand if name else TyperGroup), {"command": self})
+        added = (
+            app.command(name, cls=lazy, help=help)
+            if name
+            else app.callback(cls=lazy, invoke_without_command=True, help=help)
+        )
+        added(lambda: None)
+
     def build(self) -> Any:
         """The parser's command, of which the options are used."""
         parameters = [inspect.Parameter("context_", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -276,34 +286,25 @@ class Command:
         raise typer.Exit(print_result(result, json, wide, strict))
 
 
-def add_command(app: typer.Typer, name: str, command: Command, help: str) -> None:
-    """Add a command; without a `name` it becomes the default command of a group."""
+class _Lazy:
+    """A parser's command whose options and function come from the verb, which is imported when they are needed."""
 
-    class Lazy:
-        """Its options and its function come from the verb, which is imported when they are needed."""
+    command: Command
 
-        @cached_property
-        def built(self) -> Any:
-            return command.build()
+    @cached_property
+    def built(self) -> Any:
+        return self.command.build()
 
-        params = property(lambda self: self.built.params, lambda self, _: None)
-        callback = property(lambda self: self.built.callback, lambda self, _: None)
+    params = property(lambda self: self.built.params, lambda self, _: None)
+    callback = property(lambda self: self.built.callback, lambda self, _: None)
 
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """A usage error always shows the usage: for a missing value, the parser does not set the context."""
-            try:
-                return super().parse_args(ctx, args)  # type: ignore[misc,no-any-return]
-            except _USAGE_ERROR as error:
-                error.ctx = error.ctx or ctx
-                raise
-
-    def run() -> None: ...
-
-    if name:
-        app.command(name, cls=type("LazyCommand", (Lazy, TyperCommand), {}), help=help)(run)
-    else:
-        group = type("LazyGroup", (Lazy, TyperGroup), {})
-        app.callback(cls=group, invoke_without_command=True, help=help)(run)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """A usage error always shows the usage: for a missing value, the parser does not set the context."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc,no-any-return]
+        except _USAGE_ERROR as error:
+            error.ctx = error.ctx or ctx
+            raise
 
 
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's class, or the copy in typer

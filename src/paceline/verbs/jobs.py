@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, suggest
 from paceline.machine import canonical_backend
 from paceline.options import Option
 from paceline.records.store import Run
@@ -86,10 +86,16 @@ def brings_data(model: str, data: str | None) -> bool:
     return is_own_data(data) if data else is_own(model)
 
 
+def refuse_unknown(job: Iterable[str]) -> None:
+    """Refuse a name that no setting of a training job has."""
+    for name in sorted(set(job) - set(NAMES)):
+        what = f"{name!r} is not an option of a training job"
+        raise ConfigError(f"{what}: {suggest(name, NAMES)}use one of {', '.join(sorted(NAMES))}")
+
+
 def build_settings(**job: Any) -> TrainSettings:
     """The settings of a built-in job, checked as far as possible before a rank starts."""
-    if unknown := sorted(set(job) - set(NAMES)):
-        raise ConfigError(f"{unknown[0]} is not an option of a training job: use one of {', '.join(sorted(NAMES))}")
+    refuse_unknown(job)
     settings = TrainSettings(**job)
     check_job(settings)
     return settings
