@@ -66,8 +66,8 @@ def attach(
         steps: Number of steps to observe, from the start (0: all).
         stop: Stop the program on all ranks after these steps. Otherwise it continues.
         every: Watch the program: print the time of a step every N steps, and serve a live page.
-        port: Port of the live page.
-        browser: Open the page. None: if there is a display.
+        port: Port of the live page. Default: a free one.
+        browser: Open the page. Default: if there is a display.
         race: Stop this run, and compare its own buckets with the best ones in a second run, interleaved.
         caps: Bucket sizes to compare instead of the best ones.
         budget: Time limit for the comparison, in seconds.

@@ -174,7 +174,8 @@ def comm_table(
     Args:
         model: A built-in model (default: cnn), which is measured on one rank, or a result of `profile`.
         profiles: Runs of `profile layers`, instead of a model; all rows go into one table.
-        network: Names, or bandwidth and latency ("10Gb/s,50us").
+        network: nvlink, pcie4, hdr, 100gbe, 10gbe, ..., bandwidth and latency (10Gb/s,50us), or a measured cluster:
+            a100-hdr, h100-rdma, gh200-slingshot, ...
         curves: Runs of `bench allreduce` as additional networks.
         ranks: Numbers of ranks.
         out: Save the run in a new folder there.
