@@ -62,18 +62,10 @@ def test_a_damaged_file_is_named(command, tmp_path, verb, spoil, words):
     ("arguments", "words"),
     [
         (("train", "--data", "synthetic:tokens"), "model cnn takes images, and the data is tokens: models for tokens"),
-        (("train", "--model", "gpt2-tiny", "--data", "mnist:mnist"), "gpt2-tiny takes tokens or pairs"),
         (("train", "--data", "mnist:mnist", "--samples", "65"), "--samples 65: mnist has only 64"),
         ((*TRAIN, "--ghost-batchnorm", "4"), "--ghost-batchnorm 4: cnn has no BatchNorm; leave it out"),
-        ((*TRAIN, "--sync-batchnorm"), "--sync-batchnorm: cnn has no BatchNorm; leave it out"),
-        (
-            (*TRAIN, "--samples", "320", "--lr-warmup", "6", "--schedule", "piecewise", "--lr-drops", "0.5"),
-            "a drop at 0.5 of 10 steps, inside the warm-up of 6",
-        ),
         (("train", "--samples", "8", "--tail", "drop"), "8 samples do not fill one global batch of 32"),
-        (("train", "--samples", "64", "--batch-growth", "0.5:4"), "4 x 32 is more than the 64"),
         ((*PHASES, "--samples", "8", "--batch-size", "4,16"), "less than one global batch of 16"),
-        ((*TRACE, "--samples", "8"), "less than one global batch of 32"),
         ((*TRAIN, "--device", "cuda"), "device 'cuda' needs a GPU"),
         ((*TRAIN, "--plan", "plan.json"), "the plan"),
         ((*TRAIN, "--plan", "half.json"), "--plan half.json: not a plan"),
