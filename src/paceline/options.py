@@ -73,7 +73,8 @@ class Option:
         )
         for one in values:
             if self.choices and one not in self.choices:
-                raise ConfigError(f"{flag} {one!r} is unknown: {suggest(str(one), self.choices)}{known}")
+                near = suggest(str(one), self.choices)
+                raise ConfigError(f"{flag} {str(one)[:40]!r} is unknown: {near}{known}")
             if self.pattern and not re.fullmatch(self.pattern, one):
                 raise ConfigError(f"{flag} {one[:40]!r} is not understood: use {self.help}")
             self._check_number(flag, one)
@@ -112,7 +113,6 @@ def check_options(settings: Any, names: Collection[str] = ()) -> None:
 _COUNTS = {
     "at_once": Option(least=1, each_s=1e4),
     "seeds": Option(least=1, each_s=10.0),
-    "updates": Option(least=0, each_s=1e-6),
     "warmup": Option(least=0, each_s=1e-6),
     "workers": Option(least=1, each_s=1.0),
 }

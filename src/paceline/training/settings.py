@@ -79,14 +79,12 @@ class TrainSettings:
     the run, and a factor of the initial global batch."""
 
     model: str = option("cnn", "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION")
-    data: str = option(
-        "synthetic", "synthetic, mnist, mrpc, text, ..., each with an optional :PATH, or FILE.py:FUNCTION"
-    )
+    data: str = option("synthetic", "synthetic, mnist, mrpc, text, ..., with an optional :PATH, or FILE.py:FUNCTION")
     ranks: int = option(1, "Number of ranks. Default: the launched world's, else 2.", least=1)
     batch_size: int | None = option(None, "Samples per rank in a micro-batch. Default: 32.", least=1)
     global_batch_size: int | None = option(None, "Samples per step over all ranks.", least=1)
     accumulate: int | None = option(
-        None, "Micro-batches per step; gradients are sent with the last one.", least=1, each_s=STEP_S
+        None, "Micro-batches per step; gradients are sent with the last.", least=1, each_s=STEP_S
     )
     precision: str = option("fp32", "fp32, bf16 or fp16 (autocast)", choices=PRECISIONS)
     wrapper: str = option("paceline", "paceline, torch, none or dp", choices=WRAPPERS)
@@ -111,9 +109,7 @@ class TrainSettings:
     samples: int | None = option(None, "Use the first N samples; for synthetic data, generate N.", DATA, least=1)
     context: int | None = option(None, "Tokens per sequence.", DATA, least=2)
     tokenizer: str = option("auto", "auto (the model's own, or bytes), bytes, or a folder", DATA)
-    tail: str = option(
-        "keep", "A smaller last batch of an epoch: keep, drop, or pad it with the first samples.", DATA, choices=TAILS
-    )
+    tail: str = option("keep", "A smaller last batch of an epoch: keep, drop, or pad it.", DATA, choices=TAILS)
     augment: bool | None = option(None, "Crop and flip images. Default: CIFAR-10 only.", DATA)
     cutout: int = option(0, "Side length in pixels of the square hidden in augmented images.", DATA, least=0)
     test_samples: int | None = option(None, "Evaluate on the first N samples. Default: all.", DATA, least=1)
@@ -127,36 +123,22 @@ class TrainSettings:
     batch_growth: Growths = option(
         (), "SHARE:FACTOR,...: multiply the batch by FACTOR from this fraction of the run on.", LEARNING
     )
-    grow: str = option(
-        "accumulate", "What grows on a rank: accumulate (more micro-batches) or batch-size.", LEARNING, choices=GROWS
-    )
+    grow: str = option("accumulate", "What grows on a rank: accumulate or batch-size.", LEARNING, choices=GROWS)
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
     lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
     momentum: float = option(0.9, "Momentum of sgd (Nesterov) or lars.", LEARNING, least=0, below=1)
-    trust_coefficient: float | None = option(
-        None, "lars: size of a layer's step relative to its weights.", LEARNING, above=0
-    )
-    weight_decay: float = option(
-        0.0, "Weight decay of matrices and filters; biases and norms have none.", LEARNING, least=0
-    )
-    schedule: str = option(
-        "constant", "constant, cosine or linear (to 0 at the end), piecewise", LEARNING, choices=SCHEDULES
-    )
+    trust_coefficient: float | None = option(None, "lars: a layer's step relative to its weights.", LEARNING, above=0)
+    weight_decay: float = option(0.0, "Weight decay, except of biases and norms.", LEARNING, least=0)
+    schedule: str = option("constant", "constant, cosine or linear (to 0), piecewise", LEARNING, choices=SCHEDULES)
     lr_warmup: int = option(0, "Number of steps to warm up the learning rate.", LEARNING, least=0)
-    lr_drops: tuple[float, ...] = option(
-        (), "Where piecewise divides by 10, as fractions of the run: 0.5,0.75", LEARNING
-    )
-    label_smoothing: float = option(
-        0.0, "Fraction of a target that is spread over all classes.", LEARNING, least=0, below=1
-    )
+    lr_drops: tuple[float, ...] = option((), "Where piecewise divides by 10: 0.5,0.75 of the run", LEARNING)
+    label_smoothing: float = option(0.0, "Fraction of a target spread over all classes.", LEARNING, least=0, below=1)
     profile: bool = option(False, "Time the forward, backward and optimizer of each step.", MEASUREMENT)
     save_every: str = option(
         "60s", "When a checkpoint is due: epoch, 10s, 5min, 2h, 100steps or auto (see --mtbf)", OUTPUT
     )
     mtbf: str | None = option(
-        None,
-        "With --save-every auto: mean time between faults of the job: 3h, 2d. Default: 1d for each host.",
-        OUTPUT,
+        None, "With --save-every auto: mean time between faults of the job: 3h, 2d. Default: 1d for each host.", OUTPUT
     )
     keep: int = option(3, "Number of checkpoints to keep.", OUTPUT, least=1)
     tensorboard: bool = option(False, "Also write event files for TensorBoard.", OUTPUT)
