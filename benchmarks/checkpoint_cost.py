@@ -16,7 +16,8 @@ import torch
 import paceline
 from paceline.records.samples import compare_times
 from paceline.training.build import build_job
-from paceline.training.checkpoints import Position, RunFiles
+from paceline.training.checkpoints import RunFiles
+from paceline.training.journal import Position
 from paceline.training.loader import load_windows
 from paceline.training.settings import TrainSettings
 from paceline.training.step import NoPhases, find_bad_parameter, take_step

@@ -47,7 +47,7 @@ def measure(settings: TrainSettings, what: str, num_steps: int) -> str:
     """The answer in words. Collective: call on every rank."""
     ways = ("after backward", "bucket by bucket") if what == "overlap" else ("dense", what)
     with paceline.init(settings.backend, "cpu", announce=None) as world:
-        data, _ = load_sets(settings, world)
+        (data, _), _ = load_sets(settings, world)
         models, optimizers = {}, {}
         for way in ways:
             torch.manual_seed(0)

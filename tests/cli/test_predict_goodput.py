@@ -121,7 +121,7 @@ def test_a_person_reads_a_sentence_and_two_tables(command, tmp_path):
     assert "The costs that this is computed from" in answer.out
     assert "--save-every auto --mtbf 172800s --on-fault restart" in " ".join(answer.out.split())
     assert "left out: spare and shrink" in answer.out
-    assert "does not cover the error of the model" in " ".join(answer.out.split())
+    assert "docs/faults.md has the error of the model" in " ".join(answer.out.split())
 
 
 def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():

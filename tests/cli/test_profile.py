@@ -101,7 +101,7 @@ def test_two_runs_of_phases_are_compared(phases, phases_alone, phases_bare, comm
     first, second = find_run(phases_alone), other["run"]
     answer = command("profile", "--compare", str(first), second)
     assert answer.code == 0, answer.err
-    for words in ("1 rank, batch 8: step", "samples/s", "second / first", "they differ in wrapper: paceline and none"):
+    for words in ("1 rank, batch 8: step", "samples/s", "second / first", "differ in wrapper: paceline and none"):
         assert words in answer.out
     document = json.loads(command("profile", "--json", "--compare", str(first), second).out)
     rows = {row["name"]: row for row in document["rows"]}
@@ -110,7 +110,7 @@ def test_two_runs_of_phases_are_compared(phases, phases_alone, phases_bare, comm
     assert step["ratio"] == pytest.approx(step["second"] / step["first"])
     assert document["settings_that_differ"] == {"wrapper": ["paceline", "none"]}
     unlike = command("profile", "--compare", str(first), str(find_run(phases)))
-    assert unlike.code == 2 and "no number of ranks and batch size in common" in unlike.err
+    assert unlike.code == 2 and "no numbers in common" in unlike.err
 
 
 def test_a_trace_is_one_file_with_a_process_for_each_rank(trace):
@@ -126,7 +126,7 @@ def test_a_trace_is_one_file_with_a_process_for_each_rank(trace):
 
 def test_a_trace_comes_with_an_overview_advice_and_a_picture(trace):
     run = find_run(trace)
-    assert "cnn on 2 ranks, batch 8, fp32" in trace.out and "\n1. " in trace.out and "ui.perfetto.dev" in trace.out
+    assert "cnn on 2 ranks, batch 8, fp32" in trace.out and "ui.perfetto.dev" in trace.out
     assert f"figure: {run / 'timeline.png'}" in trace.out
     assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
     overview = json.loads((run / "overview.json").read_text())
@@ -149,11 +149,11 @@ def test_two_traces_are_compared(trace, phases, out, command):
     assert "Input Dims" in gzip.decompress(Path(other["run"], "trace.json.gz").read_bytes()).decode()
     answer = command("profile", "--compare", str(find_run(trace)), other["run"])
     assert answer.code == 0, answer.err
-    assert "  backward " in answer.out and "they differ in ranks: 2 and 1" in answer.out
-    assert "they differ in accumulate: 1 and 2" in answer.out and "operators of rank 0" in answer.out
+    assert "  backward " in answer.out and "the runs differ in ranks: 2 and 1" in answer.out
+    assert "the runs differ in accumulate: 1 and 2" in answer.out and "operators of rank 0" in answer.out
     unlike = command("profile", "--compare", str(find_run(trace)), str(find_run(phases)))
     assert unlike.code == 2 and unlike.out == "" and len(unlike.err.splitlines()) == 1
-    assert "is a run of `profile trace` and" in unlike.err and "`paceline profile phases`" in unlike.err
+    assert "(`paceline profile trace`)" in unlike.err and "(`paceline profile phases`)" in unlike.err
 
 
 def test_layers_are_files_that_can_be_read_again(layers):
@@ -189,7 +189,7 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
         assert row["overhead"] == pytest.approx(row["comm_s"] / (row["comm_s"] + row["compute_s"]))
     # A ring of two: each byte goes once over the wire, after two latencies.
     assert rows[2]["comm_s"] == pytest.approx(200e-6 + 2 * 4 * 50e-6 + 4 * 18_954 / 0.95 / 1.25e9)
-    assert "all-reduce as measured on 2, 4, 6 ranks" in rows[4]["assumption"]
+    assert "all-reduce measured on 2, 4, 6 ranks" in rows[4]["assumption"]
     asked = (*networks, "--ranks", "2", "--allreduce", curve, "--model-profile", json.loads(answer.out)["run"])
     predicted = json.loads(command("predict", *asked).out)["rows"]
     for row, other in zip([row for row in rows if row["world_size"] == 2], predicted, strict=True):
@@ -249,7 +249,7 @@ def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_
     answer = command(*TABLE, "--curve", str(find_run(phases)), "--out", str(tmp_path))
     assert answer.code == 2 and "give one of `paceline bench allreduce`" in answer.err
     answer = command("profile", "--compare", curve, str(find_run(phases)))
-    assert answer.code == 2 and "is a run of `bench allreduce`" in answer.err and "paceline profile" in answer.err
+    assert answer.code == 2 and "(`paceline bench allreduce`)" in answer.err and "no numbers" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -314,25 +314,6 @@ def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--hidden", "17"), "--hidden 17 with --resume: the run was started with 16"),
-        (("--model", "mlp"), "--model mlp with --resume: the run was started with cnn"),
-        (("--lr", "0.1"), "--lr 0.1 with --resume: the run was started with 0.05"),
-        (("--seed", "2"), "--seed 2 with --resume: the run was started with 1"),
-        (
-            ("--data", "synthetic:numbers"),
-            "--data synthetic:numbers with --resume: the run was started with synthetic",
-        ),
-        (("--ranks", "3"), "3 ranks cannot divide the run's global batch of 16 samples evenly"),
-    ],
-)
-def test_what_would_make_it_another_run_is_refused(command, broken, flags, words):
-    answer = command("train", "--resume", str(broken), *flags)
-    assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
         (None, "does not exist: give the folder of a training run"),

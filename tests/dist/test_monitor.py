@@ -24,7 +24,7 @@ from paceline.runtime.monitored import Links
 from paceline.runtime.pulse import slow
 from paceline.runtime.world import init
 from paceline.studies.fault_job import Asked, Net, inject
-from paceline.studies.fault_trials import FAULTS, measure_fault, parse_faults, why_not
+from paceline.studies.fault_trials import FAULTS, Trial, measure_fault, parse_faults, why_not
 from tests.conftest import BACKEND, descendants, wait_until
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
@@ -193,14 +193,14 @@ def test_the_same_in_shared_memory(warm_pool, tmp_path, warnings, fault, words):
 def test_the_laboratory_names_every_fault(fault, system):
     if (why := why_not(fault, "cpu", 2)) or system not in FAULTS[fault].systems:
         pytest.skip(why or "not of this system")
-    record = measure_fault(fault, system, "gloo", limit_s=20.0 if fault == "noise" else 60.0)
+    record = measure_fault(Trial(fault, system, "gloo", limit_s=20.0 if fault == "noise" else 60.0))
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "stop", "gil", "loop", "deadlock", "extra-collective", "stall", "noise"])
 def test_a_script_that_knows_nothing_of_the_monitor(fault):
-    record = measure_fault(fault, "attached", "gloo", limit_s=20.0 if fault == "noise" else 60.0)
+    record = measure_fault(Trial(fault, "attached", "gloo", limit_s=20.0 if fault == "noise" else 60.0))
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 
@@ -326,7 +326,7 @@ def test_the_job_of_a_laboratory_ends_with_it(tmp_path, system, number):
 
 @pytest.mark.slow
 def test_a_run_that_may_recover_still_stops_by_sigterm():
-    record = measure_fault("term", "train", "gloo", limit_s=60.0, policy="spare")
+    record = measure_fault(Trial("term", "train", "gloo", limit_s=60.0, policy="spare"))
     assert record.is_right and record.policy == "stop" and record.ended_s is not None, record
 
 

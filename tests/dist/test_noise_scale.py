@@ -79,7 +79,7 @@ def open_job(settings: TrainSettings) -> Any:
 
 def probe(settings: TrainSettings, **asked: Any) -> Any:
     """The record of a fresh job, and each small batch as the model was given it."""
-    from paceline.studies import gradient_noise as measuring
+    from paceline.studies import training_runs as measuring
 
     seen: list[Any] = []
     compute = measuring.compute_outcome
@@ -125,7 +125,7 @@ def compare_with_textbook(settings: TrainSettings) -> list[tuple[float, float]]:
     """Each small square with that of the mean cross-entropy over all targets of its batch."""
     import torch.nn.functional as F
 
-    from paceline.studies import gradient_noise as measuring
+    from paceline.studies import training_runs as measuring
 
     squares: list[float] = []
     compute = measuring.compute_outcome
@@ -189,7 +189,7 @@ def test_two_ranks_find_what_one_finds_with_twice_the_batches(on_ranks, build, n
 
 
 def probe_twice(settings: TrainSettings) -> Any:
-    from paceline.studies.gradient_noise import measure_noise_scale
+    from paceline.studies.training_runs import measure_noise_scale
 
     with open_job(settings) as job:
         records = []
@@ -210,7 +210,7 @@ def test_a_probe_is_in_training_mode_whatever_the_model_is_in(on_ranks, build):
 def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
     """Three steps with a probe around each where `num_small` is not 0, and all that could have changed behind them."""
     from paceline.measure.steps import cycle_windows
-    from paceline.studies.gradient_noise import measure_noise_scale
+    from paceline.studies.training_runs import measure_noise_scale
     from paceline.training.step import NoPhases, take_step
 
     with open_job(settings) as job:
@@ -273,7 +273,7 @@ def test_training_does_not_know_of_probes(on_ranks, build, ranks, wrapper, preci
 
 def probe_half(settings: TrainSettings, scale: float) -> Any:
     """The record at this loss scale, and the scale behind it."""
-    from paceline.studies.gradient_noise import measure_noise_scale
+    from paceline.studies.training_runs import measure_noise_scale
 
     with open_job(settings) as job:
         job.learner.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -289,7 +289,7 @@ def test_a_loss_scale_that_overflows_is_lowered_for_the_probe_alone(on_ranks, bu
 
 
 def probe_broken(settings: TrainSettings) -> str:
-    from paceline.studies.gradient_noise import measure_noise_scale
+    from paceline.studies.training_runs import measure_noise_scale
 
     with open_job(settings) as job:
         if job.world.rank == 1:

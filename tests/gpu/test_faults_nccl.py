@@ -21,7 +21,7 @@ from paceline.parallel.channel import Channel
 from paceline.runtime import world
 from paceline.runtime.launch import RankPool
 from paceline.runtime.world import init
-from paceline.studies.fault_trials import measure_fault
+from paceline.studies.fault_trials import Trial, measure_fault
 from tests.dist.test_recovery import check_equal, check_samples, run
 
 pytestmark = pytest.mark.skipif(
@@ -51,13 +51,13 @@ def _shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("fault", ["kill", "stop", "exception", "endless-kernel", "extra-collective"])
 def test_the_rank_at_fault_is_named(fault, ranks):
-    record = measure_fault(fault, "train", "nccl", ranks, limit_s=60.0, device="cuda")
+    record = measure_fault(Trial(fault, "train", "nccl", ranks, limit_s=60.0, device="cuda"))
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "exception", "endless-kernel", "extra-collective"])
 def test_the_same_in_a_script(fault):
-    record = measure_fault(fault, "script", "nccl", limit_s=60.0, device="cuda")
+    record = measure_fault(Trial(fault, "script", "nccl", limit_s=60.0, device="cuda"))
     assert record.is_right and not record.left_over and record.ended_s is not None, record
 
 
@@ -69,7 +69,7 @@ def test_the_same_in_a_script(fault):
     ],
 )  # fmt: skip
 def test_the_run_continues(policy, fault, ranks):
-    record = measure_fault(fault, "train", "nccl", ranks, limit_s=120.0, policy=policy, device="cuda")
+    record = measure_fault(Trial(fault, "train", "nccl", ranks, limit_s=120.0, policy=policy, device="cuda"))
     assert record.is_right and not record.left_over and record.policy == policy, record
     assert record.recovered_s is not None and (policy == "restart" or record.steps_lost == 0), record
 

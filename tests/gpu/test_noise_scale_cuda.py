@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
-from paceline.studies.gradient_noise import measure_noise_scale
+from paceline.studies.training_runs import measure_noise_scale
 from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
 

@@ -17,7 +17,6 @@ LATE = (
     "paceline.runtime.worker",
     "paceline.studies.fault_trials",
     "paceline.studies.scale",
-    "paceline.training.journal",
     "paceline.training.settings",
     "paceline.workloads.registry",
     "paceline.workloads.data",

@@ -6,11 +6,19 @@ import json
 import random
 from pathlib import Path
 
+from matplotlib.text import Text
+
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, MetricsLog
 from paceline.report.training import TrainRunResult, render_config
 from paceline.units import KIB, MIB
+
+
+def list_texts(figure):
+    """All that can be read in a figure, without rendering it."""
+    return {found.get_text() for found in figure.findobj(Text)}
+
 
 CONFIG = {"model": "gpt2-tiny", "data": "synthetic", "wrapper": "paceline", "backend": "gloo", "device": "cpu",
           "ranks": 2, "epochs": 1, "steps": 40, "batch_size": 8}  # fmt: skip

@@ -18,6 +18,7 @@ from paceline.predict.traces import Lateness, read_ranks
 from paceline.records import Samples, StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.doubts import find_doubts
 from paceline.records.environment import capture_environment
+from paceline.records.findings import Finding
 from paceline.records.samples import UNSTABLE
 from paceline.records.steps import RACED
 from paceline.records.store import Run
@@ -30,6 +31,7 @@ SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
 JOB = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31, device="cuda")
 COSTS = MachineCosts(FamilyCurve("line", 2, 1e-4, 2e9), contention=Contention())
 NOTHING = Samples(((0.0, 0.0),))
+CAP = Finding("buckets", "other buckets save time", "use cap", gain_s=0.02)
 
 
 def made_step(rank: int, number: int, took: tuple[float, ...], before: float = 0.01) -> TracedStepRecord:
@@ -89,7 +91,7 @@ def test_recorded_steps_that_happened_to_be_short_are_longer_in_all_their_parts(
 
 def test_the_bottleneck_is_the_one_with_most_to_gain():
     data = Samples(((0.03, 0.02),) * 3)
-    late, buckets, messages = Lateness(1, 0.9, 0.05), ("cap", 0.02), (0.02, 0.012, 0.05)
+    late, buckets, messages = Lateness(1, 0.9, 0.05), CAP, (0.02, 0.012, 0.05)
     kinds = [one.kind for one in list_bottlenecks(0.1, data, late, buckets, messages)]
     assert kinds == ["late rank", "data", "buckets", "network", "computing"]
     (only,) = list_bottlenecks(1.0, data, None, None, None)
@@ -101,9 +103,9 @@ def test_the_bottleneck_is_the_one_with_most_to_gain():
 def test_a_step_that_sends_for_longer_than_it_computes_has_too_small_a_batch():
     first, *_ = list_bottlenecks(0.1, NOTHING, None, None, (0.06, 0.05, 0.04))
     assert first.kind == "batch"
-    first, *others = list_bottlenecks(0.1, NOTHING, None, ("cap", 0.02), (0.06, 0.05, 0.04))
+    first, *others = list_bottlenecks(0.1, NOTHING, None, CAP, (0.06, 0.05, 0.04))
     assert (first.kind, others[0].kind) == ("buckets", "batch")  # what costs nothing comes first
-    first, *others = list_bottlenecks(0.1, NOTHING, None, ("cap", 0.01), (0.06, 0.05, 0.04))
+    first, *others = list_bottlenecks(0.1, NOTHING, None, replace(CAP, gain_s=0.01), (0.06, 0.05, 0.04))
     assert (first.kind, others[0].kind) == ("batch", "buckets")  # unless it saves little of what is exposed
 
 

@@ -14,7 +14,6 @@ from paceline.measure.traces import list_blocks
 from paceline.predict.memory import CATEGORIES, MARK, MemoryMark, MemoryMarks, MemoryUse, build_memory
 from paceline.predict.traces import build_overview, overview_from_json, overview_to_json
 from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
-from paceline.report.plots import render_png
 from paceline.report.table import Table
 from tests.unit.made_traces import MadeTrace
 
@@ -150,10 +149,7 @@ def test_the_peak_names_the_innermost_operator_of_its_thread():
         made.events.append(op | {"pid": 1, "tid": tid})
     memory = made.build()
     assert memory.operator == "aten::b" and make_step().build().operator == ""
-    assert describe_memory(memory).startswith("memory: peak 397 B in backward, 23 µs after the step began (aten::b)")
-    assert describe_memory(memory).endswith(
-        ": 25% parameters, 25% optimizer, 25% gradients, 10% activations, 8% temporary, 5% data, 2% other"
-    )
+    assert describe_memory(memory) == "memory: peak 397 B in backward, 23 µs after the step began (aten::b)"
 
 
 def test_a_long_timeline_is_thinned_but_keeps_its_peak_and_each_categorys_maximum():
@@ -204,8 +200,7 @@ def test_the_picture_stacks_the_categories_and_marks_phases_and_peak():
     areas = {area.get_label(): area for area in axes.collections}
     assert list(areas) == [name for name in CATEGORIES if name != "buckets"]
     assert areas["other"].get_paths()[0].get_extents().ymax * 2**20 == pytest.approx(397)
-    assert render_png(figure).startswith(b"\x89PNG")
-    assert render_png(plot_memory(MadeMemory().mark(0, "data", data=(1, 1)).mark(0, "end").build(), "", ""))
+    plot_memory(MadeMemory().mark(0, "data", data=(1, 1)).mark(0, "end").build(), "", "").draw_without_rendering()
 
 
 def test_the_table_has_a_row_for_each_category_and_the_total():

@@ -173,10 +173,7 @@ def test_a_model_is_as_large_as_the_catalog_says(monkeypatch, name):
     assert sum(parameter.numel() for parameter in parameters) == WORKLOADS[name].num_elements
 
 
-def test_the_published_sizes_of_benchmarks():
-    assert WORKLOADS["resnet18"].num_elements == 11_173_962
-    assert WORKLOADS["resnet18-imagenet"].num_elements == 11_689_512
-    assert WORKLOADS["gpt2-large"].num_elements == 774_030_080
+def test_benchmarks_have_many_tensors_or_many_bytes():
     assert WORKLOADS["tiny"].num_parameters == 1000
     assert 4 * WORKLOADS["mlp"].num_elements > 64 * 2**20
 

@@ -248,7 +248,7 @@ def test_the_race_allows_for_a_busy_machine():
     decided = make_result(tune(SLOW, times_s, {"default": 9.0, "recommended": 0.120}, spread=spread))
     doubts = find_doubts(decided.records, replace(decided.run.environment, cores=2))
     assert "3 of 3 variants of the step are unstable" in doubts[0].text, "not the plans of the race"
-    assert "the race of plans allows for the noise" in doubts[0].text
+    assert "plan comparisons allow for the noise" in doubts[0].text
     assert decided.verdict == "use" and decided.noise == []
     undecided = make_result(tune(SLOW, times_s, {"default": 0.121, "recommended": 0.120}, spread=spread))
     assert undecided.verdict == "undecided" and undecided.noise == [undecided.answer]

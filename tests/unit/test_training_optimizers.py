@@ -108,20 +108,6 @@ def test_where_a_norm_is_zero_it_is_sgd(weights, grads, nesterov):
     assert bool(torch.isfinite(one[0]).all())
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_group_that_does_not_adapt_is_torchs_sgd(nesterov):
-    one, two = make(), make()
-    ours = LARS([{"params": one, "adapt": False}], lr=0.1, weight_decay=0.05, nesterov=nesterov)
-    plain = torch.optim.SGD(two, lr=0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov)
-    for step in range(4):
-        give_gradients(one, step)
-        give_gradients(two, step)
-        ours.step()
-        plain.step()
-    for param, wanted in zip(one, two, strict=True):
-        torch.testing.assert_close(param, wanted, rtol=1e-13, atol=1e-15)
-
-
 def test_nesterov_looks_ahead():
     param = nn.Parameter(torch.tensor([[2.0]], dtype=torch.float64))
     optimizer = LARS([param], lr=1.0, momentum=0.5, trust_coefficient=0.1, nesterov=True, eps=0.0)
@@ -133,26 +119,6 @@ def test_nesterov_looks_ahead():
         velocity = 0.5 * velocity + move
         weight -= move + 0.5 * velocity
         assert param.item() == pytest.approx(weight, rel=1e-13)
-
-
-def test_a_run_that_goes_on_is_equal_to_the_last_bit():
-    whole, half = make(dtype=torch.float32), make(dtype=torch.float32)
-    first, second = (LARS(params, lr=1.0, weight_decay=0.01) for params in (whole, half))
-    for step in range(6):
-        give_gradients(whole, step)
-        first.step()
-    for step in range(3):
-        give_gradients(half, step)
-        second.step()
-    other = [nn.Parameter(param.detach().clone()) for param in half]
-    third = LARS(other, lr=123.0)
-    third.load_state_dict(copy.deepcopy(second.state_dict()))
-    assert third.state_dict()["param_groups"] == second.state_dict()["param_groups"]
-    assert third.param_groups[0]["lr"] == 1.0
-    for step in range(3, 6):
-        give_gradients(other, step)
-        third.step()
-    assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
 
 
 def test_the_state_of_torchs_sgd_is_taken_over():
@@ -171,22 +137,6 @@ def test_the_state_of_torchs_sgd_is_taken_over():
     torch.testing.assert_close(params[0].detach(), before[0] - 0.1 * (0.9 * velocity + ratio * params[0].grad))
 
 
-def test_closure_and_parameters_without_a_gradient():
-    used, unused = make(shapes=((3, 2), (3, 2)))
-    before = unused.detach().clone()
-    optimizer = LARS([used, unused], lr=10.0)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = used.square().sum()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(5)]
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    assert torch.equal(unused, before) and unused not in optimizer.state
-
-
 def test_groups_may_be_added_and_are_checked():
     first, second = make(shapes=((3, 2), (4,)))
     optimizer = LARS([first], lr=0.1)
@@ -200,26 +150,6 @@ def test_groups_may_be_added_and_are_checked():
     with pytest.raises(ConfigError, match="adapt 'no'"):
         optimizer.add_param_group({"params": make(shapes=((2,),)), "adapt": "no"})
     assert len(optimizer.param_groups) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lr": -0.1}, "lr -0.1: a finite number from 0 is needed"),
-        ({"lr": math.nan}, "lr nan"),
-        ({"lr": math.inf}, "lr inf"),
-        ({"lr": torch.tensor(0.1)}, r"lr tensor\(0.1"),
-        ({"lr": "fast"}, "lr 'fast'"),
-        ({"momentum": 1.0}, "momentum 1.0: a finite number from 0, below 1"),
-        ({"weight_decay": -1.0}, "weight_decay -1.0"),
-        ({"trust_coefficient": 0.0}, "trust_coefficient 0.0: a finite number above 0"),
-        ({"eps": -1e-9}, "eps -1e-09"),
-        ({"nesterov": True, "momentum": 0.0}, "nesterov with momentum 0"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, words):
-    with pytest.raises(ConfigError, match=f"LARS: {words}"):
-        LARS(make(), **({"lr": 0.1} | options))
 
 
 def test_sparse_gradients_are_refused_by_shape():
@@ -315,46 +245,12 @@ def test_first_step_by_hand():
     assert param.tolist()[0] == pytest.approx([3 - 0.5 / math.sqrt(2), 4 + 0.5 / math.sqrt(2)], rel=1e-12)
 
 
-def test_a_group_that_does_not_adapt_is_torchs_adamw():
-    one, two = make(), make()
-    ours = LAMB([{"params": one, "adapt": False}], lr=0.01, betas=BETAS, eps=1e-4, weight_decay=0.1)
-    plain = torch.optim.AdamW(two, lr=0.01, betas=BETAS, eps=1e-4, weight_decay=0.1)
-    for step in range(5):
-        give_gradients(one, step)
-        give_gradients(two, step)
-        ours.step()
-        plain.step()
-    for param, wanted in zip(one, two, strict=True):
-        torch.testing.assert_close(param, wanted, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize(("weights", "grads", "wanted"), [(0.0, 2.0, -0.5), (3.0, 0.0, 3.0), (0.0, 0.0, 0.0)])
 def test_where_a_norm_is_zero_the_ratio_is_one(weights, grads, wanted):
     param = nn.Parameter(torch.full((3, 2), weights, dtype=torch.float64))
     param.grad = torch.full_like(param, grads)
     LAMB([param], lr=0.5).step()
     assert param.flatten().tolist() == pytest.approx([wanted] * 6, abs=1e-6)
-
-
-def test_a_run_that_goes_on_is_equal_to_the_last_bit_and_counts_on():
-    whole, half = make(dtype=torch.float32), make(dtype=torch.float32)
-    first, second = (LAMB(params, lr=0.1, weight_decay=0.01) for params in (whole, half))
-    for step in range(6):
-        give_gradients(whole, step)
-        first.step()
-    for step in range(3):
-        give_gradients(half, step)
-        second.step()
-    other = [nn.Parameter(param.detach().clone()) for param in half]
-    third = LAMB(other, lr=123.0)
-    third.load_state_dict(copy.deepcopy(second.state_dict()))
-    assert third.state_dict()["param_groups"] == second.state_dict()["param_groups"]
-    assert [state["step"] for state in third.state.values()] == [3, 3, 3]
-    for step in range(3, 6):
-        give_gradients(other, step)
-        third.step()
-    assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
-    assert second.state[half[0]]["step"] == 3  # its own, not shared with the one that went on
 
 
 def test_a_parameter_that_pauses_keeps_its_own_count():
@@ -373,25 +269,6 @@ def test_a_parameter_that_pauses_keeps_its_own_count():
     torch.testing.assert_close(pausing, alone, rtol=1e-14, atol=1e-16)
 
 
-def test_closures_and_the_schedulers_of_torch():
-    param = make(shapes=((3, 2),))[0]
-    optimizer = LAMB([param], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = param.square().sum()
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(4):
-        losses.append(optimizer.step(closure).item())
-        scheduler.step()
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 5)
-
-
 def test_precisions_may_be_mixed_in_one_group_by_lamb():
     low, exact = make(shapes=((8, 4),), dtype=torch.bfloat16)[0], make(shapes=((8, 4),))[0]
     optimizer = LAMB([low, exact], lr=0.05)
@@ -403,19 +280,95 @@ def test_precisions_may_be_mixed_in_one_group_by_lamb():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("kind", "options", "words"),
     [
-        ({"lr": -0.1}, "lr -0.1"),
-        ({"betas": (0.9, 1.0)}, "a beta of 1.0: a finite number from 0, below 1"),
-        ({"betas": (-0.1, 0.9)}, "a beta of -0.1"),
-        ({"betas": 0.9}, "betas 0.9: two numbers"),
-        ({"eps": math.nan}, "eps nan"),
-        ({"weight_decay": -1}, "weight_decay -1"),
+        (LARS, {"lr": -0.1}, "lr -0.1: a finite number from 0 is needed"),
+        (LARS, {"lr": math.nan}, "lr nan"),
+        (LARS, {"lr": math.inf}, "lr inf"),
+        (LARS, {"lr": torch.tensor(0.1)}, r"lr tensor\(0.1"),
+        (LARS, {"lr": "fast"}, "lr 'fast'"),
+        (LARS, {"momentum": 1.0}, "momentum 1.0: a finite number from 0, below 1"),
+        (LARS, {"weight_decay": -1.0}, "weight_decay -1.0"),
+        (LARS, {"trust_coefficient": 0.0}, "trust_coefficient 0.0: a finite number above 0"),
+        (LARS, {"eps": -1e-9}, "eps -1e-09"),
+        (LARS, {"nesterov": True, "momentum": 0.0}, "nesterov with momentum 0"),
+        (LAMB, {"lr": -0.1}, "lr -0.1"),
+        (LAMB, {"betas": (0.9, 1.0)}, "a beta of 1.0: a finite number from 0, below 1"),
+        (LAMB, {"betas": (-0.1, 0.9)}, "a beta of -0.1"),
+        (LAMB, {"betas": 0.9}, "betas 0.9: two numbers"),
+        (LAMB, {"eps": math.nan}, "eps nan"),
+        (LAMB, {"weight_decay": -1}, "weight_decay -1"),
     ],
 )
-def test_what_cannot_be_is_refused_by_lamb(options, words):
-    with pytest.raises(ConfigError, match=f"LAMB: {words}"):
-        LAMB(make(), **({"lr": 0.1} | options))
+def test_invalid_options_are_refused(kind, options, words):
+    with pytest.raises(ConfigError, match=f"{kind.__name__}: {words}"):
+        kind(make(), **({"lr": 0.1} | options))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "options"),
+    [
+        (LARS, torch.optim.SGD, {"momentum": 0.9}),
+        (LARS, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (LAMB, torch.optim.AdamW, {"betas": BETAS, "eps": 1e-4}),
+    ],
+)
+def test_a_group_that_does_not_adapt_is_torchs_optimizer(ours, plain, options):
+    one, two = make(), make()
+    optimizers = ours([{"params": one, "adapt": False}], lr=0.1, weight_decay=0.05, **options)
+    others = plain(two, lr=0.1, weight_decay=0.05, **options)
+    for step in range(5):
+        give_gradients(one, step)
+        give_gradients(two, step)
+        optimizers.step()
+        others.step()
+    for param, wanted in zip(one, two, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "lr"), [(LARS, 1.0), (LAMB, 0.1)])
+def test_a_resumed_run_is_bit_identical(kind, lr):
+    whole, half = make(dtype=torch.float32), make(dtype=torch.float32)
+    first, second = (kind(params, lr=lr, weight_decay=0.01) for params in (whole, half))
+    for step in range(6):
+        give_gradients(whole, step)
+        first.step()
+    for step in range(3):
+        give_gradients(half, step)
+        second.step()
+    other = [nn.Parameter(param.detach().clone()) for param in half]
+    third = kind(other, lr=123.0)
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert third.state_dict()["param_groups"] == second.state_dict()["param_groups"]
+    assert third.param_groups[0]["lr"] == lr
+    for step in range(3, 6):
+        give_gradients(other, step)
+        third.step()
+    assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+    if kind is LAMB:  # the counts are copies
+        assert second.state[half[0]]["step"] == 3 and third.state[other[0]]["step"] == 6
+
+
+@pytest.mark.parametrize(("kind", "lr"), [(LARS, 10.0), (LAMB, 0.1)])
+def test_closures_schedulers_of_torch_and_parameters_without_a_gradient(kind, lr):
+    used, unused = make(shapes=((3, 2), (3, 2)))
+    before = unused.detach().clone()
+    optimizer = kind([used, unused], lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = used.square().sum()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(4):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr / 5)
+    assert torch.equal(unused, before) and unused not in optimizer.state
 
 
 @pytest.mark.parametrize(("strategy", "momentum", "weight_decay"), [("bf16", 0.9, 0.001), ("topk:0.1,dgc", 0.0, 0.01)])

@@ -34,9 +34,8 @@ from paceline.records import Samples, StepRecord
 from paceline.records.steps import EXTRA_SAMPLES, PHASES
 from paceline.runtime.world import World
 from paceline.torch_internals import tree_map_only
-from paceline.training.build import Job, build_learner
+from paceline.training.build import Job, build_learner, wrap_models
 from paceline.training.loader import Window, load_windows
-from paceline.training.own import wrap_models
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, list_models, mark_phases, take_step
 from paceline.units import MIB
 from paceline.workloads.data.sharding import EpochOrder

@@ -11,6 +11,7 @@ import torch
 
 from paceline import torch_internals
 from paceline.plan import Plan
+from paceline.records.findings import Finding
 from paceline.report.table import Column, Table
 from paceline.strategy import Strategy
 from paceline.units import format_bytes, format_ms
@@ -204,23 +205,37 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """One sentence on what limits the step; empty if no step was timed."""
+        """What limits the step, as one line; empty if no step was timed."""
+        return "" if self.finding is None else self.finding.text
+
+    @property
+    def finding(self) -> Finding | None:
+        """What limits the step; None if no step was timed."""
         if (times := self.times) is None:
-            return ""
+            return None
         if self.world_size == 1:
-            return "one rank: there is no communication"
+            return Finding("computing", "one rank", "there is no communication")
         if times.exposed_s < 0.02 * times.backward_s:
-            return "communication is hidden behind backward: only faster computation would shorten the step"
+            hidden = "communication is hidden behind backward"
+            return Finding("computing", hidden, "only faster computation would shorten the step")
+        kind, evidence, cure = self._find_exposed(times)
+        return Finding(kind, evidence, cure, times.exposed_s, "at most", times.over_s, self.rank)
+
+    def _find_exposed(self, times: StepTimes) -> tuple[str, str, str]:
+        """Why communication is exposed, and what would hide it."""
         last, has_several = times.buckets[-1], len(times.buckets) > 1
         tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
         if tail_s > 0.7 * times.exposed_s and has_several:
             exposed = f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms"
-            return f"{exposed}: a smaller last bucket, or sending an earlier bucket sooner, would shorten the step"
+            cure = "a smaller last bucket, or sending an earlier bucket sooner, would shorten the step"
+            return "buckets", exposed, cure
         if times.buckets[0].ready_s > 0.5 * times.backward_s and has_several:
-            return "the first bucket is ready only in the second half of backward: smaller buckets would start sooner"
+            late = "the first bucket is ready only in the second half of backward"
+            return "buckets", late, "smaller buckets would start sooner"
         if times.busy_s > times.backward_s:
             busy, backward = format_ms(times.busy_s), format_ms(times.backward_s)
-            found = f"communication takes {busy} ms and backward {backward} ms: no plan can hide all of it"
             fewer = "send fewer bytes (strategy='bf16')" if self.strategy is None else "send fewer bytes"
-            return f"{found}; accumulate gradients, {fewer}, or use a faster transport"
-        return "communication starts too late to be hidden: more, smaller buckets would start sooner"
+            takes = f"communication takes {busy} ms and backward {backward} ms, so no plan can hide all of it"
+            return "network", takes, f"accumulate gradients, {fewer}, or use a faster transport"
+        late = "communication starts too late to be hidden"
+        return "buckets", late, "more, smaller buckets would start sooner"

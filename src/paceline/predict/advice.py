@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.errors import RecordError
 from paceline.predict.traces import GpuUse, Lateness, Overview
+from paceline.records.findings import Finding
 from paceline.units import format_duration
 
 # Below these shares of the step there is no advice: run-to-run noise is as large.
@@ -22,8 +23,6 @@ _PEAK_RATIOS = (
 )  # fmt: skip
 _WITHOUT_BF16 = re.compile(r"V100|T4\b|TITAN V|RTX 20\d\d|Quadro RTX", re.I)
 
-Found = tuple[str, float, str, str]  # kind, gain_s, certainty and text
-
 
 @dataclass(frozen=True)
 class StepFacts:
@@ -35,23 +34,6 @@ class StepFacts:
     precision: str = "fp32"
     world_size: int = 1
     is_compiled: bool = False
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One recommendation. `gain_s` is the possible saving per step; `certainty` says how it was derived: `computed`
-    from the trace, `at most` (a bound), or `estimated` (under an assumption that the text states)."""
-
-    kind: str
-    text: str
-    gain_s: float
-    certainty: str
-    step_s: float
-
-    @property
-    def factor(self) -> float:
-        """Speed-up of the step."""
-        return self.step_s / max(self.step_s - self.gain_s, 1e-12)
 
 
 class MessageShare(NamedTuple):
@@ -83,7 +65,7 @@ def _pick_first(overviews: Sequence[Overview]) -> Overview:
     return min(overviews, key=lambda overview: overview.seconds("communication"))
 
 
-def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Advice]:
+def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Finding]:
     """Recommendations, largest gain first; if nothing is worth doing, the bottleneck."""
     if not overviews:
         raise RecordError("no overview to advise on: record at least one rank")
@@ -93,98 +75,168 @@ def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness |
         found += _on_lateness(lateness, max(overview.seconds("communication") for overview in overviews), first.step_s)
     if first.gpu is not None:
         found += _on_gpu(first, first.gpu, facts)
-    advice = [Advice(kind, text, gain_s, certainty, first.step_s) for kind, gain_s, certainty, text in found]
-    return sorted(advice, key=lambda one: -one.gain_s) or [_name_bound(first)]
+    found = [replace(one, step_s=first.step_s) for one in found]
+    return sorted(found, key=lambda one: -one.gain_s) or [_name_bound(first)]
 
 
-def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Found]:
+def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Finding]:
     exposed_s, message_s = overview.seconds("communication"), overview.message_s
     if facts.world_size < 2 or exposed_s < WORTH * overview.step_s:
         return
     exposed, more = format_duration(exposed_s), 2 * facts.accumulate
     found = find_message_share([overview])
-    text = f"communication is {found.share:.0%} of {found.of}, and {exposed} per step is exposed: "
-    text += f"accumulating over {more} micro-batches instead of {facts.accumulate} would reduce it to about "
-    text += f"{found.estimate(2):.0%} and save {format_duration(exposed_s / more)} per micro-batch"
-    yield "accumulate", exposed_s / 2, "computed", text
+    yield Finding(
+        "accumulate",
+        f"communication is {found.share:.0%} of {found.of}, and {exposed} per step is exposed",
+        f"accumulating over {more} micro-batches instead of {facts.accumulate} would reduce it to about "
+        f"{found.estimate(2):.0%} and save {format_duration(exposed_s / more)} per micro-batch",
+        exposed_s / 2,
+    )
     halved_s, backward_s = min(exposed_s, message_s / 2), overview.phases_s.get("backward", 0.0)
-    text = f"{exposed} of communication per step is exposed: a communication hook that sends bf16 halves "
-    text += f"the bytes and would save about {format_duration(halved_s)} if time is proportional to size"
-    yield "compress", halved_s, "estimated", text
+    yield Finding(
+        "compress",
+        f"{exposed} of communication per step is exposed",
+        "a communication hook that sends bf16 halves the bytes and would save about "
+        f"{format_duration(halved_s)} if time is proportional to size",
+        halved_s,
+        "estimated",
+    )
     if 0 < message_s < backward_s:
-        text = f"communication takes {format_duration(message_s)} and backward {format_duration(backward_s)}, yet "
-        text += f"{exposed} is exposed: other buckets (--plan) could hide nearly all of it"
-        yield "buckets", exposed_s, "at most", text
+        yield Finding(
+            "buckets",
+            f"communication takes {format_duration(message_s)} and backward {format_duration(backward_s)}, yet "
+            f"{exposed} is exposed",
+            "other buckets (--plan) could hide nearly all of it",
+            exposed_s,
+            "at most",
+        )
 
 
-def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Found]:
+def blame_rank(lateness: Lateness, gain_s: float) -> Finding:
+    """The rank that the others wait for."""
+    return Finding(
+        "late rank",
+        f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}, last in "
+        f"{lateness.share:.0%} of steps",
+        "check its cores, its GPU's clock, its data and its batch sizes",
+        gain_s,
+        "at most",
+        rank=lateness.rank,
+    )
+
+
+def blame_data(waited_s: float, step_s: float, rank: int | None = None) -> Finding:
+    """The data loader, on one rank or on all of them."""
+    where = "" if rank is None else f" on rank {rank}"
+    return Finding(
+        "data",
+        f"the step waits {format_duration(waited_s)} for data{where} ({waited_s / step_s:.0%} of the step)",
+        "use more DataLoader workers, prefetching, or smaller inputs",
+        waited_s,
+        "at most",
+        rank=rank,
+    )
+
+
+def blame_buckets(code: str, saved_s: float, interval_s: tuple[float, float] | None, certainty: str) -> Finding:
+    """The bucket size, and the argument that sets a better one."""
+    saves = f"other buckets would save {format_duration(saved_s)} per step"
+    return Finding("buckets", saves, f"use {code}", saved_s, certainty, gain_interval_s=interval_s)
+
+
+def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Finding]:
     # Being late for a message that compute hides delays nobody.
-    gain_s, late = min(lateness.mean_s, waited_s), format_duration(lateness.mean_s)
-    text = f"ranks reach messages {late} apart, and the last rank changes: look for other load on the hosts"
+    gain_s = min(lateness.mean_s, waited_s)
+    if gain_s < WORTH * step_s:
+        return
     if lateness.share >= 0.75:
-        text = f"the other ranks wait {late} per step for rank {lateness.rank}, last in {lateness.share:.0%} of steps: "
-        text += "check its cores, its GPU's clock and its batch sizes"
-    if gain_s >= WORTH * step_s:
-        yield "late rank", gain_s, "at most", text
+        yield blame_rank(lateness, gain_s)
+    else:
+        late = f"ranks reach messages {format_duration(lateness.mean_s)} apart, and the last rank changes"
+        yield Finding("late rank", late, "look for other load on the hosts", gain_s, "at most")
 
 
-def _on_waiting(overview: Overview) -> Iterator[Found]:
+def _on_waiting(overview: Overview) -> Iterator[Finding]:
     """Waiting for data, exposed copies, and optimizers that make several passes over the parameters."""
-    for category, kind, text in (
-        ("data", "data", "the step waits {} for data ({:.0%} of the step): use prefetching or smaller inputs"),
-        ("copy", "copies", "copies take {} while nothing else runs ({:.0%} of the step): pin the batches' memory "
-         "and copy with non_blocking=True"),
-    ):  # fmt: skip
-        waited_s, share = overview.seconds(category), overview.share(category)
-        if share >= WORTH:
-            yield kind, waited_s, "at most", text.format(format_duration(waited_s), share)
+    if overview.share("data") >= WORTH:
+        yield blame_data(overview.seconds("data"), overview.step_s)
+    copied_s, share = overview.seconds("copy"), overview.share("copy")
+    if share >= WORTH:
+        copies = f"copies take {format_duration(copied_s)} while nothing else runs ({share:.0%} of the step)"
+        cure = "pin the batches' memory and copy with non_blocking=True"
+        yield Finding("copies", copies, cure, copied_s, "at most")
     seconds, passes = overview.phases_s.get("optimizer", 0.0), overview.optimizer_passes
     if seconds >= 0.1 * overview.step_s and passes > 1:
-        text = f"the optimizer takes {format_duration(seconds)} ({seconds / overview.step_s:.0%} of the step) and "
-        text += f"makes {passes} passes over the parameters: fused=True makes one"
-        yield "optimizer", seconds * (1 - 1 / passes), "at most", text
+        yield Finding(
+            "optimizer",
+            f"the optimizer takes {format_duration(seconds)} ({seconds / overview.step_s:.0%} of the step) and makes "
+            f"{passes} passes over the parameters",
+            "fused=True makes one",
+            seconds * (1 - 1 / passes),
+            "at most",
+        )
 
 
-def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found]:
+def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Finding]:
     step_s, worth_s = overview.step_s, WORTH * overview.step_s
     idle_s = overview.seconds("cpu") + overview.seconds("other")
     if idle_s >= _IDLE_WORTH * step_s:
         # Host time depends on the number of launches, not on the batch size; GPU time grows with the batch.
         needed = facts.batch_size * _FILL / max(gpu.busy, 1e-3)
-        text = f"the GPU is {gpu.busy:.0%} busy and waits for the host for {format_duration(idle_s)} of the step: a "
-        text += f"batch of {2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size} if memory allows"
-        text += f"{'' if facts.is_compiled else ', or --compile'}; if only the GPU bounded it, a step would be "
-        text += f"{step_s / (step_s - idle_s):.1f} times as fast"
-        yield "host", idle_s, "at most", text
+        yield Finding(
+            "host",
+            f"the GPU is {gpu.busy:.0%} busy and waits for the host for {format_duration(idle_s)} of the step",
+            f"use a batch of {2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size} if memory allows"
+            f"{'' if facts.is_compiled else ', or --compile'}; if only the GPU bounded it, a step would be "
+            f"{step_s / (step_s - idle_s):.1f} times as fast",
+            idle_s,
+            "at most",
+        )
     mean_s, launching_s = gpu.kernel_s / gpu.num_kernels, gpu.num_kernels * gpu.launch_s
     if gpu.num_kernels >= 1 and mean_s <= _TINY_KERNEL_S and min(launching_s, idle_s) >= worth_s:
-        text = f"launching {gpu.num_kernels:.0f} kernels per step, {format_duration(mean_s)} each, takes "
-        text += f"{format_duration(launching_s)}: --compile or a CUDA graph launches fewer"
-        yield "launches", min(launching_s, idle_s), "at most", text
+        yield Finding(
+            "launches",
+            f"launching {gpu.num_kernels:.0f} kernels per step, {format_duration(mean_s)} each, takes "
+            f"{format_duration(launching_s)}",
+            "--compile or a CUDA graph launches fewer",
+            min(launching_s, idle_s),
+            "at most",
+        )
     assumed = max(1.0, next(ratio for names, ratio in _PEAK_RATIOS if re.search(names, gpu.name, re.I)) / 2)
     # A step cannot be shorter than the host's own work.
     gain_s = min(gpu.missed_s * (1 - 1 / assumed), max(0.0, step_s - overview.host_s))
     if gain_s >= worth_s:
         half = "fp16" if _WITHOUT_BF16.search(gpu.name) else "bf16"
         todo = f"--precision {half}" if facts.precision == "fp32" else "sizes that are multiples of 8"
-        text = f"{format_duration(gpu.missed_s)} of matrix kernels per step do not use tensor cores: {todo} would save "
-        text += f"about {format_duration(gain_s)} if they became {assumed:.1f} times as fast, half of the peak ratio "
-        text += f"of {gpu.name or 'an unknown GPU'}"
-        yield "tensor cores", gain_s, "estimated", text
+        yield Finding(
+            "tensor cores",
+            f"{format_duration(gpu.missed_s)} of matrix kernels per step do not use tensor cores",
+            f"{todo} would save about {format_duration(gain_s)} if they became {assumed:.1f} times as fast, half of "
+            f"the peak ratio of {gpu.name or 'an unknown GPU'}",
+            gain_s,
+            "estimated",
+        )
     filled = 1.0 if gpu.sm_efficiency is None or gpu.busy <= 0 else min(1.0, gpu.sm_efficiency / gpu.busy)
     gain_s = overview.seconds("kernel") * (1 - filled)
     if filled <= 0.6 and gain_s >= worth_s:
-        text = f"while kernels run, only {filled:.0%} of the SMs are in use: a batch above {facts.batch_size} costs "
-        text += f"little more time and saves up to {format_duration(gain_s)} for the same samples"
-        yield "batch", gain_s, "at most", text
+        yield Finding(
+            "batch",
+            f"while kernels run, only {filled:.0%} of the SMs are in use",
+            f"a batch above {facts.batch_size} costs little more time and saves up to {format_duration(gain_s)} for "
+            "the same samples",
+            gain_s,
+            "at most",
+        )
 
 
-def _name_bound(overview: Overview) -> Advice:
+def _name_bound(overview: Overview) -> Finding:
     largest = max(overview.steps[0].seconds, key=overview.seconds)
     name = {"kernel": "kernels", "cpu": "operators"}.get(largest, largest)
-    text = f"no clear bottleneck: the largest part of the step is {name}, {overview.share(largest):.0%} of "
-    text += format_duration(overview.step_s)
-    most = {"kernel": [(row.name, row.time_s) for row in overview.kernels[:1]]}
-    most["cpu"] = [(row.name, row.self_s) for row in overview.operators[:1]]
-    text += "".join(f", of which {row} takes {format_duration(time_s)}" for row, time_s in most.get(largest, []))
-    return Advice("bound", text, 0.0, "computed", overview.step_s)
+    parts = {
+        "kernel": [(row.name, row.time_s) for row in overview.kernels[:1]],
+        "cpu": [(row.name, row.self_s) for row in overview.operators[:1]],
+    }
+    most = "".join(f", of which {row} takes {format_duration(time_s)}" for row, time_s in parts.get(largest, []))
+    share = f"{overview.share(largest):.0%} of {format_duration(overview.step_s)}{most}"
+    text = f"no clear bottleneck: the largest part of the step is {name}, {share}"
+    return Finding("bound", text, step_s=overview.step_s)

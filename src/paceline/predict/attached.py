@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.predict.advice import WORTH, Advice
+from paceline.predict.advice import WORTH, blame_data, blame_rank
 from paceline.predict.traces import Lateness
+from paceline.records.findings import Finding
 from paceline.records.samples import Samples, group_by
 from paceline.records.traced import TracedMessage, TracedStepRecord
 from paceline.units import format_duration
@@ -70,44 +71,38 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
 
 
 def list_bottlenecks(
-    step_s: float, data: Samples, lateness: Lateness | None, buckets: tuple[str, float] | None,
+    step_s: float, data: Samples, lateness: Lateness | None, buckets: Finding | None,
     messages: tuple[float, float, float] | None, idle_s: float = 0.0,
-) -> list[Advice]:  # fmt: skip
+) -> list[Finding]:  # fmt: skip
     """The bottlenecks of a step of `step_s`, largest first: data, late rank, buckets, batch (communication takes more
     than half as long as compute, and buckets do not hide it), network, host, or compute. `data` holds each rank's waits
-    in data loaders. `buckets` is the recommended code and the seconds it saves. `messages` is the communication time of
+    in data loaders. `buckets` is what better buckets save. `messages` is the communication time of
     a step, its exposed part with the best buckets, and the compute time of a rank. `idle_s` is how long a GPU is idle
     for reasons other than data and messages."""
-    found = []
     waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
-    data_s, slow = max(waits), waits.index(max(waits))
-    where = "" if min(waits) > data_s / 2 else f" on rank {slow}"
-    text = f"the step waits {format_duration(data_s)} for data{where} ({data_s / step_s:.0%} of the step): "
-    text += "use more DataLoader workers, prefetching, or smaller inputs"
-    found.append(("data", data_s, text))
+    data_s = max(waits)
+    found = [blame_data(data_s, step_s, None if min(waits) > data_s / 2 else waits.index(data_s))]
     if lateness is not None and lateness.share > 0.8:
         # A rank may be late because it waits for its data.
         own_s = waits[lateness.rank] - min(waits) if lateness.rank < len(waits) else 0.0
-        text = f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}, last in "
-        text += f"{lateness.share:.0%} of steps: check its cores, its GPU's clock, its data and its batch sizes"
-        found.append(("late rank", max(0.0, lateness.mean_s - own_s), text))
-    text = f"the GPU is idle for {format_duration(idle_s)} per step ({idle_s / step_s:.0%} of it) until the host "
-    text += "launches more work: use a larger batch, torch.compile, CUDA graphs, or fewer calls that wait for the GPU"
-    found.append(("host", idle_s, f"{text}, such as .item()"))
+        found.append(blame_rank(lateness, max(0.0, lateness.mean_s - own_s)))
+    idle = f"the GPU is idle for {format_duration(idle_s)} per step ({idle_s / step_s:.0%} of it) until the host "
+    cure = "use a larger batch, torch.compile, CUDA graphs, or fewer calls that wait for the GPU, such as .item()"
+    found.append(Finding("host", f"{idle}launches more work", cure, idle_s, "at most"))
     saved_s = 0.0
     if buckets is not None:
-        write, saved_s = buckets
-        found.append(("buckets", saved_s, f"the bucket size: {write} would save {format_duration(saved_s)} per step"))
+        saved_s = buckets.gain_s
+        found.append(buckets)
     if messages is not None:
         message_s, exposed_s, compute_s = messages
-        text = f"a step computes for {format_duration(compute_s)} and communicates for {format_duration(message_s)}, "
-        text += f"so {format_duration(exposed_s)} stays exposed even with the best buckets: "
         is_small = message_s > compute_s / 2
-        text += "use a larger batch, or accumulate gradients" if is_small else "use a faster network, or send bf16"
         # Better buckets cost nothing, so they come first if they save a good part of the exposed time.
         gain_s = min(exposed_s, saved_s) if saved_s >= max(WORTH * step_s, exposed_s / 3) else exposed_s
         if is_small or exposed_s >= _STANDS_OUT * step_s:
-            found.append(("batch" if is_small else "network", gain_s, text))
-    worth = [Advice(kind, text, gain_s, "at most", step_s) for kind, gain_s, text in found if gain_s >= WORTH * step_s]
-    rest = Advice("computing", "there is no other bottleneck: compute bounds the step", 0.0, "computed", step_s)
+            takes = f"a step computes for {format_duration(compute_s)} and communicates for "
+            takes += f"{format_duration(message_s)}, so {format_duration(exposed_s)} stays exposed even with the best "
+            cure = "use a larger batch, or accumulate gradients" if is_small else "use a faster network, or send bf16"
+            found.append(Finding("batch" if is_small else "network", f"{takes}buckets", cure, gain_s, "at most"))
+    worth = [replace(one, step_s=step_s) for one in found if one.gain_s >= WORTH * step_s]
+    rest = Finding("computing", "there is no other bottleneck: compute bounds the step", step_s=step_s)
     return [*sorted(worth, key=lambda one: -one.gain_s), rest]

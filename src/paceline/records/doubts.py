@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from paceline.records.environment import Environment
+from paceline.records.findings import Finding
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import UNSTABLE, Samples
@@ -22,27 +22,25 @@ _MOST_NAMES = 3
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
 # Most serious first. `_KINDS` maps those that differ only in their text to one kind.
 _TEXTS = {
-    "wrong": "WRONG DATA at {}: do not use this backend for these messages",
-    "parameters": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
-    "above": "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
-    "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
-    "epochs": "unstable at {} (p10 to p90 of epochs): repeat on a quiet machine or with more --epochs",
-    "drifting": "not settled at {} (second half compared with the first): raise --warmup",
-    "few": "fewer than 5 repetitions at {}: a median of these says little",
-    "skewed": "ranks arrive far apart at {}: over half of the time is waiting for the last one",
+    "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
+    "parameters": ("WRONG PARAMETERS of {}", "replicas differ, or are not those of torch's wrapper"),
+    "above": (
+        "faster than one core per rank passes over memory at {}",
+        "several cores took part, or it was disturbed",
+    ),
+    "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),
+    "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
+    "drifting": ("not settled at {} (second half compared with the first)", "raise --warmup"),
+    "few": ("fewer than 5 repetitions at {}", "a median of these says little"),
+    "skewed": ("ranks arrive far apart at {}", "over half of the time is waiting for the last one"),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 
-class Doubt(NamedTuple):
-    """One reason to doubt a measurement: one line of text, and a `kind` for programs."""
-
-    kind: str
-    text: str
-
-
 _Step = StepRecord | LayerProfileRecord | BatchRecord
 _Timed = CollectiveRecord | MemoryRecord | ChunksRecord | _Step
+_Reason = tuple[str, float, str]  # kind, severity and details
+_Doubted = tuple[_Timed, list[_Reason]]
 
 
 def _name(record: _Timed) -> str:
@@ -60,8 +58,8 @@ def _name(record: _Timed) -> str:
     return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
-def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, float, str]]:
-    """The doubts about a record: kind, severity and details."""
+def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[_Reason]:
+    fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
     spread = f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
     if num_wrong := getattr(r, "num_wrong", None):
         kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
@@ -91,61 +89,77 @@ def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
     return [took] if stolen > _MOST_STOLEN else [], [worked] if load > _MOST_LOAD * cores else []
 
 
-def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
+def find_doubts(records: Sequence[Record], environment: Environment) -> list[Finding]:
     """Every reason to doubt the measured records, most serious first. An environment without a load belongs to a run
     that timed nothing, or whose load is irrelevant. Steps of a plan comparison are left out: its intervals include
     their noise."""
-    raced = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
-    records = [r for r in records if r not in raced]
-    bounds, cores = MemoryBounds(records), environment.cores
-    steps: list[tuple[_Step, bool]] = []
+    compared = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
+    records = [r for r in records if r not in compared]
+    bounds = MemoryBounds(records)
+    timed = [
+        (r, list(_find_reasons(r, r.timing, bounds)))
+        for r in records
+        if isinstance(r, _Timed) and isinstance(r.timing, Samples)
+    ]
     crowded: set[int] = set()
-    is_one_host = environment.details.get("hosts", 1) == 1
+    if environment.details.get("hosts", 1) == 1:
+        counts = {_count_ranks(r) for r, _ in timed if r.device == "cpu"}
+        crowded = {world_size for world_size in counts if world_size > environment.cores}
+    doubts = _join_reasons(timed)
+    if crowded:
+        many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(environment.cores, 'core')}"
+        doubts.append(Finding("crowded", many, "their times include waiting for a core"))
+    causes, load = describe_load(environment)
+    causes = [*_find_unstable_steps(timed, crowded), *causes]
+    because = ", ".join([*causes, *load])
+    if causes:
+        why = "nothing can be concluded from the times; repeat on a quiet machine"
+        why = "predictions may be off; plan comparisons allow for the noise" if compared else why
+        busy = Finding("inconclusive", f"the machine was too busy to measure ({because})", why)
+        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), busy)
+    elif load:
+        before = f"the machine was busy before the run ({because})"
+        doubts.append(Finding("busy", before, "other work may be in the times"))
+    return doubts
+
+
+def _count_ranks(record: _Timed) -> int:
+    return getattr(record, "world_size", 1)
+
+
+def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
+    """One finding per kind, backend and number of ranks, with the records that it is about."""
     found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
     totals: Counter[tuple[str, int]] = Counter()
-    for r in records:
-        if isinstance(r, _Timed) and isinstance(r.timing, Samples):
-            fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
-            backend = "memory" if isinstance(r, MemoryRecord) else getattr(r, "backend", "")
-            world_size = getattr(r, "world_size", 1)
-            totals[backend, world_size] += 1
-            reasons = list(_find_reasons(r, r.timing, fraction))
-            for kind, badness, details in reasons:
-                name = _name(r) + (f" ({details})" if details else "")
-                found[kind, backend, world_size].append((badness, name))
-            if isinstance(r, _Step):
-                steps.append((r, any(_KINDS.get(kind, kind) == "unstable" for kind, *_ in reasons)))
-            if r.device == "cpu" and world_size > cores and is_one_host:
-                crowded.add(world_size)
+    for r, reasons in timed:
+        where = "memory" if isinstance(r, MemoryRecord) else getattr(r, "backend", ""), _count_ranks(r)
+        totals[where] += 1
+        for kind, badness, details in reasons:
+            found[kind, *where].append((badness, _name(r) + (f" ({details})" if details else "")))
     doubts = []
     for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
         names = ", ".join(name for _, name in places)
         if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # wrong data is listed in full
             names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
         place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
-        doubts.append(Doubt(_KINDS.get(kind, kind), f"{place}: {_TEXTS[kind].format(names)}"))
-    if crowded:
-        many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(cores, 'core')}"
-        doubts.append(Doubt("crowded", f"{many}: their times include waiting for a core"))
-    causes, load = describe_load(environment)
-    # The conclusion of a tuning rests on the steps of its candidates.
-    steps = [step for step in steps if getattr(step[0], "role", "") == "job"] or steps
-    unstable = [r for r, is_unstable in steps if is_unstable]
-    if 2 * len(unstable) > len(steps) and any(getattr(r, "world_size", 1) not in crowded for r in unstable):
-        many = f"{len(unstable)} of {len(steps)} variants of the step are unstable"
-        causes = [many if len(steps) > 1 else "the step is unstable", *causes]
-    because = ", ".join([*causes, *load])
-    if causes:
-        why = "nothing can be concluded from the times; repeat on a quiet machine"
-        why = "predictions may be off; the race of plans allows for the noise" if raced else why
-        text = f"the machine was too busy to measure ({because}): {why}"
-        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
-    elif load:
-        doubts.append(Doubt("busy", f"the machine was busy before the run ({because}): other work may be in the times"))
+        evidence, cure = _TEXTS[kind]
+        doubts.append(Finding(_KINDS.get(kind, kind), f"{place}: {evidence.format(names)}", cure))
     return doubts
 
 
-def is_busy(doubts: Sequence[Doubt]) -> bool:
+def _find_unstable_steps(timed: Sequence[_Doubted], crowded: set[int]) -> list[str]:
+    """Whether most variants of the step are unstable, and not only for want of cores."""
+    steps = [(r, reasons) for r, reasons in timed if isinstance(r, _Step)]
+    # The conclusion of a tuning rests on the steps of its candidates.
+    steps = [(r, reasons) for r, reasons in steps if getattr(r, "role", "") == "job"] or steps
+    unstable = [r for r, reasons in steps if any(_KINDS.get(kind, kind) == "unstable" for kind, *_ in reasons)]
+    if 2 * len(unstable) <= len(steps) or all(_count_ranks(r) in crowded for r in unstable):
+        return []
+    many = f"{len(unstable)} of {len(steps)} variants of the step are unstable"
+    return [many if len(steps) > 1 else "the step is unstable"]
+
+
+def is_busy(doubts: Sequence[Finding]) -> bool:
     """Whether the machine was too busy to trust predictions from this run."""
     return any(doubt.kind in ("inconclusive", "busy") for doubt in doubts)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
 from paceline.plan import TORCH_CAP_BYTES
+from paceline.predict.advice import blame_buckets
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.race import Limit, Race, judge_race
 from paceline.predict.traces import Lateness
@@ -107,7 +108,10 @@ class AttachedResult(Result):
         saved = None
         if self.buckets is not None and self.verdict in ("use", "undecided"):  # also what is likely but not certain
             cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
-            saved = f"bucket_cap_mb={_write_cap(cap)}", self.step_s * self.saves[0]
+            gain_s, low_s, high_s = (self.step_s * share for share in self.saves)
+            interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # not after few rounds
+            certainty = "estimated" if self.race is None else "measured"
+            saved = blame_buckets(f"bucket_cap_mb={_write_cap(cap)}", gain_s, interval_s, certainty)
         late, messages = self._find_late(recorded), self._find_messages()
         self.idle_s = self._find_idle(recorded)
         self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages, self.idle_s)
@@ -176,8 +180,7 @@ class AttachedResult(Result):
         """One sentence that names the bottleneck, and one that says what helps."""
         if self.bottleneck.kind not in _WORDS:
             return "There is no bottleneck besides compute."
-        found = self.bottleneck.text.removeprefix("the bucket size: ").replace(": ", ". To fix it, ")
-        return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {found}."
+        return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {self.bottleneck.sentences}"
 
     @property
     def headline(self) -> str:
@@ -271,7 +274,7 @@ class AttachedResult(Result):
             "world_size": self.steps.world_size, "backend": self.steps.backend, "device": self.steps.device,
             "num_steps": self.steps.timing.count,
             "bottleneck": self.bottleneck.kind, "verdict": self.verdict, "is_predicted": self.race is None,
-            "bottlenecks": [{"kind": one.kind, "gain_s": one.gain_s, "text": one.text} for one in self.bottlenecks],
+            "bottlenecks": [one.to_json() for one in self.bottlenecks],
             "bucket_cap_mb": self.cap_mib, "bucket_cap_mb_list": self.cap_list, "lines": self.lines,
         }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
-from paceline.report.plots import COLORS, MARKERS, draw_line, new_figure, place_legend
+from paceline.report.plots import draw_line, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_duration, format_number_of
@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 _POINTS = 60  # of a line
 _MOST_ON_A_HOST = 16  # GPUs
 _NAMES = {
-    "step": "a step", "save": "the stall of a save", "write": "the write after it", "detect": "detecting a fault",
-    "restart": "a restart", "spare": "take-over by a spare", "shrink": "continuing on fewer ranks",
-}  # fmt: skip
+    "step": "a step",
+    "save": "the stall of a save",
+    "write": "the write after it",
+    "detect": "detecting a fault",
+    "restart": "a restart",
+    "spare": "take-over by a spare",
+    "shrink": "continuing on fewer ranks",
+}
 
 
 def _say(share: float) -> str:
@@ -83,37 +88,28 @@ class GoodputResult(Result):
 
     @property
     def answer(self) -> str:
-        best, others = self.best, self.rows[1:]
+        best = self.best
         ranks, every = format_number_of(self.faults.ranks, "rank"), format_duration(self.faults.mtbf_s)
         if best.share < 0.01:
             long = format_duration(best.policy.restart_s)
             return f"{ranks} with a fault every {every} make no progress: a restart takes {long}. Simulated."
-        text = f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time is useful "
-        text += f"(90 %: {_say(best.low)} to {_say(best.high)}), saving every {format_duration(best.interval_s)}"
-        text += "".join(f"; with {one.policy.name} {_say(one.share)}" for one in others)
-        return f"{text}. Simulated; the interval does not include the error of the model."
+        clauses = [
+            f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time is useful "
+            f"(90 %: {_say(best.low)} to {_say(best.high)}), saving every {format_duration(best.interval_s)}",
+            *(f"with {one.policy.name} {_say(one.share)}" for one in self.rows[1:]),
+        ]
+        return f"{'; '.join(clauses)}. Simulated; the interval does not include the error of the model."
 
     @property
     def findings(self) -> Sequence[str]:
         return [*self._compare(), *self._describe_interval(), *self._list_assumptions()]
 
     def _compare(self) -> list[str]:
-        """Which policy is better, and why."""
-        lines, best = [], self.best
-        for other in self.rows[1:]:
-            name, then = best.policy.name, other.policy.name
-            costs = f"a fault costs {format_duration(best.fault_s)} and {best.steps_lost:,.1f} steps with {name}, and "
-            costs += f"{format_duration(other.fault_s)} and {other.steps_lost:,.1f} steps with {then}"
-            idle = [one for one in (best, other) if one.policy.num_idle]
-            costs += "".join(f"; {one.policy.name} keeps {self._count_idle(one)} idle" for one in idle)
-            if is_ahead(best, other):
-                lines.append(f"{name} is better than {then}: {costs}")
-            else:
-                lines.append(f"{name} may be better than {then}: {costs}; the measured costs do not decide it")
-        return lines
-
-    def _count_idle(self, one: Goodput) -> str:
-        return format_number_of(one.policy.num_idle, "rank")
+        """Whether the first policy is shown to be better than each of the others; the table has their costs."""
+        best, name = self.best, self.best.policy.name
+        sure = "{} is better than {}: more of the time of all ranks is useful"
+        unsure = "{} may be better than {}: the measured costs do not decide it"
+        return [(sure if is_ahead(best, one) else unsure).format(name, one.policy.name) for one in self.rows[1:]]
 
     def _describe_interval(self) -> list[str]:
         one, (low_s, high_s) = self.best, self.best.good_intervals_s
@@ -125,42 +121,56 @@ class GoodputResult(Result):
             f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
             "the time more than the best",
             "the 90 % interval covers the spread of the measured costs, and the number and times of faults in "
-            f"{format_duration(self.config['horizon_s'])} (--horizon); it does not cover the error of the model "
-            "(measured in docs/faults.md)",
+            f"{format_duration(self.config['horizon_s'])} (--horizon); docs/faults.md has the error of the model",
         ]
 
     def _list_assumptions(self) -> list[str]:
-        names, lines = {record.name for record in self.only(CostRecord)}, []
+        costs, ranks, usable = self.only(CostRecord), self.faults.ranks, self.faults.usable
+        names = {record.name for record in costs}
         absent = [name for name in ("spare", "shrink") if name not in names]
-        if self.faults.ranks == 1:
-            lines.append("left out: spare and shrink, because one rank has no replica to continue from")
-        elif absent:
-            flags = " and ".join(f"--{name}-seconds" for name in absent)
-            lines.append(f"left out: {' and '.join(absent)}, which no run has measured; give {flags}")
-        if "detect" not in names:
-            lines.append("assumed: faults are detected at once; give --detect-seconds")
-        once = [_NAMES[r.name] for r in self.only(CostRecord) if r.source == "measured" and len(r.seconds) == 1]
-        if once:
-            lines.append(f"assumed: {', '.join(once)}, measured once, may be 20 % off (a standard deviation)")
-        measured, ranks = self.config.get("measured_ranks"), self.faults.ranks
-        if measured not in (None, ranks):
-            lines.append(f"assumed: steps, saves and recovery take on {ranks:,} ranks what they took on {measured:,}")
-        if len(self.rows) > 1:
-            share = f"{100 * self.faults.all_lost:.3g} %"
-            lines.append(
-                f"assumed: {share} of the faults leave no replica, such as the loss of the only host (--all-lost)"
-            )
-        if len(self.rows) > 1 and not self.is_on_one_host:
-            lines.append("spare and shrink work within one host; across hosts the launcher restarts the job")
-        if any(row.policy.name == "shrink" for row in self.rows):
-            missing = format_duration(self.faults.repair_s + average_costs(self.only(CostRecord))["restart"])
-            lines.append(f"assumed: with shrink a lost rank returns after {missing}, with a pause as long as the first")
-            if self.faults.usable is None:
-                lines.append("assumed: with shrink all other ranks can share the global batch (a training run tells)")
-            else:
-                after = f"{self.faults.usable:,} of {ranks:,} ranks continue while one is missing"
-                lines.append(f"with shrink {after}: more of them cannot share the global batch equally")
-        return lines
+        once = [_NAMES[r.name] for r in costs if r.source == "measured" and len(r.seconds) == 1]
+        measured = self.config.get("measured_ranks") or ranks
+        returns_s = self.faults.repair_s + average_costs(costs).get("restart", 0.0)
+        several = len(self.rows) > 1
+        shrinks = any(row.policy.name == "shrink" for row in self.rows)
+        lines = (
+            (ranks == 1, "left out: spare and shrink, because one rank has no replica to continue from"),
+            (
+                ranks > 1 and absent,
+                f"left out: {' and '.join(absent)}, which no run has measured; give "
+                + " and ".join(f"--{name}-seconds" for name in absent),
+            ),
+            ("detect" not in names, "assumed: faults are detected at once; give --detect-seconds"),
+            (once, f"assumed: {', '.join(once)}, measured once, may be 20 % off (a standard deviation)"),
+            (
+                measured != ranks,
+                f"assumed: steps, saves and recovery take on {ranks:,} ranks what they took on {measured:,}",
+            ),
+            (
+                several,
+                f"assumed: {100 * self.faults.all_lost:.3g} % of the faults leave no replica, such as the loss of the "
+                "only host (--all-lost)",
+            ),
+            (
+                several and not self.is_on_one_host,
+                "spare and shrink work within one host; across hosts the launcher restarts the job",
+            ),
+            (
+                shrinks,
+                f"assumed: with shrink a lost rank returns after {format_duration(returns_s)}, with a pause as long "
+                "as the first",
+            ),
+            (
+                shrinks and usable is None,
+                "assumed: with shrink all other ranks can share the global batch (a training run tells)",
+            ),
+            (
+                shrinks and usable is not None,
+                f"with shrink {usable or 0:,} of {ranks:,} ranks continue while one is missing: more of them cannot "
+                "share the global batch equally",
+            ),
+        )
+        return [line for holds, line in lines if holds]
 
     def tables(self) -> list[Table]:
         costs = Table("costs", "The costs that this is computed from", _COSTS, self.only(CostRecord))
@@ -211,8 +221,7 @@ def plot_goodput(result: GoodputResult) -> Figure:
         xs = [first_s * (high_s / first_s) ** (place / _POINTS) for place in range(_POINTS + 1)]
         line = [(x, 100 * row.policy.estimate_share(x), None, None) for x in xs]
         draw_line(axes, number, line, f"{row.policy.name} (simulated)", marker="")
-        marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
-        axes.plot([row.interval_s], [100 * row.share], marker, color=color, ms=7)
+        draw_line(axes, number, [(row.interval_s, 100 * row.share, None, None)], "_", "", ms=7)
     axes.set_xscale("log")
     axes.set(ylim=(0, 102), xlabel="seconds of steps between two saves", ylabel="useful time (%)")
     place_legend(figure, axes)

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = {
-    "parameters": "#0072B2", "optimizer": "#009E73", "buckets": "#E69F00", "gradients": "#D55E00", "data": "#F0E442",
-    "activations": "#56B4E9", "temporary": "#CC79A7", "other": "#999999",
-}  # fmt: skip
+    "parameters": "#0072B2",
+    "optimizer": "#009E73",
+    "buckets": "#E69F00",
+    "gradients": "#D55E00",
+    "data": "#F0E442",
+    "activations": "#56B4E9",
+    "temporary": "#CC79A7",
+    "other": "#999999",
+}
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,16 @@ def list_memory(memory: MemoryUse) -> list[MemoryRow]:
     peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
     return [
         MemoryRow(
-            one.category, one.num_bytes[0], one.num_bytes[peak], one.num_bytes[-1], one.largest_bytes,
-            one.num_bytes[peak] / max(1, memory.peak_bytes),
-            {name: max(phase.largest_bytes[number] for phase in same) for name, same in by_phase.items()},
+            category=one.category,
+            begin_bytes=one.num_bytes[0],
+            peak_bytes=one.num_bytes[peak],
+            end_bytes=one.num_bytes[-1],
+            largest_bytes=one.largest_bytes,
+            share=one.num_bytes[peak] / max(1, memory.peak_bytes),
+            by_phase={name: max(phase.largest_bytes[number] for phase in same) for name, same in by_phase.items()},
         )
         for number, one in enumerate((*memory.held, HeldMemory("total", tuple(memory.totals))))
-    ]  # fmt: skip
+    ]
 
 
 MEMORY = (
@@ -60,13 +70,11 @@ MEMORY = (
 
 
 def describe_memory(memory: MemoryUse) -> str:
-    """The peak, when it occurs, and what contributes to it."""
-    *rows, total = list_memory(memory)
-    parts = [f"{row.share:.0%} {row.category}" for row in sorted(rows, key=lambda row: -row.share) if row.share >= 5e-3]
+    """The peak, and when it occurs; the table shows what contributes to it."""
     moment = format_duration(memory.times_s[memory.peak])
     where = f"in {memory.peak_phase}, {moment} after the step began" if memory.peak else "at the start of the step"
     by = f" ({memory.operator})" if memory.operator else ""
-    return f"memory: peak {format_bytes(total.peak_bytes)} {where}{by}: {', '.join(parts)}"
+    return f"memory: peak {format_bytes(memory.peak_bytes)} {where}{by}"
 
 
 def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
@@ -77,8 +85,11 @@ def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
     axes.stackplot(
         [time_s * 1e3 for time_s in memory.times_s],
         [[num_bytes / MIB for num_bytes in one.num_bytes] for one in shown],
-        labels=[one.category for one in shown], colors=[_COLORS[one.category] for one in shown], step="post", lw=0,
-    )  # fmt: skip
+        labels=[one.category for one in shown],
+        colors=[_COLORS[one.category] for one in shown],
+        step="post",
+        lw=0,
+    )
     top = 1.15 * totals[peak] / MIB
     for phase in memory.phases:
         axes.axvline(phase.begin_s * 1e3, color="#555555", lw=0.8, ls=":")

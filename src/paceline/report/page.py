@@ -121,18 +121,8 @@ def _read_marks(axes: Any, numbers: Numbers) -> Marks:
         marks.append(mark)
 
     for line in axes.get_lines():
-        points = list(zip(*line.get_data(orig=False), strict=True))
-        style: dict[str, Any] = {"w": float(line.get_linewidth())}
-        style |= {"dash": line.get_linestyle()} if line.get_linestyle() in ("--", ":", "-.") else {}
-        style |= {"w": 0} if line.get_linestyle() in ("None", "none", "") else {}
-        if line.get_marker() not in ("", "None", "none", None):
-            style |= {"marker": str(line.get_marker()), "ms": float(line.get_markersize())}
-            style |= {"hollow": 1} if to_hex(line.get_markerfacecolor(), True)[:7] == "#ffffff" else {}
-            style |= {"every": list(every)} if isinstance(every := line.get_markevery(), list) else {}
-        style |= {"step": 1} if "steps" in line.get_drawstyle() else {}
-        style |= {"gid": line.get_gid()} if line.get_gid() else {}
-        if points:
-            add(line, "line", line.get_color(), points, **style)
+        if points := list(zip(*line.get_data(orig=False), strict=True)):
+            add(line, "line", line.get_color(), points, **_read_style(line))
     for group in axes.collections:
         if isinstance(group, LineCollection):
             for segment in group.get_segments():
@@ -146,17 +136,36 @@ def _read_marks(axes: Any, numbers: Numbers) -> Marks:
         add(patch, "area", patch.get_facecolor(), path.vertices[:-1], **hatch)
     for text in axes.texts:
         # An annotation is anchored in the data, with its text offset from there in points.
-        place, offset = getattr(text, "xy", text.get_position()), (0.0, 0.0)
+        is_note = hasattr(text, "xy")
+        (x, y), (dx, dy) = text.xy if is_note else text.get_position(), (0.0, 0.0)
         if getattr(text, "anncoords", "") == "offset points":
-            offset = text.xyann
-        words = {"text": text.get_text(), "side": text.get_ha(), "dx": offset[0], "dy": offset[1]}
-        free = {"fy": 1} if not text.get_transform().contains_branch_seperately(axes.transData)[1] else {}
-        if not offset[0] and not offset[1] and hasattr(text, "xy"):
+            dx, dy = text.xyann
+        if is_note and not dx and not dy:
             continue
-        kept = {} if hasattr(text, "xy") else free
-        marks.append({"kind": "text", "color": "ink", "x": numbers.add([place[0]]), "y": numbers.add([place[1]])})
-        marks[-1] |= words | kept
+        mark = {"kind": "text", "color": "ink", "x": numbers.add([x]), "y": numbers.add([y])}
+        mark |= {"text": text.get_text(), "side": text.get_ha(), "dx": dx, "dy": dy}
+        is_data = text.get_transform().contains_branch_seperately(axes.transData)[1]
+        marks.append(mark if is_note or is_data else mark | {"fy": 1})
     return marks
+
+
+def _read_style(line: Any) -> dict[str, Any]:
+    """How a line is drawn: its width (0 for markers alone), dashes, markers and steps, and the field that it shows."""
+    from matplotlib.colors import to_hex
+
+    none = ("", "None", "none", None)
+    style = {
+        "dash": line.get_linestyle() if line.get_linestyle() in ("--", ":", "-.") else "",
+        "step": int("steps" in line.get_drawstyle()),
+        "gid": line.get_gid(),
+    }
+    if line.get_marker() not in none:
+        every = line.get_markevery()
+        style |= {"marker": str(line.get_marker()), "ms": float(line.get_markersize())}
+        style |= {"hollow": int(to_hex(line.get_markerfacecolor(), True)[:7] == "#ffffff")}
+        style |= {"every": list(every) if isinstance(every, list) else None}
+    width = 0.0 if line.get_linestyle() in none else float(line.get_linewidth())
+    return {"w": width} | {name: value for name, value in style.items() if value}
 
 
 def _list_parts(container: Any) -> Iterable[Any]:
@@ -219,9 +228,12 @@ def _find_trace(folder: Path | None, page: Path | None) -> str:
 def _render_origin(result: Result) -> str:
     environment, run = result.run.environment, result.run
     facts = {
-        "command": environment.command_line, "run": result.folder, "saved": run.created if result.records else "",
-        "machine": environment.machine_and_torch, "commit": environment.git_commit,
-    }  # fmt: skip
+        "command": environment.command_line,
+        "run": result.folder,
+        "saved": run.created if result.records else "",
+        "machine": environment.machine_and_torch,
+        "commit": environment.git_commit,
+    }
     rows = "".join(f"<dt>{name}</dt><dd>{_say(value)}</dd>" for name, value in facts.items() if value)
     return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
 

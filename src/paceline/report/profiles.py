@@ -1,4 +1,4 @@
-"""Results of `paceline.profile`, `profile layers`, `trace`, `comm-table` and `--compare`: tables, figures, text."""
+"""Results of `paceline.profile`, `profile layers`, `trace` and `comm-table`: tables, figures, text."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import RecordError
 from paceline.predict import traces as tracing
-from paceline.predict.advice import Advice, StepFacts, find_message_share
+from paceline.predict.advice import StepFacts
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
 from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.doubts import add_busy, is_busy
-from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
+from paceline.records.findings import Finding
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
 from paceline.records.store import Run, load_run, read_file
 from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.result import Result, list_differences
-from paceline.report.steps import PHASES, PhasesResult, describe_change
-from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
+from paceline.report.result import Result
+from paceline.report.steps import PHASES, PhasesResult
+from paceline.report.table import Column, Table, describe_change, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class ProfileResult(PhasesResult):
         if self.steps or profile is None:
             return super().answer
         step_s = profile.timing.median_s
-        parts = ", ".join(f"{getattr(profile, name).median_s / step_s:.0%} {name}" for name in _PHASE_COLORS)
+        phases = ((name, getattr(profile, name).median_s) for name in _PHASE_COLORS)
+        parts = ", ".join(f"{name} {format_duration(time_s)} ({time_s / step_s:.0%})" for name, time_s in phases)
         return f"A step of {profile.model} takes {format_duration(step_s)} (batch {profile.batch_size}): {parts}."
 
     @property
@@ -152,15 +153,13 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """What the tables do not show: the plain step, the profiling overhead, and unusual gradients."""
+    """What the tables do not show: the profiling overhead, and unusual gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
     if not profile.is_order_stable:
         order = "in an order that changed between steps; the table is sorted by the medians"
-    parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
-    plain = f"plain step {format_ms(profile.timing.median_s)} ms: {parts}"
-    lines = [plain, f"profiling overhead: {step}; {backward}", f"gradients became ready {order}"]
+    lines = [f"profiling overhead: {step}; {backward}", f"gradients became ready {order}"]
     if tied := [p.names for p in profile.parameters if p.aliases]:
         lines.append(f"tied, so ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
@@ -228,7 +227,7 @@ class TraceResult(Result):
             self.document: dict[str, Any] = json.loads(read_file(path)) if document is None else document
             self.overviews = [tracing.overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
-            self.advice: list[dict[str, Any]] = self.document["advice"]
+            self.advice = [Finding.from_json(one) for one in self.document["advice"]]
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
         self._model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
@@ -237,12 +236,12 @@ class TraceResult(Result):
         self._memory = self.overviews[0].memory
 
     @staticmethod
-    def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
+    def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Finding]) -> dict[str, Any]:
         """The contents of `overview.json`."""
         return {
             "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
-            "advice": [asdict(one) | {"factor": one.factor} for one in advice],
+            "advice": [one.to_json() for one in advice],
         }
 
     @property
@@ -252,18 +251,20 @@ class TraceResult(Result):
     @property
     def answer(self) -> str:
         text = f"A step of {self._name} takes {format_duration(self.overviews[0].step_s)} in the trace of rank 0."
-        return f"{text} {self.advice[0]['text']}" if self.advice else text
+        first = "".join(_say_gain(one) for one in self.advice[:1])
+        return f"{text} {first[:1].upper()}{first[1:]}." if first else text
 
     @property
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
-        for number, one in enumerate(self.advice, 1):
-            gain = f" ({one['certainty']} {one['factor']:.2f}x as fast)" if one["gain_s"] else ""
-            lines.append(f"{number}. {one['text']}{gain}")
-        if self.folder is not None:
-            lines.append(f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)")
-            lines += [f"figure: {self.folder / name}.png" for name in self.figures()]
-        return lines
+        return [*lines, *(f"also: {_say_gain(one)}" for one in self.advice[1:])]
+
+    @property
+    def places(self) -> list[str]:
+        if self.folder is None:
+            return super().places
+        trace = f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)"
+        return [*super().places, trace, *(f"figure: {self.folder / name}.png" for name in self.figures())]
 
     def tables(self) -> list[Table]:
         operators, kernels = self.overviews[0].operators, self.overviews[0].kernels
@@ -304,6 +305,10 @@ class TraceResult(Result):
     def to_json(self) -> dict[str, Any]:
         picture = str(self.folder / "timeline.png") if self.folder is not None and self._plot else None
         return super().to_json() | self.document | {"picture": picture}
+
+
+def _say_gain(one: Finding) -> str:
+    return f"{one.text} ({one.certainty} {one.factor:.2f}x as fast)" if one.gain_s else one.text
 
 
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
@@ -357,7 +362,7 @@ def _shorten(name: str, width: int) -> str:
 def build_kernel_columns(kernels: Sequence[KernelRow]) -> Sequence[Column]:
     names = tuple(kernel.name for kernel in kernels)
     return (
-        Column("kernel", lambda r: _shorten_all(names, 44)[r.name], is_key=True),
+        Column("kernel", lambda r: shorten_names(names, 44)[r.name], is_key=True),
         *text_columns("kind"),
         Column("calls/step", "calls", "{:g}".format, "calls"),
         Column("time (ms/step)", "time_s", format_ms, "time_s", priority=3),
@@ -507,222 +512,8 @@ COMM = (
 )
 
 
-# Settings in which two phase runs may differ without a note: only common cells are compared.
-_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
-# Compared quantities, by JSON key; throughput first for traces, because their batches may differ.
-_OF_PHASES = (
-    "step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "compute_s", "exposed_comm_s", "busy_comm_s",
-    "comm_overhead", "samples_per_s",
-)  # fmt: skip
-_OF_TRACES = (
-    "samples_per_s", "step_s", *(f"{name}_s" for name in CATEGORIES), *(f"{name}_share" for name in CATEGORIES),
-    "forward_s", "backward_s", "optimizer_s", "message_s", "host_s", "peak_bytes", "gpu_busy", "gpu_sm_efficiency",
-    "gpu_occupancy", "gpu_tensor_core_share", "gpu_communication_share", "gpu_kernel_s", "gpu_num_kernels",
-)  # fmt: skip
-_UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
-# Tables of two traces, and the time by which each is compared; a terminal shows the largest differences.
-_TIMES = {"operators": "self_s", "kernels": "time_s"}
-_MAX_COMPARED = 10
-
-
-def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
-    """The comparable quantities of a profile: a number per cell (ranks and batch size; a trace has one) and key."""
-    if isinstance(result, TraceResult):
-        row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
-        return {("", name): row[name] for name in _OF_TRACES}
-    steps = result.steps if isinstance(result, PhasesResult) else []
-    cells = {f"{format_number_of(r.world_size, 'rank')}, batch {r.batch_size}: ": build_row(PHASES, r) for r in steps}
-    return {(cell, name): row[name] for cell, row in cells.items() for name in _OF_PHASES}
-
-
-def _list_settings(result: Result) -> dict[str, Any]:
-    """Settings that may explain a difference. For a trace, batch size and accumulation are the effective ones."""
-    settings = result.config | {"machine": result.run.environment.machine_and_torch}
-    if isinstance(result, TraceResult):
-        settings |= {name: getattr(result.facts, name) for name in ("batch_size", "accumulate")}
-    return settings
-
-
-@dataclass(frozen=True)
-class ComparedRow:
-    """One quantity of two runs. `unit` is `s`, `share`, `bytes` or `count`; None means that a run lacks it."""
-
-    name: str
-    unit: str
-    first: float | None
-    second: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Second over first."""
-        return self.second / self.first if self.first and self.second is not None else None
-
-
-@dataclass(frozen=True)
-class ComparedTime(ComparedRow):
-    """An operator or kernel of two runs: seconds and calls per step."""
-
-    first_calls: float | None
-    second_calls: float | None
-
-    @property
-    def difference_s(self) -> float:
-        return (self.second or 0.0) - (self.first or 0.0)
-
-
-def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str) -> list[ComparedTime]:
-    """The operators or kernels of rank 0 in two traces by full name, largest difference first."""
-    here, there = (
-        {row.name: (getattr(row, time), row.calls) for row in getattr(one.overviews[0], kind)}
-        for one in (first, second)
-    )
-    none, rows = (None, None), []
-    for name in here | there:
-        (first_s, first_calls), (second_s, second_calls) = here.get(name, none), there.get(name, none)
-        rows.append(ComparedTime(name, "s", first_s, second_s, first_calls, second_calls))
-    return sorted(rows, key=lambda row: -abs(row.difference_s))
-
-
-def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
-    """The share of messages in two traces, and the first one's prediction for the second; None if they differ in
-    anything but accumulation."""
-    counts = [one.facts.accumulate for one in (first, second)]
-    if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:
-        return None
-    by_rank = [{overview.rank: overview for overview in one.overviews} for one in (first, second)]
-    pairs = [(by_rank[0][rank], by_rank[1][rank]) for rank in by_rank[0].keys() & by_rank[1].keys()]
-    if not pairs:
-        return None
-    # Use one rank for both, the one that waits least overall: the late rank may differ between the runs.
-    pair = min(pairs, key=lambda pair: sum(overview.seconds("communication") for overview in pair))
-    before, after = (find_message_share([overview]) for overview in pair)
-    predicted = before.estimate(counts[1] / counts[0])
-    means = [statistics.fmean(find_message_share([row]).share for row in one.overviews) for one in (first, second)]
-    found = {"accumulate": counts, "predicted": predicted, "measured": after.share, "means": means}
-    return before._asdict() | found
-
-
-class ComparisonResult(Result):
-    """Result of `profile --compare`: two traces with their operators and kernels, or the phases of two runs."""
-
-    @classmethod
-    def of(cls, first: Result, second: Result, environment: Environment) -> ComparisonResult:
-        """Compare two profiles. They were not interleaved, so the machine may have changed between them."""
-        names = [str(one.folder or f"a run of {one.run.verb}") for one in (first, second)]
-        here, there = _list_quantities(first), _list_quantities(second)
-        rows = []
-        for cell, name in (place for place in here if place in there):
-            unit = _UNITS.get(name, "s" if name.endswith("_s") else "share")
-            said = "samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")
-            rows.append(ComparedRow(cell + said, unit, here[cell, name], there[cell, name]))
-        if not rows:
-            found = f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`"
-            needed = "compare two of `paceline profile trace`, or two of `paceline profile phases`"
-            if isinstance(first, PhasesResult) and isinstance(second, PhasesResult) and first.steps and second.steps:
-                needed = "they have no number of ranks and batch size in common"
-            raise ConfigError(f"{found}: {needed}", code="mismatch")
-        settings = [_list_settings(one) for one in (first, second)]
-        unlike = list_differences(settings, but=() if isinstance(first, TraceResult) else _MAY_DIFFER)
-        config = {
-            "runs": names,
-            "rows": [asdict(row) for row in rows if row.first or row.second],
-            "settings_that_differ": unlike,
-        }
-        if isinstance(first, TraceResult) and isinstance(second, TraceResult):
-            for kind, time in _TIMES.items():
-                config[kind] = [asdict(row) for row in _compare_times(first, second, kind, time)]
-            config["accumulation"] = _compare_shares(first, second, unlike)
-        pairs = zip(names, (first, second), strict=True)
-        doubts = tuple(f"{name}: {line}" for name, one in pairs for line in one.warnings)
-        return cls(Run("profile --compare", config, environment, (), doubts))
-
-    @property
-    def rows(self) -> list[ComparedRow]:
-        return [ComparedRow(**row) for row in self.config["rows"]]
-
-    @property
-    def answer(self) -> str:
-        first, second = self.config["runs"]
-        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # the first of several cells
-        step, speed = rows["step"], rows["samples/s"]
-        one, two = (round(getattr(step, name) * getattr(speed, name)) for name in ("first", "second"))
-        if one == two:
-            return f"A step of {second} takes {step.ratio:.2f} times as long as one of {first}."
-        return (
-            f"{second} computes {speed.ratio:.2f} times as many samples/s as {first}. Their steps differ in size: "
-            f"{two:,} samples instead of {one:,}, in {step.ratio:.2f} times the time."
-        )
-
-    @property
-    def findings(self) -> list[str]:
-        lines = [f"they differ in {name}: {a} and {b}" for name, (a, b) in self.config["settings_that_differ"].items()]
-        if found := self.config.get("accumulation"):
-            one, two = found["accumulate"]
-            once = "s + o" if found["optimizer"] else "s"
-            here = f" on rank {found['rank']}"
-            means = "; mean over all ranks: {:.1%} and {:.1%}".format(*found["means"]) if "means" in found else ""
-            lines.append(
-                f"communication is s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"
-                + (f", and the optimizer is o = {found['optimizer']:.1%}" if found["optimizer"] else "")
-                + f"; at {two}, s / ({once} + {two / one:g} (1 - {once.replace('+', '-')})) predicts "
-                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}{means}"
-            )
-        return [*lines, "the runs were not interleaved: differences of a few percent may be machine drift"]
-
-    def tables(self) -> list[Table]:
-        title = "{} and {}".format(*self.config["runs"]) + (", rank 0" if "operators" in self.config else "")
-        tables = [Table("comparison", title, COMPARED, self.rows, key="rows")]
-        for kind in _TIMES:
-            if rows := [ComparedTime(**row) for row in self.config.get(kind, ())]:
-                shown = rows[:_MAX_COMPARED]
-                most = f"the {len(shown)} largest changes of {len(rows)}" if len(shown) < len(rows) else "all"
-                what = "self time" if kind == "operators" else "time"
-                title = f"{kind} of rank 0, {what} per step, {most}"
-                tables.append(Table(kind, title, _build_times_columns(kind, rows), rows, shown=shown))
-        return tables
-
-    def to_json(self) -> dict[str, Any]:
-        more = ("runs", "settings_that_differ", "accumulation")
-        return super().to_json() | {name: self.config[name] for name in more if name in self.config}
-
-
-_FORMATS: dict[str, Callable[[Any], str]] = {
-    "s": format_duration, "share": "{:.1%}".format, "bytes": format_bytes, "count": "{:.0f}".format,
-}  # fmt: skip
-
-
-def _say(row: ComparedRow, name: str) -> str | None:
-    return None if (value := getattr(row, name)) is None else _FORMATS[row.unit](value)
-
-
-COMPARED = (
-    Column("quantity", "name", key="name", is_key=True),
-    *(Column(name, partial(_say, name=name), str, is_key=True) for name in ("first", "second")),
-    *raw_columns("unit", "first", "second"),
-    Column("second / first", "ratio", "ratio", "ratio"),
-)
-
-
-def _build_times_columns(kind: str, rows: Sequence[ComparedTime]) -> Sequence[Column]:
-    names = tuple(row.name for row in rows)
-    return (
-        Column(kind.removesuffix("s"), lambda r: _shorten_all(names)[r.name], is_key=True),
-        *raw_columns("name"),
-        Column("first", "first", "ms", "first_s", is_key=True),
-        Column("second", "second", "ms", "second_s", is_key=True),
-        Column("change (ms)", "difference_s", _say_change, "difference_s", is_key=True),
-        Column("ratio", "ratio", "ratio", "ratio", priority=1),
-        Column("first calls", "first_calls", "{:g}".format, "first_calls"),
-        Column("second calls", "second_calls", "{:g}".format, "second_calls"),
-    )
-
-
-def _say_change(seconds: float) -> str:
-    return f"{'-' if seconds < 0 else '+'}{format_ms(abs(seconds))}"
-
-
 @functools.lru_cache(maxsize=8)
-def _shorten_all(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
+def shorten_names(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
     """Short names: both ends if that is unique, otherwise the words that differ; remaining duplicates are numbered."""
     short: dict[str, str] = {}
     ends, count = Counter(_shorten(name, width) for name in names), Counter[str]()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import RecordError
-from paceline.records.doubts import NOISY, Doubt, find_doubts
+from paceline.records.doubts import NOISY, find_doubts
+from paceline.records.findings import Finding
 from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, find_file, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
@@ -37,7 +38,7 @@ _CLASSES = {
     "predict trace": "report.traced.TracedResult",
     "profile": "report.profiles.ProfileResult",
     "profile attach": "report.attached.AttachedResult",
-    "profile --compare": "report.profiles.ComparisonResult",
+    "profile --compare": "report.compared.ComparisonResult",
     "profile comm-table": "report.profiles.CommTableResult",
     "profile layers": "report.profiles.ProfileResult",
     "profile phases": "report.steps.PhasesResult",
@@ -48,7 +49,7 @@ _CLASSES = {
     "scale ranks": "studies.rank_scaling.RanksResult",
     "scale report": "studies.scale.ReportResult",
     "train": "report.training.TrainRunResult",
-    "train --compare": "report.training.TrainComparisonResult",
+    "train --compare": "report.compared.TrainComparisonResult",
     "tune": "report.predictions.TuneResult",
     "tune attach": "report.attached.AttachedResult",
     "watch": "report.attached.AttachedResult",
@@ -64,9 +65,15 @@ class Result:
     """
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
-        self.run, self.folder = run, folder
+        self.run = run
+        self.folder = folder
         self.page: Path | None = None  # the HTML page written for this result
         self._derive()
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """The result of the run in this folder or `run.json`."""
+        return build_result(load_run(path), path if path.is_dir() else path.parent)
 
     def _derive(self) -> None:
         """Set the attributes that are always derived from the run."""
@@ -152,7 +159,7 @@ class Result:
         return self.run.warnings
 
     @property
-    def doubts(self) -> list[Doubt]:
+    def doubts(self) -> list[Finding]:
         """Reasons to doubt the measurement that follow from its records, each with its kind."""
         return find_doubts(self.records, self.run.environment)
 
@@ -332,20 +339,22 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
     return named[chosen]
 
 
+def _find_class(verb: str) -> type[Result]:
+    """The class of a verb's results. Its module, often a study above this package, is imported when it is needed."""
+    module, _, name = _CLASSES.get(verb, "report.result.Result").rpartition(".")
+    kind: type[Result] = getattr(importlib.import_module(f"paceline.{module}"), name)
+    return kind
+
+
 def build_result(run: Run, folder: Path | None = None) -> Result:
     """The result of a run, as the class of its verb."""
     is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
-    module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).rpartition(".")
-    kind = getattr(importlib.import_module(f"paceline.{module}"), name) if module else Result
-    result: Result = kind(run, folder)
-    return result
+    return (Result if is_empty else _find_class(run.verb))(run, folder)
 
 
 def load_result(path: str | Path) -> Result:
     """The result of a run from its folder or its `run.json`, as the original command or call returned it."""
     path = Path(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
-        from paceline.report.training import load_training
-
-        return load_training(path)
-    return build_result(load_run(path), path if path.is_dir() else path.parent)
+        return _find_class("train").load(path)
+    return Result.load(path)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.records.kinds import PRECISIONS
-from paceline.records.samples import Ratio, group_by
+from paceline.records.samples import group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result, describe_job
-from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.report.table import Column, Table, count_clear, describe_change, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
@@ -93,13 +93,6 @@ def describe_phases(record: StepRecord) -> list[str]:
     return [f"{place}: each rank sends {sent}; communication overhead {record.overhead:.1%} ({took})", cost]
 
 
-def describe_change(ratio: Ratio, of: str) -> str:
-    """How much more or less time something takes than its baseline, and whether the difference is significant."""
-    if ratio.noise is None:
-        return f"{ratio.value - 1:+.1%} {of} (one repetition)"
-    return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} {of}{'' if ratio.is_clear else ', within the noise'}"
-
-
 class WrappersResult(Result):
     """Result of `bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's
     wrapper."""
@@ -119,10 +112,10 @@ class WrappersResult(Result):
             where = f"{one.model} on {format_number_of(one.world_size, 'rank')} ({one.backend})"
             change = describe_change(ratios[0], "compared with torch's")
             return f"A step of {where} in Paceline's wrapper takes {format_duration(one.timing.median_s)}: {change}."
-        faster, slower = (sum(r.is_clear and (r.value < 1) is side for r in ratios) for side in (True, False))
+        faster, slower, rest = count_clear(ratios)
         return (
             f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and "
-            f"not shown to differ in {len(ratios) - faster - slower}."
+            f"not shown to differ in {rest}."
         )
 
     @property

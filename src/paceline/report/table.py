@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "yes": lambda value: "yes" if value else "no",
 }
 # Printed under every table with ratios.
-_RATIO_NOTE = "Ratios are medians over interleaved repetitions, ± 95 %; = is 1 within that, ? is a single repetition."
+_RATIO_NOTE = "Ratios of medians, ± 95 %; = is 1 within that, ? is a single repetition."
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # minimum width of a wrapped column of words
@@ -108,6 +108,19 @@ def format_ratio(ratio: Any) -> str:
         return f"{ratio.value:.3f} ?"
     is_itself = (ratio.value, ratio.noise) == (1.0, 0.0)
     return "1" if is_itself else f"{ratio.value:.3f} ± {ratio.noise:.3f}{'' if ratio.is_clear else ' ='}"
+
+
+def describe_change(ratio: Any, of: str) -> str:
+    """How much more or less time something takes than its baseline, and whether the difference is significant."""
+    if ratio.noise is None:
+        return f"{ratio.value - 1:+.1%} {of} (one repetition)"
+    return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} {of}{'' if ratio.is_clear else ', within the noise'}"
+
+
+def count_clear(ratios: Sequence[Any]) -> tuple[int, int, int]:
+    """How many ratios are shown to be below 1, how many above, and how many neither."""
+    below, above = (sum(r.is_clear and (r.value < 1) is side for r in ratios) for side in (True, False))
+    return below, above, len(ratios) - below - above
 
 
 def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
@@ -205,7 +218,7 @@ class Table:
             dropped = ", ".join(one.column.name or "" for one in columns if one not in kept)
             lines = _lay_out(kept, width)
             lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
-        has_ratios = any(one.column.unit is format_ratio for one in columns)
+        has_ratios = any(mark in cell for one in kept for cell in one.cells for mark in (" ± ", " ?"))
         return "\n".join([*wrap(title, width), *lines, *wrap(_RATIO_NOTE if has_ratios else "", width)])
 
     def _name_common(self, shown: Sequence[_Shown]) -> tuple[str, list[_Shown]]:
@@ -249,6 +262,12 @@ def wrap(text: str, width: int | None, indent: str = "") -> list[str]:
     if width is None:
         return [text] if text else []
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def join_words(words: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _measure(columns: Sequence[_Shown]) -> int:

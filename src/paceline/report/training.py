@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import math
-import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import RecordError, refuse
+from paceline.errors import RecordError
 from paceline.predict.attached import find_late_by_waits
 from paceline.predict.traces import Lateness
 from paceline.records import TracedStepRecord
@@ -23,9 +20,9 @@ from paceline.records.environment import Environment
 from paceline.records.kinds import decode
 from paceline.records.store import Run, find_file, name_format, write_new
 from paceline.report.attached import PARTS, AttachedResult, plot_ranks
-from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
-from paceline.report.result import Result, describe_job, list_differences, load_result
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.result import Result, describe_job
+from paceline.report.table import Column, Table, join_words, raw_columns
 from paceline.units import format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
@@ -46,6 +43,9 @@ _COLUMNS = (
     Column("data wait", "data_wait_share", "percent.1", priority=-1),
     *raw_columns("exposed_comm_s", "data_wait_s"),
 )
+
+
+_MOST_FAULTS = 3  # maximum number of faults listed individually
 
 
 class ObservedTraining(AttachedResult):
@@ -82,25 +82,37 @@ class TrainRunResult(Result):
 
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
-        if rows is None:
-            file = None if folder is None else folder / records.METRICS_FILE
-            rows = records.load_metrics(file) if file is not None and find_file(file) is not None else ()
-        self.rows, self.epochs = rows, records.summarize_epochs(rows)
-        self.total = records.summarize_rows(rows) if rows else None  # the whole run as one epoch
+        self.rows = self._load_rows(records.METRICS_FILE) if rows is None else rows
+        self.epochs = records.summarize_epochs(self.rows)
+        self.total = records.summarize_rows(self.rows) if self.rows else None  # the whole run as one epoch
         self.tested = next((epoch for epoch in reversed(self.epochs) if epoch.test_loss is not None), None)
         # How the run ended; empty for an unfinished one.
         self.outcome: dict[str, Any] = dict(self.config.get("outcome") or {})
         self.faults: list[dict[str, Any]] = list(self.config.get("faults") or ())
-        self.steps: int = rows[-1]["step"] if rows else 0
+        self.steps: int = self.rows[-1]["step"] if self.rows else 0
         self.world_size = int(self.outcome.get("world_size", self.config.get("ranks", 1)))
+
+    @classmethod
+    def load(cls, path: Path) -> TrainRunResult:
+        """The result of a training run, finished or not, from its folder."""
+        document = records.load_config(path)
+        try:
+            environment: Environment = decode(Environment, document.get("environment"), "environment")
+        except (RecordError, TypeError) as error:
+            raise RecordError(f"{path / records.CONFIG_FILE}: {error}", code="damaged") from None
+        config = document["settings"] | {"outcome": document.get("outcome"), "faults": document.get("faults", [])}
+        return cls(Run("train", config, environment, ()), path)
 
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
         """One row per completed save: its `step`, how long steps waited for it (`stall_s`), the part of that spent on
         the previous write (`wait_s`), how long its own write took (`write_s`), and the interval that `--save-every
         auto` chose next (`next_s`)."""
-        file = None if self.folder is None else self.folder / records.SAVES_FILE
-        return records.load_metrics(file) if file is not None and find_file(file) is not None else []
+        return self._load_rows(records.SAVES_FILE)
+
+    def _load_rows(self, name: str) -> list[dict[str, Any]]:
+        file = None if self.folder is None else self.folder / name
+        return [] if file is None or find_file(file) is None else records.load_metrics(file)
 
     @property
     def finished(self) -> bool:
@@ -118,18 +130,18 @@ class TrainRunResult(Result):
         epochs, total, tested = self.epochs, self.total, self.tested
         if total is None:
             return "No step was taken."
-        text = f"loss {epochs[-1].loss:.4g}"
+        scores = [f"loss {epochs[-1].loss:.4g}"]
         if tested is not None:
             accuracy = tested.test_accuracy
-            text += f", test loss {tested.test_loss:.4g}" if accuracy is None else f", test accuracy {accuracy:.1%}"
-            text += "" if tested.test_f1 is None else f", test F1 {tested.test_f1:.3f}"
+            scores.append(f"test loss {tested.test_loss:.4g}" if accuracy is None else f"test accuracy {accuracy:.1%}")
+            scores += [] if tested.test_f1 is None else [f"test F1 {tested.test_f1:.3f}"]
         length, ranks = format_number_of(len(epochs), "epoch"), format_number_of(self.world_size, "rank")
-        text += f" after {length} on {ranks}{'' if self.finished else ' (not finished)'}"
+        clauses = [f"{', '.join(scores)} after {length} on {ranks}{'' if self.finished else ' (not finished)'}"]
         if total.seconds:
-            text += f"; {format_speed(total.samples_per_s)} samples/s; data wait {total.data_wait_share:.0%}"
+            clauses += [f"{format_speed(total.samples_per_s)} samples/s", f"data wait {total.data_wait_share:.0%}"]
         if self.world_size > 1 and total.exposed_share is not None:
-            text += f"; {total.exposed_share:.0%} of the time is exposed communication"
-        return f"{text}."
+            clauses.append(f"{total.exposed_share:.0%} of the time is exposed communication")
+        return f"{'; '.join(clauses)}."
 
     @cached_property
     def observed(self) -> AttachedResult | None:
@@ -163,7 +175,7 @@ class TrainRunResult(Result):
         lost = format_number_of(sum(fault.get("steps_lost") or 0 for fault in faults), "step")
         took_s = sum(fault.get("recovered_s") or 0.0 for fault in faults)
         many = format_number_of(len(faults), "fault")
-        return (f"Recovered from {many} in {took_s:.1f} s and repeated {lost}: {_join(names)}.",)
+        return (f"Recovered from {many} in {took_s:.1f} s and repeated {lost}: {join_words(names)}.",)
 
     def _describe_saves(self) -> Sequence[str]:
         saves = [row for row in self.saves if "next_s" in row]  # from --save-every auto
@@ -200,9 +212,12 @@ class TrainRunResult(Result):
             return self.figures()
         return {**self.figures(), "ranks": lambda: plot_ranks(self.rows, self.machine), **self.observed.figures()}
 
+    @property
+    def title(self) -> str:
+        return f"{self.config['model']} on {self.config['data'].split(':')[0]}"
+
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        config, ranks = self.config, format_number_of(self.world_size, "rank")
-        title = f"{config['model']} on {config['data'].split(':')[0]}, {ranks} ({config['wrapper']})"
+        title = f"{self.title}, {format_number_of(self.world_size, 'rank')} ({self.config['wrapper']})"
         return {"training": lambda: plot_training(self.rows, title, self.machine)} if self.rows else {}
 
     @property
@@ -237,167 +252,6 @@ class TrainRunResult(Result):
             log.append(*self.rows)
 
 
-def _is_number(loss: float | None) -> bool:
-    return loss is not None and math.isfinite(loss)
-
-
-def _join(words: Iterable[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-_MOST_FAULTS = 3  # maximum number of faults listed individually
-_SAME = 0.01  # maximum loss difference, relative to the mean loss, between runs that learn the same
-
-
-@dataclasses.dataclass(frozen=True)
-class ComparedRun:
-    """One of several training runs, compared with the first."""
-
-    name: str
-    run: TrainRunResult
-    first: TrainRunResult
-
-    @property
-    def differences(self) -> list[float]:
-        """The loss difference of each common step, relative to the first run's mean loss; infinite if a loss is not
-        finite."""
-        there, here = ({row["step"]: row["loss"] for row in run.rows} for run in (self.first, self.run))
-        mean = statistics.fmean([loss for loss in there.values() if _is_number(loss)] or [1.0])
-        both = [(loss, there[step]) for step, loss in here.items() if step in there]
-        return [abs(a - b) / mean if _is_number(a) and _is_number(b) else math.inf for a, b in both]
-
-    @property
-    def largest_difference(self) -> float:
-        return max(self.differences)
-
-    @property
-    def speed_up(self) -> float:
-        """Throughput relative to the first run; for equal steps, the ratio of their times."""
-        assert self.run.total is not None and self.first.total is not None
-        return self.run.total.samples_per_s / self.first.total.samples_per_s
-
-
-_COMPARED = (
-    Column("run", "name", key="run", is_key=True),
-    *raw_columns(ranks="run.world_size"),
-    Column("steps", "run.steps", "number", "steps", priority=-1),
-    Column("loss", lambda row: row.run.epochs[-1].loss, "{:.4f}".format, "loss", priority=2),
-    Column("test loss", "run.tested.test_loss", "{:.4f}".format, "test_loss", priority=1),
-    Column("test accuracy", "run.tested.test_accuracy", "percent.1", "test_accuracy", priority=3),
-    Column("test F1", "run.tested.test_f1", "{:.3f}".format, "test_f1", priority=3),
-    Column("time", "run.total.seconds", "s", "seconds", priority=2),
-    Column("samples/s", "run.total.samples_per_s", format_speed, "samples_per_s", priority=0),
-    Column("speed-up", "speed_up", "ratio", "speed_up", priority=3),
-    Column("exposed comm", "run.total.exposed_share", "percent.1", "exposed_share", priority=1),
-    Column("loss differs", "largest_difference", "{:.2%}".format, "largest_difference", priority=0),
-)
-
-
-class TrainComparisonResult(Result):
-    """Result of `train --compare`, and of a job trained on several rank counts: runs compared with the first.
-
-    `parts` are the runs. When saved, it stores their folders relative to its own (`config["runs"]`).
-    """
-
-    def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
-        super().__init__(run, folder)
-        if parts is None:
-            parts = [load_result((folder or Path()) / path) for path in run.config["runs"]]
-        self.parts = [part for part in parts if isinstance(part, TrainRunResult)]
-        ranks, first = [part.world_size for part in self.parts], self.parts[0]
-        names = [format_number_of(count, "rank") for count in ranks]
-        if len(set(ranks)) < len(ranks):
-            names = [str(part.folder or f"run {number}") for number, part in enumerate(self.parts, 1)]
-        self.rows = [ComparedRun(name, part, first) for name, part in zip(names, self.parts, strict=True)]
-        configs = [part.config | {"machine": part.machine} for part in self.parts]
-        self.differences = list_differences(configs, but=("ranks", "outcome", "faults"))
-
-    @classmethod
-    def of(cls, runs: Sequence[Result], environment: Environment) -> TrainComparisonResult:
-        """Compare training runs with the first."""
-        for one in runs:
-            found = f"{one.folder or 'a result'} is a run of `paceline {one.run.verb}`"
-            refuse(
-                (not isinstance(one, TrainRunResult), f"{found}: use runs of `paceline train`"),
-                (not getattr(one, "rows", ()), f"{found} that has no steps: resume it, or use another"),
-                code="mismatch",
-            )
-        return cls(Run("train --compare", {}, environment, ()), None, runs)
-
-    @property
-    def learned_the_same(self) -> bool:
-        return all(row.largest_difference <= _SAME for row in self.rows)
-
-    @property
-    def _num_equal(self) -> int:
-        """The number of initial steps in which all runs have the same loss."""
-        return min(len([*itertools.takewhile(_SAME.__ge__, row.differences)]) for row in self.rows)
-
-    @property
-    def answer(self) -> str:
-        first, *others = self.rows
-        names, most = _join(row.name for row in self.rows), max(row.largest_difference for row in others)
-        text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
-        if not self.learned_the_same:
-            text = f"{names} diverge from the first step on; "
-            if self._num_equal:
-                text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
-            by = f"the loss of a step differs by up to {most:.1%}."
-            text += by if math.isfinite(most) else "one of them has a loss that is not a finite number."
-        for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
-            found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
-            if None not in found:
-                text += f" Test {name}: {_join(map(say, found))}."
-        speeds = ", ".join(f"{row.name} {row.speed_up:.2f}" for row in others)
-        return f"{text} Speed: {speeds} times that of {first.name}."
-
-    @property
-    def findings(self) -> list[str]:
-        lines = [f"the runs differ in {name}: {_join(map(str, v))}" for name, v in self.differences.items()]
-        if not self.learned_the_same:
-            steps = f"the first {self._num_equal} of {self.rows[0].run.steps} steps"
-            why = (
-                "; rounding depends on the number of ranks and accumulates over steps; dropout and, without "
-                "--sync-batchnorm, BatchNorm depend on it as well"
-            )
-            is_of_ranks = len({row.run.world_size for row in self.rows}) > 1 and not self.differences
-            lines.append(f"the losses agree within {_SAME:.0%} for {steps}{why if is_of_ranks else ''}")
-        return [*lines, "the runs were not interleaved: differences of a few percent may be machine drift"]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        unfinished = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
-        why = "times as fast is more than the ranks explain: the machine may have been busy"
-        ratios = [(row, row.run.world_size / row.first.world_size) for row in self.rows]
-        fast = [f"{row.name}: {row.speed_up:.2f} {why}" for row, ratio in ratios if row.speed_up > 1.1 * ratio > 1.1]
-        return (*unfinished, *fast, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))
-
-    def tables(self) -> list[Table]:
-        return [Table("comparison", self._title, _COMPARED, self.rows, key="runs")]
-
-    def figures(self) -> dict[str, Callable[[], Figure]]:
-        return {"losses": lambda: plot_losses(self.rows, self._title, self.parts[0].machine)}
-
-    @property
-    def _title(self) -> str:
-        config = self.parts[0].config
-        return f"{config['model']} on {config['data'].split(':')[0]}"
-
-    def to_json(self) -> dict[str, Any]:
-        said = {"learned_the_same": self.learned_the_same, "settings_that_differ": self.differences}
-        return super().to_json() | said
-
-    def _save_run(self, folder: Path) -> None:
-        """Save runs without a folder inside its own."""
-        for number, part in enumerate(self.parts, 1):
-            if part.folder is None:
-                part.save(folder / f"run-{number}")
-        places = [os.path.relpath(part.folder.absolute(), folder.absolute()) for part in self.parts if part.folder]
-        self.run = dataclasses.replace(self.run, config=self.config | {"runs": places})
-        super()._save_run(folder)
-
-
 def render_config(
     settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None,
     faults: Sequence[dict[str, Any]] = (),
@@ -409,36 +263,6 @@ def render_config(
     }
     document |= {"outcome": outcome} if outcome else {}
     return json.dumps(document | ({"faults": list(faults)} if faults else {}), indent=1) + "\n"
-
-
-def load_training(folder: str | Path) -> TrainRunResult:
-    """The result of a training run, finished or not, from its folder."""
-    folder = Path(folder)
-    document = records.load_config(folder)
-    try:
-        environment: Environment = decode(Environment, document.get("environment"), "environment")
-    except (RecordError, TypeError) as error:
-        raise RecordError(f"{folder / records.CONFIG_FILE}: {error}", code="damaged") from None
-    config = document["settings"] | {"outcome": document.get("outcome"), "faults": document.get("faults", [])}
-    return TrainRunResult(Run("train", config, environment, ()), folder)
-
-
-def plot_losses(rows: Sequence[ComparedRun], title: str, subtitle: str) -> Figure:
-    """The losses of several runs on one axis: of every step, with thinner lines for later runs, and of the tests."""
-    figure, axes = new_figure(title, f"{subtitle}; measured")
-    for number, row in enumerate(rows):
-        for name, style, look in (
-            ("loss", "-", {"marker": "", "lw": max(0.8, 2.4 - 0.8 * number), "alpha": 0.7}),
-            ("test_loss", "--", {}),
-        ):
-            points = [(one["step"], one[name], None, None) for one in row.run.rows if one.get(name) is not None]
-            if points:
-                what = "training" if name == "loss" else "test"
-                draw_line(axes, number, points, f"{row.name}: {what} loss", style, **look)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.set_ylim(bottom=0)
-    place_legend(figure, axes)
-    return figure
 
 
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:

@@ -47,11 +47,10 @@ def batch(
         model: A name, or "FILE.py:FUNCTION", as in `paceline.train`.
         batch_size: The sizes to compare.
         epochs: At each size.
-        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         out: Save the study in a new folder there, cell by cell.
-        resume: The folder of an interrupted study, which has its own settings: other arguments must be left out.
-        job: Further settings of the job, under the names of the options of `paceline train` (data, precision,
-            channels, ...).
+        resume: The folder of an interrupted study, which keeps its own settings: leave out all other arguments.
+        job: Further settings of the job, named like the options of `paceline train` (data, precision, channels, ...).
     """
     refuse_launched("batch sizes are compared on one rank")
     return cast("BatchResult", run_study(BatchSettings, locals()))
@@ -95,7 +94,7 @@ class BatchSettings(StudySettings):
 
 
 def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Record] | None:
-    """The row of a batch size at which the kernel killed the process."""
+    """The record of a batch size at which the kernel killed the process."""
     record = BatchRecord(
         model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
         threads=job.threads or 1, batch_size=size, num_samples=size, num_steps=1,
@@ -105,7 +104,7 @@ def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Reco
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
-    """Time epochs of the job, the first of them a warm-up. A batch that does not fit into memory is a record, too."""
+    """Time epochs of the job, the first of them a warm-up. Batches that do not fit into memory give records, too."""
     import torch
 
     from paceline.measure.engine import build_samples
@@ -113,7 +112,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
 
     with open_world(settings) as world:
         with contextlib.suppress(OSError):
-            # If the kernel must kill a process for memory, let it be this one and not the user's desktop.
+            # If memory runs out, the kernel should kill this process and not the user's desktop.
             Path("/proc/self/oom_score_adj").write_text("1000")
         job = build_job(dataclasses.replace(settings, ranks=world.world_size, epochs=epochs, steps=None), world)
         if world.device.type == "cuda":
@@ -128,7 +127,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         try:
             times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError, ConfigError) as error:
-            cause = error.__cause__ or error  # a step of the user's own may have raised it
+            cause = error.__cause__ or error  # raised by a user's own step
             if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
@@ -147,10 +146,10 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
 
 
 def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
-    """The seconds of each epoch's steps, and the rest of the epoch: how long the steps waited for data.
+    """The seconds of each epoch's steps, and of the rest of the epoch, which is the wait for data.
 
-    On a GPU the steps are timed by its own clock. The host runs ahead there, and the GPU computes while the host waits
-    for data or for a full queue: subtracting such a wait would make steps too short.
+    On a GPU the steps are timed by its own clock: the host runs ahead, and the GPU computes while the host waits for
+    data or a full queue, so subtracting the host's waits would make steps too short.
     """
     from paceline.measure.engine import follow, synchronize
     from paceline.training.loop import run_steps
@@ -172,7 +171,7 @@ def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
 
 
 def _read_peak(device: torch.device) -> int:
-    """Peak bytes since the reset: of tensors on CUDA, of the whole process on a CPU; 0 where that is unknown."""
+    """Peak bytes since the reset: of tensors on CUDA, of the whole process on a CPU; 0 if unknown."""
     import torch
 
     if device.type == "cuda":
@@ -185,15 +184,15 @@ def _read_peak(device: torch.device) -> int:
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
-    """The smallest batch size that reaches `KNEE` of the best throughput. None where only the largest measured one
-    does: throughput still grows there."""
+    """The smallest batch size that reaches `KNEE` of the best throughput. None if only the largest one does, because
+    throughput still grows there."""
     found = sorted(((rate, r) for r in records if (rate := r.samples_per_s)), key=lambda pair: pair[1].batch_size)
     best = max((rate for rate, _ in found), default=0.0)
     return next((record for rate, record in found[:-1] if rate >= KNEE * best), None)
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
-    """Times are of epochs, without warm-ups and without waiting for data."""
+    """Times are of epochs, without warm-ups and waits for data."""
     knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
     columns = [
         *text_columns("model", "data", "device", "precision"),

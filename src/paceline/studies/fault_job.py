@@ -93,7 +93,7 @@ def _fill_disk(folder: Path) -> None:
 
 
 def _run_out_of_memory(group: Path) -> None:
-    """Allocate in a control group with a limit, so that the kernel kills no other process."""
+    """Run out of memory in a control group with a limit, so that the kernel kills no other process."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
     raise RuntimeError(f"{len(taken)} blocks were taken, and memory did not run out")
@@ -131,10 +131,10 @@ def inject(fault: str) -> None:
 
 
 class Noise:
-    """What happens to a healthy rank, in random order at random times: none of it is a fault. The file at `path` counts
-    how often each happened."""
+    """Disturbances of a healthy rank in random order at random times, none of which is a fault. The file at `path`
+    counts them."""
 
-    # Where in a step it may happen.
+    # Where in a step each may happen.
     PLACES = MappingProxyType({
         "stall": "between", "evaluate": "between", "marked evaluation": "between", "straggle": "forward",
         "compile": "forward", "loaded machine": "between",
@@ -142,7 +142,7 @@ class Noise:
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._draw, self._counts = path, random.Random(seed), Counter[str]()
-        self._due_s, self._next = 0.0, "compile"  # in the first step, as programs do
+        self._due_s, self._next = 0.0, "compile"  # programs compile in their first step
 
     def reach(self, place: str) -> None:
         if time.monotonic() < self._due_s or self.PLACES[self._next] != place:
@@ -166,14 +166,14 @@ class Noise:
 
 
 def _compile(size: int) -> None:
-    """Compile a function for a size that no cache has."""
+    """Compile a function for a size that is not in any cache."""
     torch.compiler.reset()
     backend = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "eager"
     torch.compile(lambda inputs: torch.softmax(inputs.sin() * 2, 1).sum(), backend=backend)(torch.ones(size, 32))
 
 
 def _load_machine(seconds: float) -> None:
-    """Keep all cores busy with other processes, for this long or until this one ends."""
+    """Keep all cores busy with other processes for a while, or until this one ends."""
     goes_on = f"time.monotonic() < end and os.getppid() == {os.getpid()}"
     text = f"import os, time; end = time.monotonic() + {seconds}\nwhile {goes_on}: sum(range(9999))"
     for _ in range(os.cpu_count() or 1):
@@ -216,7 +216,7 @@ class Net(nn.Module):
             self._inject(asked.fault)
 
     def _note(self, is_mine: bool = True) -> None:
-        """Record when it happens; the trial waits for this file, and injects some faults itself."""
+        """Record the time of the fault. The trial waits for this file, and injects some faults itself."""
         path = Path(self._asked.folder) / "injected"
         if is_mine and not path.exists():
             path.write_text(f"{time.monotonic()} {self.num_steps + 1}")
@@ -269,7 +269,7 @@ def build() -> Net:
 
 
 def main() -> None:
-    """A user's script: it trains, saves with torch.save, and resumes from what it saved."""
+    """A user's script: trains, saves with torch.save, and resumes from its last save."""
     asked = read_asked()
     torch.manual_seed(1)
     if asked.wrapper == "torch":

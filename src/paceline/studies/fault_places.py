@@ -1,6 +1,6 @@
 """Environments that a fault needs: a small disk, a memory limit, or two hosts with a network between them.
 
-Each is made for one job and removed after it. Hosts are network namespaces of this machine, and need root.
+Each is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import MeasurementError
 
 OUT = "out"  # where a job saves, in its folder
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
-# Of the two hosts, in namespaces of their own.
+# The two hosts, each in a namespace of its own.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
 _NAMES = ("a", "b")
 _BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
@@ -30,7 +30,7 @@ _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
 class Place:
-    """This machine as it is. `asked` has further settings for the job."""
+    """This machine, unchanged. `asked` has further settings for the job."""
 
     asked: dict[str, Any] = {}  # noqa: RUF012
     torchrun: tuple[str, ...] = ("--standalone",)
@@ -40,11 +40,11 @@ class Place:
         return command
 
     def act(self, fault: str, rank: int) -> None:
-        """Inject what the job cannot inject itself, when it has reached its fault."""
+        """Inject a fault that the job cannot inject itself, once it has reached its step."""
 
 
 class _SmallDisk(Place):
-    """The job saves on a disk of its own, which is copied to this one when the job has ended."""
+    """The job saves to a small disk, whose content is copied here when the job has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._out = str(folder / OUT)
@@ -106,7 +106,7 @@ def _end_all(space: str) -> None:
 
 
 def _find_private() -> list[str]:
-    """How to start a command with mounts of its own."""
+    """How to start a command in a mount namespace of its own."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
 
 
@@ -115,7 +115,7 @@ def _can(command: list[str]) -> bool:
 
 
 def why_not(needs: str) -> str:
-    """Why this environment cannot be made here; empty where it can."""
+    """Why this environment cannot be created here; empty if it can."""
     tools = {"disk": ["unshare"], "hosts": ["unshare", "ip", "tc"]}.get(needs, [])
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         return f"`{missing[0]}` is not installed"
@@ -129,7 +129,7 @@ def why_not(needs: str) -> str:
 
 
 def _find_group() -> tuple[Path, str]:
-    """The control group of this process where its memory can be limited, or why not."""
+    """This process's control group that can limit memory, or why there is none."""
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -152,7 +152,7 @@ def _read(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_place(needs: str, folder: Path) -> Iterator[Place]:
-    """Make the environment, and remove it whatever happens."""
+    """Create the environment, and always remove it."""
     with contextlib.ExitStack() as undo:
         if needs == "disk":
             yield _SmallDisk(folder)
@@ -179,7 +179,7 @@ def _make_group(undo: contextlib.ExitStack) -> Path:
 def _remove_group(group: Path) -> None:
     until_s = time.monotonic() + 5.0
     while group.exists() and time.monotonic() < until_s:
-        with contextlib.suppress(OSError):  # a process in it is still ending
+        with contextlib.suppress(OSError):  # a process in it is still exiting
             group.rmdir()
             return
         time.sleep(0.05)
@@ -187,8 +187,8 @@ def _remove_group(group: Path) -> None:
 
 @contextlib.contextmanager
 def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
-    """Two network namespaces that reach only each other, at `HOST_ADDRESS`.1 and .2; their link has this rate, or is as
-    fast as the cores allow. They are removed with all processes in them."""
+    """Two network namespaces that reach only each other, at `HOST_ADDRESS`.1 and .2. Their link is limited to
+    `rate`, if given. They are removed with all processes in them."""
     for space, pid in re.findall(r"^(paceline-hosts-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():  # its owner was killed
             _remove_space(space)

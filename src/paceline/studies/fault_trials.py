@@ -1,7 +1,7 @@
-"""`paceline faults`: inject faults into a small job, again and again. How soon is each identified, and how correctly?
+"""`paceline faults`: inject faults into a small job repeatedly. How quickly and how correctly is each identified?
 
 The job is `fault_job`, in processes of its own: under `paceline train`, as a script with Paceline's wrapper and monitor
-under torchrun, and as a script with torch's wrapper alone.
+under torchrun, and as a script with torch's wrapper only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -50,10 +51,13 @@ _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
 
 class Fault(NamedTuple):
-    """`place`: where in a step it happens. `cause`: a pattern in the report of its cause; empty for what is not a fault
-    but a pause or a slow network. `needs`: a prepared environment (`fault_places`). `names_rank`: the report names the
-    rank. `rank`: the only rank that can have it. `is_saved`: afterwards a run must resume from its newest checkpoint.
-    `is_final`: a run does not continue, whatever its policy."""
+    """A kind of fault.
+
+    `place`: where in a step it happens. `cause`: a pattern that a correct report matches; empty for pauses and slow
+    networks, which are not faults. `needs`: a prepared environment (`fault_places`). `names_rank`: whether the report
+    names the rank. `rank`: the only rank that can have it. `is_saved`: afterwards a run must resume from its newest
+    checkpoint. `is_final`: a run does not continue, whatever its policy.
+    """
 
     place: str
     cause: str
@@ -111,13 +115,78 @@ _HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-col
 _LEAVE_S = 2.0, 8.0  # how long processes may outlive the command, on one host and on two
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One fault to inject into one job. `limit_s` is how long to wait until it is identified, and how long noise lasts.
+    `policy` is that of `paceline train`, and `state_bytes` the size of its model and momentum; 0: a small one."""
+
+    fault: str
+    system: str
+    backend: str
+    ranks: int = 2
+    number: int = 0
+    limit_s: float = 30.0
+    restart: bool = False
+    policy: str = "stop"
+    state_bytes: int = 0
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        policy = [self.policy] if self.policy != "stop" else []
+        return "-".join((self.fault, self.backend, self.system, *policy, str(self.number)))
+
+    @property
+    def kind(self) -> Fault:
+        return FAULTS[self.fault]
+
+    @property
+    def step(self) -> int:
+        return 40 + self.number % 7
+
+    @property
+    def rank(self) -> int:
+        return (self.number + 1) % self.ranks if self.kind.rank is None else self.kind.rank
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run should continue after the fault, by its policy."""
+        can = self.kind.cause and not self.kind.is_final and not self.kind.is_saved
+        return bool(can) and self.policy != "stop" and self.system == "train"
+
+    def build_request(self, folder: Path) -> dict[str, Any]:
+        """What the job is asked to do: the fields of `fault_job.Asked`."""
+        fault = self.fault
+        place = self.kind.place
+        steps = _LONG_STEPS
+        if (not self.kind.cause and fault != "noise") or place == "start":
+            steps = self.step + (1 if fault == "slow-link" else 40)
+        elif self.continues:
+            steps = self.step + 4
+        state_bytes = self.state_bytes or _SAVED_BYTES.get(fault, 0)
+        return {
+            "folder": str(folder), "fault": "exception" if fault.startswith("exception") else fault, "place": place,
+            "rank": self.rank, "step": self.step, "steps": steps, "save_every": 100 if fault == "noise" else 10,
+            "batch_size": 8, "backend": self.backend, "device": self.device,
+            "wrapper": "torch" if self.system in ("torch", ATTACHED) else "paceline",
+            **({"pause_s": _WARM_S} if self.continues else {}),
+            **({"width": _find_width(state_bytes)} if state_bytes else {}),
+        }  # fmt: skip
+
+    def build_record(self, **outcome: Any) -> FaultRecord:
+        return FaultRecord(
+            fault=self.fault, system=self.system, backend=self.backend, ranks=self.ranks, trial=self.number,
+            rank=self.rank, step=self.step, limit_s=self.limit_s, on_fault=self.policy, **outcome,
+        )  # fmt: skip
+
+
 def faults(
     faults: str = _QUICK, *, backend: Names = "gloo,shm", systems: Names = SYSTEMS, ranks: int = 2,
     trials: int | None = None, patience: float = 30.0, restart: bool = False, on_fault: Names = "stop",
     state: str | None = None, device: str = "cpu", out: Place = None, resume: Place = None,
     progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
-    """Inject faults into a small job in processes of its own, under each system in turns, and measure what follows.
+    """Inject faults into a small job in processes of its own, alternating between systems, and measure the outcome.
 
     Args:
         faults: Names, or "all".
@@ -126,14 +195,13 @@ def faults(
         systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
             "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
         trials: How often each fault is injected; once by default.
-        patience: How many seconds to wait for a fault to be identified; the noise of a healthy job lasts as long.
+        patience: Seconds to wait for a fault to be identified; the noise of a healthy job lasts as long.
         restart: Restart each job once from its newest checkpoint.
-        on_fault: What `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several in turns.
+        on_fault: What `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several of these.
         state: Size of the model and optimizer, such as "100MB"; small by default.
         device: "cpu" or "cuda".
         out: Save the run in a new folder there, trial by trial.
-        resume: The folder of an interrupted run, which has its own settings: other arguments than `trials` must be left
-            out.
+        resume: The folder of an interrupted run. It keeps its own settings: only `trials` may be given.
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
     check_counts(trials=trials)
@@ -161,7 +229,7 @@ def _build_config(
     *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The configuration of the run, after every check that needs no job."""
+    """The configuration of the run, after all checks that need no job."""
     named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     Option(choices=known).check("systems", named)
@@ -185,30 +253,34 @@ def _build_config(
 
 
 def _list_tasks(config: dict[str, Any]) -> list[Task]:
-    """All trials, in turns. Only `train` has a policy."""
-    tasks, policies = list[Task](), config["on_fault"]
+    """All trials, alternating between faults and systems. Only `train` has a policy."""
+    tasks = list[Task]()
+    policies = config["on_fault"]
     turns = itertools.product(
         range(config["trials"]), config["faults"], config["backends"], policies, config["systems"]
     )
-    for trial, fault, backend, policy, system in turns:
+    for number, fault, backend, policy, system in turns:
         has_backend = backend != "shm" or system not in ("torch", ATTACHED)
         has_policy = system == "train" or policy == policies[0]
         if system in FAULTS[fault].systems and has_backend and has_policy:
-            policy = policy if system == "train" else "stop"
-            rest = config["patience_s"], config["restart"] and trial == 0, policy, config["state_bytes"]
-            name = "-".join((fault, backend, system, *([policy] if policy != "stop" else []), str(trial)))
-            arguments = fault, system, backend, config["ranks"], trial, *rest, config["device"]
-            tasks.append(Task(name, _measure, arguments))
+            trial = Trial(
+                fault, system, backend, config["ranks"], number, config["patience_s"],
+                restart=config["restart"] and number == 0, policy=policy if system == "train" else "stop",
+                state_bytes=config["state_bytes"], device=config["device"],
+            )  # fmt: skip
+            tasks.append(Task(trial.name, _measure, (trial,)))
     return tasks
 
 
-def _measure(*arguments: Any) -> list[FaultRecord]:
+def _measure(trial: Trial) -> list[FaultRecord]:
     try:
-        return [measure_fault(*arguments)]
+        return [measure_fault(trial)]
     except MeasurementError as error:
         if error.code != "no-fault":
             raise
-        return [build_failed(str(error), *arguments)]
+        # The job ended before its fault, which counts as not identified.
+        outcome = {"steps_lost": 0 if trial.kind.cause else None, "said": str(error)[:2000], "left_over": ()}
+        return [trial.build_record(detected_s=None, is_right=False, ended_s=None, restart_s=None, **outcome)]
 
 
 def _describe(records: Sequence[Any]) -> str:
@@ -219,7 +291,7 @@ def _describe(records: Sequence[Any]) -> str:
 
 
 def why_not(fault: str, device: str, ranks: int) -> str:
-    """Why it cannot be injected here; empty where it can."""
+    """Why it cannot be injected here; empty if it can."""
     needs = FAULTS[fault].needs
     if needs == "hosts" and ranks != 2:
         return "there is one rank on each of two hosts; use --ranks 2"
@@ -227,7 +299,7 @@ def why_not(fault: str, device: str, ranks: int) -> str:
 
 
 def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[str], dict[str, str]]:
-    """The named faults, or all that can be injected here; and the others, each with the reason why not."""
+    """The named faults, or all that can be injected here; and the others, each with the reason."""
     chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise ConfigError(f"unknown faults: {', '.join(unknown)}; known are {', '.join(FAULTS)}")
@@ -238,19 +310,21 @@ def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[
 
 
 class _Job:
-    """A command in a session of its own, its output with times, and all processes that it started."""
+    """The job of a trial in a session of its own, its output with times, and all processes that it started."""
 
-    def __init__(self, command: list[str], folder: Path, asked: dict[str, Any], is_attached: bool = False) -> None:
+    def __init__(self, trial: Trial, asked: dict[str, Any], place: fault_places.Place, policy: str = "stop") -> None:
         self.token, self.lines = secrets.token_hex(8), list[tuple[float, str]]()
+        folder = Path(asked["folder"])
         variables = {"PACELINE_FAULT": json.dumps(asked), "PACELINE_FAULT_TRIAL": self.token, "PYTHONUNBUFFERED": "1"}
         variables |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        variables |= {"PACELINE_MONITOR": "1"} if is_attached else {}
+        variables |= {"PACELINE_MONITOR": "1"} if trial.system == ATTACHED else {}
         # A hang is identified at once, and ended after this time; pauses have the default timeout.
         variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked["fault"] in _HANGS else {}
         (folder / "tmp").mkdir(exist_ok=True)
+        command = [*build_guard(signal.SIGTERM), *_build_command(trial, asked, place, policy)]
         self.process = subprocess.Popen(
-            [*build_guard(signal.SIGTERM), *command], cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE,
+            command, cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -272,7 +346,7 @@ class _Job:
         return [pid for pid in found if pid != self.process.pid]
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
-        """Each match: when it was complete, its last line, and all its lines. A match may span three lines."""
+        """Each match: the time of its last line, this line, and all its lines. A match may span three lines."""
         lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
@@ -280,18 +354,18 @@ class _Job:
                 yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
 
     def find_last(self) -> str:
-        """Its error, or the last line with a word in it."""
+        """The error, or else the last line that contains a word."""
         lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
         errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
         return next(iter((*errors, *lines)), "").strip()
 
     def stop(self) -> None:
-        """Ask it to end, as a user or a scheduler does."""
+        """Ask the job to end, as a user or a scheduler does."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP_S)
 
-    def end(self) -> None:
+    def close(self) -> None:
         for pid in (*self.find_processes(), self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -299,40 +373,27 @@ class _Job:
         self._reader.join(2.0)
 
 
-@contextlib.contextmanager
-def _open_job(command: list[str], folder: Path, asked: dict[str, Any], system: str) -> Iterator[_Job]:
-    job = _Job(command, folder, asked, system == ATTACHED)
-    try:
-        yield job
-    finally:
-        job.end()
-
-
-def build_command(
-    system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, policy: str = "stop",
-    place: fault_places.Place | None = None,
-) -> list[str]:  # fmt: skip
-    place = place or fault_places.Place()
+def _build_command(trial: Trial, asked: dict[str, Any], place: fault_places.Place, policy: str) -> list[str]:
+    out = Path(asked["folder"]) / OUT
     has_hosts = place.torchrun != fault_places.Place.torchrun
     torchrun = [sys.executable, "-m", "torch.distributed.run", *place.torchrun, "--nproc-per-node"]
-    torchrun += ["1" if has_hosts else str(ranks)]
-    if system != "train":
+    torchrun += ["1" if has_hosts else str(trial.ranks)]
+    if trial.system != "train":
         return place.wrap([*torchrun, str(_JOB)])
-    runs = sorted((folder / OUT).glob("*/checkpoints"))
     train = [*torchrun, "-m", "paceline", "train"] if has_hosts else [sys.executable, "-m", "paceline", "train"]
-    if runs:
+    if runs := sorted(out.glob("*/checkpoints")):
         return place.wrap([*train, "--resume", str(runs[-1].parent), "--steps", str(asked["steps"])])
-    train += [] if has_hosts else ["--ranks", str(ranks), "--on-fault", policy]
+    train += [] if has_hosts else ["--ranks", str(trial.ranks), "--on-fault", policy]
     return place.wrap([
-        *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--backend", backend, "--device",
-        asked["device"], "--batch-size", str(asked["batch_size"]), "--steps", str(asked["steps"]), "--save-every",
-        f"{asked['save_every']}steps", "--out", str(folder / OUT),
+        *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--backend", trial.backend, "--device",
+        trial.device, "--batch-size", str(asked["batch_size"]), "--steps", str(asked["steps"]), "--save-every",
+        f"{asked['save_every']}steps", "--out", str(out),
     ])  # fmt: skip
 
 
-def _find_saved(system: str, folder: Path) -> int:
-    """The step of the newest checkpoint; 0 where there is none."""
-    if system == "train":
+def _find_saved(trial: Trial, folder: Path) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    if trial.system == "train":
         steps = [int(path.name.rpartition("-")[2]) for path in folder.glob(f"{OUT}/*/checkpoints/step-*")]
         return max(steps, default=0)
     import torch
@@ -343,39 +404,22 @@ def _find_saved(system: str, folder: Path) -> int:
     return 0
 
 
-def measure_fault(
-    fault: str, system: str, backend: str, ranks: int = 2, trial: int = 0, limit_s: float = 30.0, restart: bool = False,
-    policy: str = "stop", state_bytes: int = 0, device: str = "cpu",
-) -> FaultRecord:  # fmt: skip
-    """Inject one fault into one job. `limit_s` is how long to wait until it is identified, and how long noise lasts.
-    `policy` is that of `paceline train`, and `state_bytes` the size of its model and momentum; 0: a small one."""
-    kind, asked_policy, is_noise = FAULTS[fault], policy, fault == "noise"
-    is_pause, step = not kind.cause, 40 + trial % 7
-    rank = (trial + 1) % ranks if kind.rank is None else kind.rank
-    policy = "stop" if kind.is_saved else policy
-    goes_on = policy != "stop" and system == "train" and not is_pause and not kind.is_final
-    ends, more = (is_pause and not is_noise) or kind.place == "start", 1 if fault == "slow-link" else 40
-    asked = {
-        "fault": "exception" if fault.startswith("exception") else fault, "place": kind.place, "rank": rank,
-        "step": step, "steps": step + more if ends else step + 4 if goes_on else _LONG_STEPS,
-        "save_every": 100 if is_noise else 10, "batch_size": 8, "backend": backend, "device": device,
-        "wrapper": "torch" if system in ("torch", ATTACHED) else "paceline",
-    }  # fmt: skip
-    asked |= {"pause_s": _WARM_S} if goes_on else {}
-    state_bytes = state_bytes or _SAVED_BYTES.get(fault, 0)
-    asked |= {"width": _find_width(state_bytes)} if state_bytes else {}
+def measure_fault(trial: Trial) -> FaultRecord:
+    """Inject one fault into one job."""
+    kind = trial.kind
+    is_noise = trial.fault == "noise"
+    is_pause = not kind.cause
     shared = _list_shared()
     with tempfile.TemporaryDirectory(prefix="paceline-fault-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        asked["folder"] = name
         place = stack.enter_context(open_place(kind.needs, folder))
-        asked |= place.asked
-        again = _make_damaged(system, backend, ranks, asked, folder, step) if kind.place == "start" else None
-        command = build_command(system, backend, ranks, asked, folder, policy, place)
-        with _open_job(command, folder, asked, system) as job:
+        asked = trial.build_request(folder) | place.asked
+        again = _make_damaged(trial, asked) if kind.place == "start" else None
+        policy = "stop" if kind.is_saved else trial.policy
+        with contextlib.closing(_Job(trial, asked, place, policy)) as job:
             fault_s, noted = _await_fault(job, folder)
-            place.act(fault, rank)
-            until_s = fault_s + limit_s * (2 if fault == "slow-link" else 1)  # its last step is slow
+            place.act(trial.fault, trial.rank)
+            until_s = fault_s + trial.limit_s * (2 if trial.fault == "slow-link" else 1)  # the last step is slow
             while job.process.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.02)
             waited_s = time.monotonic()
@@ -386,53 +430,42 @@ def measure_fault(
             deadline_s = time.monotonic() + (_LEAVE_S[kind.needs == "hosts"] if is_over else 0.0)
             while (left := job.find_processes()) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
-            pattern, code = _build_pattern(kind, rank), job.process.returncode
-            matches = list(job.find_lines(pattern, waited_s if is_through else math.inf))
+            code = job.process.returncode
+            matches = list(job.find_lines(_build_pattern(kind, trial.rank), waited_s if is_through else math.inf))
             found = matches[0] if matches else None
             text = job.find_last() if found is None else found[1].strip()
         left_over = [f"{len(left)} processes"] if left and is_over else []
         left_over += sorted(_list_shared() - shared)
         left_over += sorted(path.name for path in (folder / "tmp").iterdir() if path.name.startswith("paceline"))
-        lost = max(0, noted - 1 - _find_saved(system, folder)) if again is None else again
-        restart_s, recovered = None, _find_recovered(folder) if goes_on else {}
-        if (restart and not is_pause) or kind.is_saved:
-            restart_s = _measure_restart(system, backend, ranks, asked, folder, step)
+        lost = max(0, noted - 1 - _find_saved(trial, folder)) if again is None else again
+        recovered = _find_recovered(folder) if trial.continues else {}
+        restart_s = None
+        if (trial.restart and not is_pause) or kind.is_saved:
+            restart_s = _measure_restart(trial, asked)
         noises = Counter[str]()
         for path in folder.glob("noise-*"):
             with contextlib.suppress(ValueError):  # killed while writing
                 noises.update(json.loads(path.read_text()))
+    detected_s = None
     if is_pause:
-        is_right, detected_s = (is_through or code == 0) and found is None, None
+        is_right = (is_through or code == 0) and found is None
     else:
-        is_right, detected_s = found is not None, None if found is None else found[0] - fault_s
-        is_right = is_right and (not goes_on or code == 0) and (not kind.is_saved or restart_s is not None)
+        is_right = found is not None and (not trial.continues or code == 0) and (not kind.is_saved or bool(restart_s))
+        detected_s = None if found is None else found[0] - fault_s
     if is_right and noises:
         text = ", ".join(f"{name} {count}" for name, count in sorted(noises.items()))
-    return FaultRecord(
-        fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=rank, step=step,
-        detected_s=detected_s, is_right=is_right, ended_s=ended_s, limit_s=limit_s,
+    return trial.build_record(
+        detected_s=detected_s, is_right=is_right, ended_s=ended_s,
         steps_lost=None if is_pause else recovered.get("steps_lost", lost), restart_s=restart_s,
         left_over=tuple(left_over), said=text[:2000], policy=recovered.get("policy", "stop"),
-        recovered_s=recovered.get("recovered_s"), on_fault=asked_policy,
+        recovered_s=recovered.get("recovered_s"),
         names_step=any(_names_step(kind, lines, noted) for _, _, lines in matches)
         if found and kind.cause and kind.names_rank else None,
     )  # fmt: skip
 
 
-def build_failed(
-    why: str, fault: str, system: str, backend: str, ranks: int, trial: int, limit_s: float, restart: bool, policy: str,
-    *_: Any,
-) -> FaultRecord:  # fmt: skip
-    """The record of a job that ended before its fault: it counts as not identified."""
-    return FaultRecord(
-        fault=fault, system=system, backend=backend, ranks=ranks, trial=trial, rank=0, step=0, detected_s=None,
-        is_right=False, ended_s=None, limit_s=limit_s, steps_lost=0 if FAULTS[fault].cause else None, restart_s=None,
-        left_over=(), said=why[:2000], on_fault=policy,
-    )  # fmt: skip
-
-
 def _build_pattern(kind: Fault, rank: int) -> str:
-    """The pattern of a correct report, or of any report, which is wrong in a pause."""
+    """The pattern of a correct report; for a pause, of any report, as each is wrong."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # no other rank before the cause
@@ -445,15 +478,16 @@ def _names_step(kind: Fault, text: str, step: int) -> bool:
     return found is not None and int(found[1]) - step in ((-1, 0) if kind.place == "between" else (0,))
 
 
-def _make_damaged(system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int) -> int:
+def _make_damaged(trial: Trial, asked: dict[str, Any]) -> int:
     """Run the job to its step, and flip one bit of the newest checkpoint, so that resuming from it is the fault.
     Returns how many steps lie between this checkpoint and the one before it."""
-    _measure_restart(system, backend, ranks, asked, folder, step)
+    _measure_restart(trial, asked)
+    folder = Path(asked["folder"])
     paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
     content = bytearray(paths[-1].read_bytes())
     content[len(content) // 2] ^= 1
     paths[-1].write_bytes(content)
-    (folder / "injected").write_text(f"{time.monotonic()} {step}")
+    (folder / "injected").write_text(f"{time.monotonic()} {trial.step}")
     steps = [int(path.parent.name.rpartition("-")[2]) for path in paths[-2:] if path.name != "saved.pt"]
     return steps[-1] - steps[0] if steps else 0
 
@@ -464,7 +498,7 @@ def _find_width(state_bytes: int) -> int:
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
-    """What a run that continued recorded about its fault; empty where it did not continue."""
+    """What a run that continued recorded about its fault; empty if it did not continue."""
     for path in folder.glob(f"{OUT}/*/config.json"):
         for fault in json.loads(path.read_text()).get("faults", []):
             return {name: value for name, value in fault.items() if value is not None}
@@ -478,11 +512,11 @@ def _list_shared() -> set[str]:
 
 
 def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
-    """When the fault happened, and in which step."""
+    """When the fault happened, and in which step it did."""
     until_s, path = time.monotonic() + _START_S, folder / "injected"
     while not path.exists() or not path.read_text():
         if job.process.poll() is not None or time.monotonic() > until_s:
-            job.end()
+            job.close()
             said = job.find_last() or "nothing"
             raise MeasurementError(f"the job did not reach its fault; its output ends with: {said}", code="no-fault")
         time.sleep(0.01)
@@ -490,13 +524,11 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
     return float(when_s), int(step)
 
 
-def _measure_restart(
-    system: str, backend: str, ranks: int, asked: dict[str, Any], folder: Path, step: int
-) -> float | None:
-    """Seconds from a restart of the same job to the end of the step of the fault; None where it failed."""
-    again = asked | {"fault": "", "steps": step}
+def _measure_restart(trial: Trial, asked: dict[str, Any]) -> float | None:
+    """Seconds from a restart of the same job to the end of the step of the fault; None if it failed."""
+    again = asked | {"fault": "", "steps": trial.step}
     begin_s = time.monotonic()
-    with _open_job(build_command(system, backend, ranks, again, folder), folder, again, system) as job:
+    with contextlib.closing(_Job(trial, again, fault_places.Place())) as job:
         try:
             code = job.process.wait(_START_S)
         except subprocess.TimeoutExpired:
@@ -512,16 +544,11 @@ _NAMES = {
 }
 
 
-# The faults whose times are among the findings.
-_TIMED = ("kill", "stop", "gil", "loop", "link-down")
-
-
-def _format_s(seconds: float) -> str:
-    return f"{seconds:.2f}"
+_format_s = "{:.2f}".format
 
 
 def _find_p95(values: Sequence[float | None]) -> float | None:
-    """The 95th percentile; None where more than one value in twenty is missing."""
+    """The 95th percentile; None if more than one value in twenty is missing."""
     known, place = sorted(one for one in values if one is not None), math.ceil(0.95 * len(values)) - 1
     return known[place] if known and place < len(known) else None
 
@@ -552,7 +579,7 @@ class _Row:
         # From the report of the fault to the end of the next step, where the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
         self.recovered_s, self.recovered_p95_s = _find_median(recovered_s), _find_p95(recovered_s)
-        # Where the fault was identified, and its step can be known.
+        # Only of faults that were identified and have a known step.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
 
@@ -582,7 +609,7 @@ class FaultsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        """What all trials under Paceline show together."""
+        """What all trials under Paceline show together, without those of torch's wrapper alone."""
         ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
         faults = [one for one in ours if one.steps_lost is not None]
         stepped = [one for one in faults if one.names_step is not None]
@@ -593,10 +620,6 @@ class FaultsResult(Result):
             steps = sum(bool(one.names_step) for one in stepped)
             text += f", and the step in {steps} of the {len(stepped)} reports that name one" if stepped else ""
             lines.append(text)
-        groups = group_by((one for one in faults if one.fault in _TIMED), lambda one: (one.fault, one.backend))
-        times = {name: _find_p95([one.detected_s for one in trials]) for name, trials in groups.items()}
-        if known := [f"{fault} {p95_s:.2f} s on {backend}" for (fault, backend), p95_s in times.items() if p95_s]:
-            lines.append(f"p95 of the time to identify it: {', '.join(known)}")
         if faults := [one for one in ours if one.left_over]:
             lines.append(f"{format_number_of(len(faults), 'trial')} left something behind: {faults[0].left_over[0]}")
         return lines

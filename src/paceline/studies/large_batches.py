@@ -1,4 +1,4 @@
-"""`paceline scale large-batch`: what does a large global batch cost in test accuracy, and which recipe repairs it?"""
+"""`paceline scale large-batch`: how much accuracy does a large global batch lose, and which recipe recovers it?"""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ def large_batch(
     schedule: str | None = None, batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
     at_once: int | None = None, out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
 ) -> LargeBatchResult:  # fmt: skip
-    """What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.
+    """How much accuracy does a large global batch lose, and which recipe recovers it? Several seeds each.
 
-    In regression test losses are compared. The other arguments are those of `batch`.
+    For regression, test losses are compared. The other arguments are those of `batch`.
     Inside a launched world this is collective: every rank must call it.
 
     Args:
         model: By default a cnn so small that the study takes minutes.
-        base_batch_size: The baseline, for which the learning rate is right.
+        base_batch_size: The baseline, for which the learning rate was tuned.
         global_batch_size: By default 16 times as large.
-        recipes: Switches joined by +, such as "linear+warmup". By default all usual ones that fit the job.
-        seeds: How many runs each batch and recipe has.
-        updates: Also runs of this many updates. By default twice those of the largest batch; 0 for none.
+        recipes: Switches joined by +, such as "linear+warmup". By default all common ones that fit the job.
+        seeds: Number of runs of each batch size and recipe.
+        updates: Length of additional runs of equal updates. By default twice the updates of the largest batch; 0: none.
         lr: The learning rate of the baseline.
         schedule: By default cosine, or piecewise with `lr_drops`.
-        batch_size: What a rank computes at once.
-        evaluations: How often a run is tested.
-        at_once: Runs that share the machine. By default 1, or as many as the resumed study had.
+        batch_size: Largest micro-batch of a rank.
+        evaluations: Number of evaluations of a run.
+        at_once: Number of concurrent runs. By default 1, or that of the resumed study.
     """
     return cast("LargeBatchResult", run_study(LargeBatchSettings, locals()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchSettings(grid.GridSettings):
-    """The job at its base batch, and at larger ones by each recipe.
+    """The job at its base batch, and at larger ones with each recipe.
 
-    `job` has the settings that were found for `base_batch_size`. `updates` is the length of the runs of a fixed number
-    of updates: None is twice that of the largest batch, 0 leaves such runs out. `most_at_once` bounds what a rank
-    computes at once; larger batches accumulate.
+    `job` has the settings that were tuned for `base_batch_size`. `updates` is the length of the runs of equal updates:
+    None means twice that of the largest batch, 0 leaves these runs out. `most_at_once` limits the micro-batch of a
+    rank; larger batches accumulate.
     """
 
     verb = staticmethod(large_batch)
@@ -89,7 +89,7 @@ class LargeBatchSettings(grid.GridSettings):
             job.setdefault("samples", 1024)
         job.setdefault("global_batch_size", base_batch_size)
         train = TrainSettings(model=model or "cnn", ranks=choose_world(ranks, 1), **job)
-        # By default all that fit this job: those for BatchNorm only where the model is known to have one.
+        # By default all that fit this job; those for BatchNorm only if the model is known to have one.
         for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
         usual = [*_RECIPES, *(for_norms if train.model.startswith("resnet") else ())]
         usual = [text for text in usual if not (train.predicts_numbers and Recipe.parse(text).is_for_classes)]
@@ -128,7 +128,7 @@ class LargeBatchSettings(grid.GridSettings):
         return self.job.epochs * (math.floor(per_epoch) if self.job.tail == "drop" else math.ceil(per_epoch))
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
-        """The baseline first, whose first seed probes gradient noise."""
+        """The baseline comes first; its first seed probes gradient noise."""
         base, larger, found = self.base_batch_size, self.global_batch_sizes, list[TrainingCell]()
         for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
             if size > num_samples:  # a shorter batch would be recorded as this one
@@ -145,7 +145,7 @@ class LargeBatchSettings(grid.GridSettings):
 
 
 def _check_length(cell: TrainingCell, num_samples: int) -> None:
-    """Refuse a warm-up or a growing batch for which the run is too short before anything is trained."""
+    """Refuse a warm-up or batch growth for which the run is too short, before anything is trained."""
     s, what = cell.settings, f"recipe {cell.recipe!r} at {cell.global_batch_size}"
     s.check()
     steps = BatchSchedule(
@@ -163,8 +163,8 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
 
 @dataclass(frozen=True)
 class _Context:
-    """What a switch may use: the settings so far, its number, how many times the base batch this one is, the base batch
-    size, and the number of updates."""
+    """What a switch may use: the settings so far, its number, the growth over the base batch, the base batch size, and
+    the number of updates."""
 
     settings: TrainSettings
     value: float
@@ -210,7 +210,7 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.value * sqrt(c.growth)}, ("lars",)),
     "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),
-    # The others set the rate for the large batch, but this starts with the small one.
+    # The others set the rate for the large batch, but this one starts with the small batch.
     "grow": Switch(0.4, _grow, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
     "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",)),
     "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",)),
@@ -331,7 +331,7 @@ def _describe(summary: SeedSummary) -> str:
 
 
 def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
-    """What each batch size costs without a recipe, and its best recipe."""
+    """The loss of accuracy of each batch size without a recipe, and its best recipe."""
     lines = []
     groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     for (budget, _), group in groups.items():
@@ -352,7 +352,7 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
 
 
 def _say_number(value: float) -> str:
-    """A number of samples, with the digits that are known."""
+    """A number of samples, rounded to its significant digits."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -370,7 +370,7 @@ def _say_interval(record: NoiseRecord) -> str:
     return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
 
 
-# The noise scale is null where only a lower bound is known, and so is an upper end that does not exist.
+# The noise scale is null if only a lower bound is known, and so is an infinite upper end.
 NOISE = (
     *text_columns("model", "data"),
     Column("recipe", "note", key="note"),
@@ -392,7 +392,7 @@ NOISE = (
 
 
 def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
-    """The first and last noise scale of each job, and what a global batch of this size would cost."""
+    """The first and last noise scale of each job, and the cost of a global batch of this size."""
     lines = []
     ordered = sorted(records, key=lambda r: r.step)
     for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():

@@ -26,7 +26,7 @@ from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find_straggler, list_points
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, place_legend
 from paceline.report.result import describe_job
-from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.report.table import Column, Table, count_clear, ratio_columns, raw_columns, text_columns
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task
 from paceline.studies.study import StudyResult, StudySettings, choose_device, refuse_unused, run_study
@@ -433,12 +433,12 @@ def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
                 found.setdefault((line.record.variant, f"torch on {backend}"), []).append(ratio)
     texts = []
     for (mine, theirs), ratios in found.items():
-        better, worse = (sum(r.is_clear and (r.value > 1) is side for r in ratios) for side in (True, False))
+        worse, better, rest = count_clear(ratios)
         values = [ratio.value for ratio in ratios]
         texts.append(
             f"{mine} compared with {theirs}, by efficiency: better in {better} of "
             f"{format_number_of(len(ratios), 'undisturbed cell')}, worse in {worse}, within the noise in "
-            f"{len(ratios) - better - worse}; ratios from {min(values):.2f} to {max(values):.2f}."
+            f"{rest}; ratios from {min(values):.2f} to {max(values):.2f}."
         )
     return texts
 

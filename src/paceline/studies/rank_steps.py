@@ -1,4 +1,4 @@
-"""What the ranks of `paceline scale ranks` run: steps of all wrappers in turns, and all-reduces alone."""
+"""What the ranks of `paceline scale ranks` run: alternating steps of all wrappers, and all-reduces alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
 
 
 def measure_scaling(settings: ScaleSettings, cell: ScalingCell) -> list[Record]:
-    """Time everything in one cell in turns. Collective: every rank of the launched world must call this."""
+    """Time all variants of one cell alternately. Collective: every rank of the launched world must call this."""
     with open_world(dataclasses.replace(settings.job, backend="gloo")) as world:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.job.batches.accumulate)

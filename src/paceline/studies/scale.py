@@ -37,11 +37,11 @@ STUDIES: dict[str, type[StudySettings]] = {
 def report(
     runs: Sequence[str | Path] = (), *, out: Place = None, resume: Place = None, progress: bool | None = None
 ) -> ReportResult:
-    """The whole study on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
+    """All studies on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
 
     Args:
-        runs: Folders of finished runs. Without them the three studies are measured with their defaults, each in its own
-            folder inside that of the report.
+        runs: Folders of finished runs. By default the three studies are measured with their defaults, each in its own
+            folder inside the report's.
         out: Save the report in a new folder there.
         resume: The folder of an interrupted report.
     """

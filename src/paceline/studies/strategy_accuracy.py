@@ -1,4 +1,4 @@
-"""`paceline scale strategies`: what does sending less cost in test accuracy, and when is a target reached?"""
+"""`paceline scale strategies`: how much accuracy does sending less cost, and when is a target reached?"""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def strategies(
     target: float | None = None, at_once: int | None = None, out: Place = None, resume: Place = None,
     progress: bool | None = None, **job: Any,
 ) -> StrategiesResult:  # fmt: skip
-    """What does sending less cost in test accuracy? The same job with each strategy, several seeds each.
+    """How much test accuracy does sending less cost? The same job with each strategy, several seeds each.
 
     The other arguments are those of `large_batch`.
 
     Args:
         model: By default a small cnn, on synthetic images so noisy that no strategy classifies all of them correctly.
-        strategies: "all", or such as "int8,powersgd:4". float32 (`dense`) and `bf16` are always there, to compare with.
+        strategies: "all", or such as "int8,powersgd:4". float32 (`dense`) and `bf16` are always included.
         workers: Replicas in one process that exchange as ranks would, 4 by default.
-        ranks: Run the job on ranks instead; then its times count.
+        ranks: Run the job on ranks instead, which makes its times meaningful.
         epochs: 6 by default, unless `steps` are given.
-        target: A test accuracy (0 to 1), or a test loss: when does each strategy reach it?
+        target: A test accuracy (0 to 1), or a test loss; reports when each strategy reaches it.
     """
     return cast("StrategiesResult", run_study(StrategiesSettings, locals()))
 
@@ -110,13 +110,13 @@ class StrategiesResult(grid.GridResult):
         return found
 
     def find_ratio(self, summary: SeedSummary) -> float | None:
-        """How many times fewer bytes it sends than an all-reduce of float32."""
+        """The bytes of an all-reduce of float32 divided by the bytes that it sends."""
         full = next((s.first.sent_bytes for s in self.summaries if s.first.recipe == _FULL), None)
         sent = summary.first.sent_bytes
         return full / sent if full and sent else None
 
     def find_seconds(self, summary: SeedSummary) -> float | None:
-        """The mean time to the first evaluation that reaches the target; None where a seed never does."""
+        """The mean time to the first evaluation that reaches the target; None if a seed never does."""
         found = [self._find_first(run) for run in summary.finished]
         known = [seconds for seconds in found if seconds is not None]
         return statistics.fmean(known) if known and len(known) == len(found) else None
@@ -159,8 +159,8 @@ class StrategiesResult(grid.GridResult):
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
-        """The answer first: the strategy that sends least without a loss beyond the spread over seeds, or why the runs
-        do not show one."""
+        """The answer first: the strategy that sends the fewest bytes with no loss beyond the spread over seeds, or why
+        the runs cannot tell."""
         tried = [s for s in self.summaries if s.gap is not None and s.first.recipe not in (_BASELINE, _FULL)]
         failed = [
             f"{s.first.recipe}: {s.num_failed} of {len(s.runs)} seeds failed ({s.runs[-1].failure})."
@@ -183,7 +183,7 @@ class StrategiesResult(grid.GridResult):
         )
 
     def _find_obstacle(self, tried: Sequence[SeedSummary]) -> str:
-        """Why these runs do not show which strategies are worse; empty where they do."""
+        """Why these runs cannot tell which strategies are worse; empty if they can."""
         baseline = next((s for s in self.summaries if s.first.recipe == _BASELINE), None)
         if not tried or baseline is None or baseline.score is None:
             return ""

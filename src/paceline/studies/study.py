@@ -27,7 +27,7 @@ PAGE = "report.md"
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
     """The settings of a study, and how it is measured. `is_timed`: its cells are times, which must not be mixed with
-    those of another machine."""
+    times from another machine."""
 
     verb: ClassVar[Callable[..., Any]]
     is_timed: ClassVar[bool] = True
@@ -47,11 +47,11 @@ class StudySettings:
 
     @classmethod
     def build(cls, *args: Any, **given: Any) -> Self:
-        """The settings that follow from the arguments of the verb."""
+        """The settings for these arguments of the verb."""
         raise NotImplementedError
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
-        """Measure the cells that the session does not have yet, `at_once` of them at the same time."""
+        """Measure the cells that the session does not have yet, `at_once` of them concurrently."""
         raise NotImplementedError
 
     @property
@@ -81,7 +81,7 @@ class StudySettings:
 
 
 def build_settings(kind: type[StudySettings], **given: Any) -> StudySettings:
-    """The settings of a study, after every check that needs no rank."""
+    """The settings of a study, after all checks that need no rank."""
     settings = kind.build(**given)
     settings.check()
     check_job(settings.job)
@@ -110,13 +110,13 @@ def run_study(kind: type[StudySettings], given: dict[str, Any]) -> Any:
 
 
 def finish_study(session: Session, settings: StudySettings, at_once: int = 1) -> Any:
-    """Measure what is missing; a finished study has all its records, and starts no rank."""
+    """Measure the missing cells. A finished study has all its records, and starts no rank."""
     session.is_timed = settings.is_timed
     return finish(session, [] if session.is_finished else settings.measure(session, at_once))
 
 
 def refuse_unused(job: dict[str, Any], names: Sequence[str], why: str) -> None:
-    """An option that would change nothing is refused, not ignored."""
+    """Refuse options that would have no effect."""
     refuse(*((name in job, f"--{name.replace('_', '-')}: {why}; leave it out") for name in names), code="unused")
 
 
@@ -130,7 +130,7 @@ def choose_device(device: str) -> str:
 
 
 class StudyResult(Result):
-    """What the results of all scaling studies share: sentences, of which the first is the answer, and their page."""
+    """A result of a scaling study: sentences, the first of which is the answer, and a page."""
 
     topic: ClassVar[str] = ""
     sentences: Sequence[str] = ()

@@ -1,6 +1,6 @@
-"""Studies of what training reaches: configurations of a job times seeds, and their scores with the spread over seeds.
+"""Studies of test accuracy: configurations of a job times seeds, and their scores with the spread over seeds.
 
-`large_batches` and `strategy_accuracy` say which configurations there are; `training_runs` trains them.
+`large_batches` and `strategy_accuracy` define the configurations; `training_runs` trains them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ACCURACY, _LOSS = "test accuracy (%)", "test loss"
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One training run of a study. `budget` ("epochs" or "updates") is what the runs that it is compared with have in
-    common, `recipe` the name of its configuration, and `probes` says whether gradient noise is measured in it."""
+    """One training run of a study. `budget` ("epochs" or "updates") is what compared runs have in common, `recipe` the
+    name of the configuration, and `probes` says whether gradient noise is measured."""
 
     settings: TrainSettings
     budget: str
@@ -46,7 +46,7 @@ class TrainingCell:
 
     @property
     def configuration(self) -> str:
-        """What the recipe set, for a table."""
+        """The settings of the recipe, for a table."""
         s = self.settings
         grown = ", ".join(f"x{factor} at {share:g}" for share, factor in s.batch_growth)
         parts = [
@@ -70,14 +70,14 @@ class GridSettings(StudySettings):
     evaluations: int = option(10, least=1, each_s=0.01)
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
-        """A run of each configuration, with the seed of the job, on this many training samples."""
+        """A run of each configuration with the seed of the job, on this many training samples."""
         raise NotImplementedError
 
     def check_model(self, has_norm: bool) -> None:
-        """Refuse configurations that the model cannot have; `has_norm`: it has a BatchNorm."""
+        """Refuse configurations that do not fit the model; `has_norm`: it has a BatchNorm."""
 
     def list_cells(self, num_samples: int) -> list[TrainingCell]:
-        """All runs, seed by seed, so that configurations can be compared even where a study was interrupted."""
+        """All runs, seed by seed, so that an interrupted study can still compare configurations."""
         found = self.list_configurations(num_samples)
         return [
             replace(cell, settings=replace(cell.settings, seed=seed), probes=cell.probes and seed == self.seeds[0])
@@ -106,7 +106,7 @@ def _describe_run(records: Sequence[Record]) -> str:
 
 
 def choose_small_job(model: str | None, job: dict[str, Any]) -> dict[str, Any]:
-    """A schedule that fits where none was given, and a model so small that the study takes minutes."""
+    """Fill in a schedule, and a model so small that the study takes minutes."""
     if job["schedule"] is None:
         job["schedule"] = "piecewise" if job.get("lr_drops") else "cosine"
     is_given = model is not None or {"channels", "hidden"} & set(job)
@@ -122,7 +122,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class SeedSummary:
-    """All seeds of one configuration, compared with `baseline`. Spreads are of the runs that finished."""
+    """All seeds of one configuration, compared with `baseline`. Spreads cover the runs that finished."""
 
     runs: tuple[LargeBatchRecord, ...]
     baseline: SeedSummary | None = None
@@ -157,7 +157,7 @@ class SeedSummary:
 
     @property
     def score(self) -> Spread | None:
-        """What configurations are compared by: test accuracy, or test loss in regression."""
+        """The score that configurations are compared by: test accuracy, or test loss in regression."""
         return self.accuracy or self.test_loss
 
     @property
@@ -170,7 +170,7 @@ class SeedSummary:
 
     @property
     def widest(self) -> float | None:
-        """The larger deviation over seeds, of this one and of the baseline; None where both have one seed."""
+        """The larger of the deviations over seeds of this one and the baseline; None if both have one seed."""
         scores = [summary.score for summary in (self, self.baseline) if summary is not None]
         return max((s.deviation for s in scores if s is not None and s.deviation is not None), default=None)
 
@@ -200,8 +200,8 @@ JOB_COLUMNS = (
     *text_columns("first.model", "first.data"),
     *raw_columns("first.device", "first.precision", "first.world_size"),
 )
-# Accuracies and the gap are fractions of 1, deviations those of a sample; null where no run finished. In regression
-# there is no accuracy, and the gap is one of test losses.
+# Accuracies and the gap are fractions of 1, deviations are sample standard deviations; null if no run finished. In
+# regression there is no accuracy, and the gap compares test losses.
 SCORE_COLUMNS = (
     *spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
     Column("gap (points)", lambda s: s.gap if s.accuracy else None, _percent, priority=3),
@@ -271,7 +271,7 @@ class GridResult(StudyResult):
             seeds_of = format_number_of(len(runs), "seed")
             label = f"{self.name_line(recipe)} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
             first, seeds = runs[0], [{point.update: _read_score(point) for point in run.curve} for run in runs]
-            # Wherever every seed was evaluated.
+            # Where every seed was evaluated.
             points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
             rows = [[seed[point.update] for seed in seeds] for point in points]
             epochs = [point.num_samples * first.epochs / first.curve[-1].num_samples for point in points]
@@ -304,7 +304,7 @@ def say_score(summary: SeedSummary, value: float) -> str:
 
 
 def say_gap(summary: SeedSummary, baseline: str = "the baseline") -> str:
-    """How far its score is from the baseline's, and whether that is less than the spread over seeds of either."""
+    """The distance of its score from the baseline's, and whether that is within the spread over seeds."""
     gap, widest = summary.gap or 0.0, summary.widest
     inside = " (less than the spread over seeds)" if widest is not None and abs(gap) <= widest else ""
     points, worse, better = (" points", "below", "above") if summary.accuracy else ("", "above", "below")

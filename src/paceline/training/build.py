@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,18 +21,25 @@ from paceline.runtime.monitored import monitor
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.torch_internals import BatchNorm, raise_recompile_limit
 from paceline.training.optimizers import LAMB, LARS, split_parameters
-from paceline.training.own import OwnState, Sets, adapt_settings, load_own, open_parts, open_whole, wrap_models
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
-from paceline.training.step import Learner, fixed_kernels
+from paceline.training.step import Learner, OwnState, fixed_kernels, list_models
 from paceline.training.workers import build_workers
-from paceline.workloads.data import is_own, is_own_data
-from paceline.workloads.data.own import OWN_FORM, OwnData
+from paceline.workloads.data import DataForm, is_own, is_own_data
+from paceline.workloads.data.own import OWN_FORM, OwnData, find_form, open_data
 from paceline.workloads.data.sets import DataSet, load_data
 from paceline.workloads.data.sharding import EpochOrder, derive_seed
-from paceline.workloads.external import OwnParts
+from paceline.workloads.external import OwnParts, call_own, open_own
 from paceline.workloads.models import find_blocks
 from paceline.workloads.registry import build_model, default_form
+
+# The training set, and the test set if there is one.
+Sets = tuple[DataSet | OwnData, DataSet | OwnData | None]
+# Settings that have no effect on a user's own step.
+_OURS = (
+    "optimizer", "lr", "momentum", "trust_coefficient", "weight_decay", "schedule", "lr_warmup", "lr_drops", "clip",
+    "label_smoothing", "precision", "batch_growth",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,9 +112,9 @@ def build_job(
     """Build a job. `sets` is data that is already loaded; `like` is a model to copy instead of building a new one.
     Collective: call on every rank."""
     parts = None
-    if sets is None and settings.is_whole:
-        parts, sets = open_whole(settings, world)
-    train, test = load_sets(settings, world) if sets is None else sets
+    if sets is None:
+        sets, parts = load_sets(settings, world)
+    train, test = sets
     num_samples = len(train)
     if num_samples < world.world_size and not train.is_stream:
         raise ConfigError(f"{train.describe()}: fewer samples than {world.world_size} ranks; use fewer ranks")
@@ -137,16 +144,130 @@ def build_job(
     return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 
-def load_sets(settings: TrainSettings, world: World) -> Sets:
-    """The training set and the test set, in the form that suits the model. A user's own data may have no test set."""
-    if is_own_data(settings.data):
-        return load_own(settings, world)
+def load_sets(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
+    """The training set and the test set, in the form that suits the model. A user's own data may have no test set.
+
+    Also returns the result of the user's model function if the data comes from it.
+    """
+    if settings.is_whole or is_own_data(settings.data):
+        return _load_own(settings, world)
     # A user's own model has no default data form; it needs one only for plain "synthetic".
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
     train, test = (load_data(settings.data_request, split, form, world.device, folder) for split in ("train", "test"))
-    return train, test if settings.test_samples is None else test.first(settings.test_samples)
+    return (train, test if settings.test_samples is None else test.first(settings.test_samples)), None
+
+
+def _list_facts(settings: TrainSettings, world: World) -> dict[str, Any]:
+    """The arguments that a user's function may take."""
+    facts = {"rank": world.rank, "world_size": world.world_size, "device": world.device, "seed": settings.seed}
+    return facts | {"batch_size": settings.batches.batch_size}
+
+
+def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> tuple[OwnParts, frozenset[str]]:
+    """What the user's model function returned, and the names of the arguments it took."""
+    parts, taken = open_own(settings.model, form, **_list_facts(settings, world))
+    name = settings.model
+    models = list_models(parts.model)
+    defaults = TrainSettings(accumulate=1)
+    several = models != [parts.model]
+    params = [p for model in models for p in model.parameters() if p.requires_grad]
+    refuse(
+        (several and parts.step is None, f"model {name} returned several models: return a step with them"),
+        (len(set(params)) < len(params),
+         f"two models of {name} share a parameter, but each has its own wrapper: put shared layers into one model"),
+        (several and settings.plan, f"--plan: {name} has several models, but a plan is for one; leave it out"),
+        code="own-type",
+    )  # fmt: skip
+    given = {option: getattr(settings, option) for option in _OURS} | {"accumulate": settings.batches.accumulate}
+    for option, value in given.items() if parts.step is not None else ():
+        what = f"--{option.replace('_', '-')} {value}: the step of {name} decides it; leave it out"
+        refuse((value != getattr(defaults, option), what), code="unused")
+    return parts, taken
+
+
+def _load_own(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
+    """The data from the user's data function, or from the model function, which returns it with the model.
+
+    If the function took the rank, its streams are already sharded.
+    """
+    set_seed(settings.seed)  # all ranks build equal models; a random split is the same on all ranks and after a resume
+    parts = None
+    name = settings.model if settings.is_whole else settings.data
+    if settings.is_whole:
+        parts, taken = open_parts(settings, world, None)
+        found = parts.data
+        advice = "name it, such as --data synthetic:images or --data FILE.py:FUNCTION, or return (model, data, step)"
+        refuse((found is None, f"model {name} returned no data: {advice}"), code="no-data")
+    else:
+        found, taken = call_own(name, "data", **_list_facts(settings, world))
+    two = found if isinstance(found, tuple) else (found, None)
+    refuse((len(two) != 2, f"data {name} returned {len(two)} sets: return one, or (train, test)"), code="own-type")
+    shared: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batches.batch_size}
+    shared["is_sharded"] = not taken.isdisjoint(("rank", "world_size"))
+    train = open_data(two[0], name, "train", **shared)
+    test = None if two[1] is None else open_data(two[1], name, "test", **shared)
+    train = train if settings.samples is None else train.first(settings.samples)
+    train.form = train.form if settings.is_whole else find_form(train)
+    return (train, test if test is None or settings.test_samples is None else test.first(settings.test_samples)), parts
+
+
+def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: Learner) -> tuple[TrainSettings, Sets]:
+    """Adapt the settings to a user's data and step, and batch the data accordingly. Collective."""
+    train, test = sets
+    if isinstance(train, OwnData):
+        if settings.batch_size is None and settings.global_batch_size is None:
+            settings = replace(settings, batch_size=train.batch_size)
+        tail = f"--tail {settings.tail}: {train.describe()}"
+        grows = settings.batch_growth
+        refuse(
+            (train.is_stream and settings.tail != "keep", f"{tail}; its loader decides (drop_last), leave it out"),
+            (train.is_stream and grows, f"--batch-growth: {train.describe()}; the batches of a stream cannot grow"),
+        )
+        train = train.at(settings.batches.batch_size)
+        everyone = _check_shares(train, world)
+        if train.is_sharded:
+            train.checksum = 0  # a checkpoint has a single checksum, but shards differ
+            # 0 if any rank does not know its length.
+            train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)
+        is_tested = isinstance(test, OwnData) and learner.can_evaluate
+        some = f"data {train.name} has a test set on some ranks and none on others: return the same kinds on every rank"
+        refuse((len(set(world.share(is_tested))) > 1, some), code="shares")
+        if isinstance(test, OwnData) and is_tested:
+            _check_shares(test, world)
+    rest = len(train) % settings.batches.global_batch_size
+    # A user's own step counts every sample it gets, so it cannot get a filler: every rank needs a real sample.
+    needs_all = learner.own_step is not None and 0 < rest < world.world_size
+    drops = isinstance(train, OwnData) and train.drops_last
+    what = f"--tail pad: the loader of {settings.data or settings.model} has drop_last=True; remove one of them"
+    refuse((drops and settings.tail == "pad", what))
+    if drops or (needs_all and settings.tail == "keep"):
+        settings = replace(settings, tail="drop")
+    return settings, (train, test)
+
+
+def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
+    """Refuse ranks whose data differs although it should be shared, or is the same although it should be sharded.
+
+    Returns the number of samples and the checksum of each rank. Collective.
+    """
+    name = f"data {data.name}, {data.split}"
+    everyone = world.share((len(data), data.checksum))
+    advice = "make the order of the stream follow from the seed, or shard it yourself by rank and world_size"
+    if not data.is_stream:
+        advice = "return the same whole set on every rank; Paceline then divides its samples"
+    for rank in range(1, world.world_size):
+        before = [other for other in range(rank) if everyone[other][1] == everyone[rank][1]]
+        refuse(
+            (data.is_sharded and before,
+             f"{name}: ranks {(*before, 0)[0]} and {rank} get the same samples; use the function's rank and world_size "
+             "arguments to give each rank its own part"),
+            (not data.is_sharded and everyone[rank] != everyone[0],
+             f"{name}: rank {rank} has different samples from rank 0, so they cannot be divided; {advice}"),
+            code="shares",
+        )  # fmt: skip
+    return everyone
 
 
 def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
@@ -215,6 +336,26 @@ def build_learner(
         world.world_size, settings.precision, settings.clip, settings.label_smoothing, settings.model, *own,
     )  # fmt: skip
     return learner if settings.workers == 1 else build_workers(learner, settings.workers, settings.parsed_strategy)
+
+
+class Models(nn.ModuleDict):
+    """Several models, each in its own wrapper."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for model in self.values():
+                stack.enter_context(getattr(model, "no_sync", contextlib.nullcontext)())
+            yield
+
+
+def wrap_models(module: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Wrap the module; if there are several models, wrap each one that is trained."""
+    if list_models(module) == [module]:
+        return wrap(module)
+    assert isinstance(module, nn.ModuleDict)
+    trains = {name: any(p.requires_grad for p in part.parameters()) for name, part in module.items()}
+    return Models({name: wrap(part) if trains[name] else part for name, part in module.items()})
 
 
 def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:

@@ -8,8 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,9 +25,8 @@ from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
-from paceline.training.journal import EventsLog
+from paceline.training.journal import Position
 from paceline.training.optimizers import match_strides
-from paceline.training.own import OwnState
 from paceline.training.settings import AUTO, FIRST_SAVE_S, HOST_MTBF_S, TrainSettings, parse_save_every
 from paceline.training.step import list_models
 from paceline.units import format_number_of, parse_duration
@@ -42,15 +40,6 @@ _GROWTH = 4.0
 # Number of recent saves whose stalls are averaged. The first save also allocates its buffers, so it is used only while
 # there are no others.
 _NUM_STALLS = 20
-
-
-@dataclass(frozen=True)
-class Position:
-    """A position in a run: the next window of an epoch, and the number of steps taken."""
-
-    epoch: int
-    window: int
-    step: int
 
 
 class SaveTimes:
@@ -92,6 +81,26 @@ class SaveTimes:
             self._interval_s = min(best_s, _GROWTH * self._interval_s)
             self._begun |= {"next_s": self._interval_s} if self._begun else {}
         return self._interval_s
+
+
+class EventsLog:
+    """Writes the numbers in rows as TensorBoard scalars; strings and empty values are skipped."""
+
+    def __init__(self, folder: Path, after_step: int) -> None:
+        """Open a new event file; TensorBoard then ignores later steps in earlier files."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("--tensorboard needs the tensorboard package: install paceline[tensorboard]") from None
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after_step + 1)  # type: ignore[no-untyped-call]
+        self.close = self._writer.close
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        for row in rows:
+            for name, value in row.items():
+                if name != "step" and type(value) in (int, float):
+                    self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
 
 
 class RunFiles:
@@ -182,13 +191,11 @@ class RunFiles:
         learner.scaler.load_state_dict(inner["scaler"])
         if learner.workers is not None:
             learner.workers.load(state["workers"])
-        parts = (learner.optimizer.parts or {}).values() if isinstance(learner.optimizer, OwnState) else ()
-        optimizers = [part for part in (learner.optimizer, *parts) if isinstance(part, torch.optim.Optimizer)]
-        for optimizer in optimizers:
+        for optimizer in learner.optimizers:
             match_strides(optimizer)
         for number, model in enumerate(list_models(learner.model)):
             load = find_strategy(model)[1]
-            load([states[number] for states in state.get("strategy", ())], *optimizers)
+            load([states[number] for states in state.get("strategy", ())], *learner.optimizers)
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
             before, now = meta["world_size"], self._world.world_size

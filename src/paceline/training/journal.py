@@ -3,27 +3,20 @@
 Ranks exchange their records about four times a second rather than in every step, so that short steps stay cheap.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.errors import ConfigError
+import torch
+
 from paceline.runtime import pulse
 from paceline.runtime.launch import handle_requests
-
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.runtime.world import World
-    from paceline.training.checkpoints import Position
-    from paceline.training.step import PhaseTimes, StepOutcome
+from paceline.runtime.world import World
+from paceline.training.step import PhaseTimes, StepOutcome
 
 _EXCHANGE_EVERY_S = 0.25
 _MAX_STEPS = 100  # maximum number of steps between exchanges
@@ -61,6 +54,15 @@ def catch_stop() -> Iterator[StopRequest]:
 
 
 @dataclass(frozen=True)
+class Position:
+    """A position in a run: the next window of an epoch, and the number of steps taken."""
+
+    epoch: int
+    window: int
+    step: int
+
+
+@dataclass(frozen=True)
 class TakenStep:
     """One step of the loop on this rank; `position` is the position in the run after it."""
 
@@ -78,7 +80,7 @@ class TakenStep:
 # Unwritten records of a world that ended early; see `Journal.list_unwritten`.
 Unwritten = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
 # A step not yet exchanged: itself, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
-_Entry = tuple[TakenStep, "torch.Tensor", "PhaseTimes", "PhaseTimes", float | None]
+_Entry = tuple[TakenStep, torch.Tensor, PhaseTimes, PhaseTimes, float | None]
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,6 @@ class Journal:
 
     def add(self, taken: TakenStep, lap: PhaseTimes, phases: PhaseTimes, exposed_s: float | None) -> None:
         """Add a step. `lap` times the whole step, as `step`. Does not wait for the GPU or another rank."""
-        import torch
-
         loss_sum, correct = taken.outcome.loss_sum, taken.outcome.num_correct
         values = torch.stack([loss_sum.double(), (loss_sum if correct is None else correct).double()])
         if values.is_cuda:
@@ -159,8 +159,6 @@ class Journal:
 
     def _read_entries(self) -> tuple[list[dict[str, Any]], tuple[int, int, str] | None]:
         """The records of this rank's steps, and its first non-finite loss."""
-        import torch
-
         if torch.cuda.is_initialized():
             with pulse.within(pulse.WAIT):
                 torch.cuda.current_stream().synchronize()  # the copies to pinned memory were queued here
@@ -224,23 +222,3 @@ def _build_row(ranks: Sequence[Mapping[str, Any]], num_ranks: int = 0) -> dict[s
         **{name: max(rank["times"][name] for rank in ranks) for name in ranks[0]["times"]},
         "ranks": each, **({"messages": recorded} if len(recorded) == len(ranks) else {}),
     }  # fmt: skip
-
-
-class EventsLog:
-    """Writes the numbers in rows as TensorBoard scalars; strings and empty values are skipped."""
-
-    def __init__(self, folder: Path, after_step: int) -> None:
-        """Open a new event file; TensorBoard then ignores later steps in earlier files."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("--tensorboard needs the tensorboard package: install paceline[tensorboard]") from None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=after_step + 1)  # type: ignore[no-untyped-call]
-        self.close = self._writer.close
-
-    def append(self, *rows: Mapping[str, Any]) -> None:
-        for row in rows:
-            for name, value in row.items():
-                if name != "step" and type(value) in (int, float):
-                    self._writer.add_scalar(name, value, row["step"])
-        self._writer.flush()

@@ -29,10 +29,9 @@ from paceline.runtime.worker import SPARE, is_wanted, post, report_step, stand_b
 from paceline.runtime.world import World
 from paceline.torch_internals import import_compiler
 from paceline.training.build import Job, build_job, open_world
-from paceline.training.checkpoints import Position, RunFiles
-from paceline.training.journal import Journal, StopRequest, TakenStep, catch_stop
+from paceline.training.checkpoints import RunFiles
+from paceline.training.journal import Journal, Position, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
-from paceline.training.own import OwnState
 from paceline.training.regroup import BufferGuard, Carried, MoreRanksError, check_policy, may_stay, warm_up
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, list_models, take_step
@@ -219,7 +218,9 @@ def _train(
         total = job.schedule.num_steps
         if settings.stays_in_memory:
             check_policy(job)
-            carried.position, carried.module, carried.state = start, None, {}
+            carried.position = start
+            carried.module = None
+            carried.snapshot = None
             stack.callback(carried.keep, job)
         if start.step > total:
             ends = "epochs" if settings.steps is None else "steps"
@@ -281,8 +282,7 @@ def _describe_strategy(job: Job) -> str:
 def _warn(job: Job) -> str:
     """A warning about optional parts that a user's own step does not provide, or an empty string."""
     learner = job.learner
-    own = learner.optimizer
-    missing = ["state, so the run cannot be resumed"] if isinstance(own, OwnState) and own.parts is None else []
+    missing = [] if learner.can_resume else ["state, so the run cannot be resumed"]
     missing += ["evaluate, so it is not tested"] if job.test is not None and not learner.can_evaluate else []
     return f"{learner.name} returned no {', and no '.join(missing)}" if missing else ""
 

@@ -23,14 +23,15 @@ from paceline.runtime import pulse
 from paceline.runtime.worker import find_code
 from paceline.runtime.world import World, has_lost_rank
 from paceline.training import checkpoint_files as disk
-from paceline.training.build import Job, build_job, open_world
-from paceline.training.checkpoints import Position, RunFiles, build_meta, find_strategy
-from paceline.training.journal import Journal, TakenStep, Unwritten
-from paceline.training.own import Sets
+from paceline.training.build import Job, Sets, build_job, open_world
+from paceline.training.checkpoints import RunFiles, build_meta, find_strategy
+from paceline.training.journal import Journal, Position, TakenStep, Unwritten
 from paceline.training.settings import Batches, TrainSettings
 from paceline.training.step import StepOutcome
 from paceline.workloads.data import is_own_data
 from paceline.workloads.data.own import OwnData
+
+_IN_MEMORY = Path("the state in memory")  # where a snapshot comes from, for error messages
 
 
 class MoreRanksError(PacelineError):
@@ -66,17 +67,17 @@ def check_policy(job: Job) -> None:
 class Carried:
     """The state of a run that a process keeps between two worlds.
 
-    A spare has only the data and an untrained model, and no `position`. `taken` is the last step, if its follow-up work
-    (metrics, evaluation, saving) is not finished. Nothing here may reference a process group: gloo closes its
-    connections with the last reference, and only then do the other ranks notice that this one has left.
+    A spare has only the data and an untrained model, and no `position`. `snapshot` is the state at `position`, taken
+    when a world ends. `taken` is the last step, if its follow-up work (metrics, evaluation, saving) is not finished.
+    Nothing here may reference a process group: gloo closes its connections with the last reference, and only then do
+    the other ranks notice that this one has left.
     """
 
     sets: Sets | None = None
     module: nn.Module | None = None
     device: torch.device | None = None
     position: Position | None = None
-    state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    snapshot: disk.Loaded | None = None
     batches: Batches | None = None
     files: RunFiles | None = None
     journal: Journal | None = None
@@ -93,9 +94,10 @@ class Carried:
         self.sets, self.module, self.device = (job.train, job.test), learner.module, learner.device
         if self.position is not None:
             strategy = find_strategy(learner.model)[0]()
-            self.meta = build_meta(job, self.position)
-            self.state = {"optimizer": learner.optimizer.state_dict(), "scaler": learner.scaler.state_dict()}
-            self.state |= {"strategy": [[strategy]] if strategy else []}
+            state: dict[str, Any] = {"optimizer": learner.optimizer.state_dict(), "scaler": learner.scaler.state_dict()}
+            state["strategy"] = [[strategy]] if strategy else []
+            meta = build_meta(job, self.position)
+            self.snapshot = disk.Loaded(self.step, dict(learner.module.state_dict()), state, meta, _IN_MEMORY)
         self.batches = self.batches or job.batches
         if self.journal is not None:
             self.unwritten = self.journal.list_unwritten()
@@ -134,9 +136,9 @@ class Carried:
         tensors: dict[str, torch.Tensor] = {}
         mine: Any = None
         if world.rank == source:
-            assert self.module is not None
-            model = dict(self.module.state_dict())
-            mine = disk.pack_state({"model": model, "state": self.state, "meta": self.meta}, tensors)
+            assert self.snapshot is not None
+            parts = {name: getattr(self.snapshot, name) for name in ("model", "state", "meta")}
+            mine = disk.pack_state(parts, tensors)
             tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         structure, about = world.share((mine, about))[source]
@@ -146,7 +148,7 @@ class Carried:
         found = disk.unpack_state(structure, tensors)
         state, meta = found["state"], found["meta"]
         state["strategy"] = [*state["strategy"], *state["strategy"] * (world.world_size - 1)]
-        return disk.Loaded(meta["step"], found["model"], state, meta, Path("the state in memory"))
+        return disk.Loaded(meta["step"], found["model"], state, meta, _IN_MEMORY)
 
     def agree_on_taken(self, world: World, step: int) -> TakenStep | None:
         """The step that all ranks have reached, if some rank had not finished its follow-up work. Collective."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.parallel import DataParallel, SyncBatchNorm
 from paceline.runtime.moments import between_s, mark
 from paceline.training.loader import LoadedBatch
@@ -80,6 +80,25 @@ def fixed_kernels(device: torch.device, precision: str) -> contextlib.AbstractCo
     return torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[no-untyped-call, no-any-return]
 
 
+class OwnState:
+    """The state of a user's own step, saved and loaded like an optimizer. `parts` is None if the user returned none."""
+
+    def __init__(self, name: str, parts: Mapping[str, Any] | None) -> None:
+        self._name, self.parts = name, parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in (self.parts or {}).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        odd = ", ".join(sorted(state.keys() ^ (self.parts or {}).keys()))
+        found = f"model {self._name} and the checkpoint have different state: {odd}"
+        if self.parts is None:
+            found = f"model {self._name} did not return the state of its optimizers, so the checkpoint lacks it"
+        refuse((self.parts is None or odd, f"{found}; return it in a dict, and start a new run"), code="mismatch")
+        for name, part in (self.parts or {}).items():
+            part.load_state_dict(state[name])
+
+
 @dataclass
 class Learner:
     """Everything that one rank trains with: the wrapped model, the bare module, the optimizer and numeric settings.
@@ -109,6 +128,17 @@ class Learner:
     @property
     def can_evaluate(self) -> bool:
         return self.own_step is None or self.own_evaluate is not None
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether its state can be saved: a user's own step may not have returned the state of its optimizers."""
+        return not (isinstance(self.optimizer, OwnState) and self.optimizer.parts is None)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Its optimizer, or those of a user's own step."""
+        parts = (self.optimizer.parts or {}).values() if isinstance(self.optimizer, OwnState) else [self.optimizer]
+        return [part for part in parts if isinstance(part, torch.optim.Optimizer)]
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":

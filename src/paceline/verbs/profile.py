@@ -20,9 +20,9 @@ from paceline.verbs.jobs import Counts, Place, brings_data, build_settings, choo
 from paceline.verbs.predict import find_profile, list_carried, list_doubts
 
 if TYPE_CHECKING:
-    from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
+    from paceline.report.compared import ComparisonResult, TrainComparisonResult
+    from paceline.report.profiles import CommTableResult, ProfileResult, TraceResult
     from paceline.report.result import Result
-    from paceline.report.training import TrainComparisonResult
 
 _ROOM = "paceline.measure.profiles:"
 
@@ -223,20 +223,25 @@ def comm_table(
 
 @naming_damage()
 def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult | TrainComparisonResult:
-    """Compare two traces, the phases of two runs, or two training runs.
+    """Compare two runs of one verb: their numbers, and the operators and kernels of two traces.
 
     Args:
         first: A result, or a run folder.
         second: Another one of the same kind.
     """
-    from paceline.report.profiles import ComparisonResult
+    from paceline.report.compared import ComparisonResult
     from paceline.report.result import Result, load_result
     from paceline.verbs.train import compare_runs
 
     one, two = (given if isinstance(given, Result) else load_result(given) for given in (first, second))
     if one.run.verb == two.run.verb == "train":
         return compare_runs((one, two))
-    return ComparisonResult.of(one, two, capture_environment())
+    result = ComparisonResult.of((one, two), capture_environment())
+    pairs = zip(result.config["runs"], (one, two), strict=True)
+    names = " and ".join(f"{name} (`paceline {part.run.verb}`)" for name, part in pairs)
+    needed = "compare two runs of one verb on the same numbers of ranks and with the same sizes"
+    refuse((not result.rows, f"{names} have no numbers in common: {needed}"), code="mismatch")
+    return result
 
 
 def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from paceline.errors import refuse
 from paceline.records.store import naming_damage
-from paceline.report.compared import ComparedResult
+from paceline.report.compared import compare_results
 from paceline.report.page import PAGE_FILE, save_page
 from paceline.report.result import Result, load_result
 from paceline.verbs.jobs import Place
-from paceline.verbs.profile import compare
 
 
 @naming_damage()
@@ -28,8 +27,6 @@ def save_report(
     results = [run if isinstance(run, Result) else load_result(run) for run in runs]
     one = results[0].folder if len(results) == 1 else None
     if len({result.run.verb for result in results}) == 1 < len(results):
-        compared = ComparedResult(results)
-        is_of_traces = not compared.rows and len(results) == 2 and results[0].run.verb.startswith("profile")
-        results.insert(0, compare(*results) if is_of_traces else compared)
+        results.insert(0, compare_results(results, results[0].run.environment))
     results[0].page = save_page(results, Path(page) if page is not None else (one or Path()) / PAGE_FILE)
     return results[0]

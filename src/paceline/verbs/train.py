@@ -17,8 +17,9 @@ from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.environment import Environment
 from paceline.records.store import Run, naming_damage, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
+from paceline.report.compared import TrainComparisonResult
 from paceline.report.result import Result, load_result
-from paceline.report.training import TrainComparisonResult, TrainRunResult, render_config
+from paceline.report.training import TrainRunResult, render_config
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import check_rank_count
 from paceline.runtime.monitor import find_hang_timeout

@@ -32,7 +32,7 @@ from paceline.report.attached import WHERE, RankRow
 from paceline.report.page import render_page, render_table, save_page, split_verdict
 from paceline.report.result import Result, load_result
 from paceline.report.table import Table
-from paceline.report.training import TrainRunResult, load_training
+from paceline.report.training import TrainRunResult
 from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S = 0.4
@@ -61,7 +61,7 @@ class Follower:
 
     def load(self) -> Result:
         """The result to show."""
-        return load_training(self.folder)
+        return TrainRunResult.load(self.folder)
 
     def find_end(self, step: int) -> tuple[str, str]:
         """How the run ended, as a state and as text. Called when there has been no step for a while."""

@@ -1,6 +1,6 @@
-"""What Paceline does not bring: models of `transformers`, and a user's own file with models, data and steps.
+"""Models and data from outside: models of `transformers`, and functions in a user's own file.
 
-Loads without torch. Checking runs no code of the user's, and code that comes with a model of the hub never runs.
+Loads without torch. Checks do not run the user's code, and code that comes with a model on the hub never runs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from urllib.parse import quote, unquote
 
 from paceline.errors import ConfigError, PacelineError, refuse, suggest
 from paceline.runtime.worker import find_code
-from paceline.workloads.data import DataForm, import_hf, is_own, shorten_error
+from paceline.workloads.data import DataForm, fetch_from_hub, import_hf, is_own, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
 
-# One folder for each configuration that Paceline brings, named as its model with -- for the slash.
+# Bundled configurations: one folder per model, named after it with -- for the slash.
 _KEPT = Path(__file__).parent / "configs"
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FILES = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_HUB_TIMEOUT_S = 5
 _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClassification"}
 
 
@@ -56,7 +55,7 @@ def check_source(name: str) -> None:
 
 
 def read_limits(name: str, files: tuple[str, ...] = (_CONFIG,)) -> tuple[int, int]:
-    """The vocabulary, and the longest context (a large number where the model states none)."""
+    """The vocabulary, and the longest context (a large number if the model states none)."""
     config = _load_config(_find_source(name, files)[0])
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
@@ -65,7 +64,7 @@ def read_limits(name: str, files: tuple[str, ...] = (_CONFIG,)) -> tuple[int, in
 
 
 def describe_weights(name: str) -> str:
-    """Where the weights come from, in one line. Searches as `build_hf` does, and caches the answer."""
+    """Where the weights come from, in one line. Uses the same search as `build_hf`, whose result is cached."""
     folder, lack = _find_source(name, _FILES)
     return f"hf:{name}: random weights, {lack}" if lack else f"hf:{name}: weights from {folder}"
 
@@ -80,12 +79,12 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     if form.shape[0] > context:
         raise ConfigError(f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use fewer")
     config = _load_config(folder)
-    # What a training step returns should hold no cache of keys and values, which only generating uses.
+    # Only generation needs the cache of keys and values.
     config.use_cache = False
     if form.kind == "pairs":
         config.num_labels, config.pad_token_id = form.num_classes, form.pad
     elif getattr(config, "is_decoder", None) is False:
-        # An encoder such as BERT would see the tokens that it has to predict.
+        # Otherwise an encoder such as BERT would see the tokens that it has to predict.
         config.is_decoder = True
     import torch
 
@@ -93,7 +92,7 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     maker = getattr(transformers, _CLASSES[form.kind])
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype = {"dtype" if version >= (4, 56) else "torch_dtype": torch.float32}
-    # Classes of version 4 build their inner model from the configuration's own dtype, whatever the outer one is given.
+    # Version 4 builds the inner model with the configuration's dtype, regardless of the argument.
     config.update(dtype)
     options: dict[str, Any] = {"config": config, "trust_remote_code": False, **dtype}
     try:
@@ -107,26 +106,32 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
 
 @lru_cache
 def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
-    """The folder of a model, and why there are no weights in it; empty where there are. The folder is given, in the
-    hub's cache, fetched from the hub, or kept here, in this order."""
-    path, wants_weights = Path(name).expanduser(), _WEIGHTS in files
+    """The folder of a model, and why it has no weights (empty if it has). Searched in this order: a folder of this
+    name, the hub's cache, the hub, the bundled configurations."""
+    path = Path(name).expanduser()
+    wants_weights = _WEIGHTS in files
     if path.is_dir():
         return path, _check_folder(path) if wants_weights else ""
-    reason, known = "", _KEPT / name.replace("/", "--")
-    for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
-        try:
-            hub = import_hf("huggingface_hub")
-            folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
-        except Exception as error:
-            # The hub's errors have no common parent in all of its versions; the text below names it.
-            reason = shorten_error(error)
-            continue
-        if (folder / _CONFIG).is_file():
-            if not wants_weights or not _missing_weights(folder):
-                return folder, ""
-            if "local_files_only" not in options:
-                raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
-            known = folder
+    known = _KEPT / name.replace("/", "--")
+
+    def is_complete(folder: Path) -> bool:
+        nonlocal known
+        if not (folder / _CONFIG).is_file():
+            return False
+        if not wants_weights or not _missing_weights(folder):
+            return True
+        known = folder
+        return False
+
+    reason = f"it has no {_CONFIG}"
+    try:
+        folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
+    except Exception as error:
+        reason = shorten_error(error)
+    else:
+        if is_complete(folder):
+            return folder, ""
+        refuse((known == folder, f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read"))
     if known.is_dir():
         return known, "because the hub cannot be reached and only its configuration is here"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
@@ -135,7 +140,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
 
 
 def _check_folder(folder: Path) -> str:
-    """Why there are no weights in a folder of the user's; empty where there are."""
+    """Why the user's folder has no weights; empty if it has."""
     missing = _missing_weights(folder)
     pickles = [file for file in _PICKLES if (folder / file).exists()]
     if missing and missing != [_WEIGHTS]:
@@ -147,7 +152,7 @@ def _check_folder(folder: Path) -> str:
 
 
 def _missing_weights(folder: Path) -> list[str]:
-    """The files of weights that should be in the folder and are not."""
+    """The weight files that are missing in the folder."""
     names, index = {_WEIGHTS}, folder / _INDEX
     if index.is_file():
         try:
@@ -166,12 +171,12 @@ def _load_config(folder: Path) -> Any:
 
 
 _GIVE = "give the name of a function in it"
-# What a function may take by name, besides the form of the data.
+# What a user's function may take by name, besides the form of the data.
 FACTS = ("batch_size", "rank", "world_size", "device", "seed")
 
 
 def check_own(name: str, what: str = "model") -> None:
-    """Refuse a file that is not there or not Python, and a name that it does not define."""
+    """Refuse a file that does not exist or is not Python, and a name that it does not define."""
     path, function = _split(name, what)
     try:
         text = path.read_text(encoding="utf-8")
@@ -181,7 +186,7 @@ def check_own(name: str, what: str = "model") -> None:
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{what} file {path} is not Python: {error}") from error
     names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
-    # What a star brings, only running would show.
+    # Names from a star import are known only when it runs.
     if function not in names and not re.search(r"import\s*\*", text):
         raise ConfigError(f"{what} file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
@@ -198,8 +203,8 @@ def _split(name: str, what: str) -> tuple[Path, str]:
 
 
 class OwnParts(NamedTuple):
-    """What a user's function for `--model` returned: a module, or several in an `nn.ModuleDict`, and where it is more
-    than a model: data, what a step does with a batch, how a batch is evaluated, and what else has a state."""
+    """What a user's function for `--model` returned: a module, or several in an `nn.ModuleDict`, and optionally data,
+    a step, an evaluation, and further objects with state."""
 
     model: nn.Module
     data: Any = None
@@ -212,7 +217,7 @@ _RETURNS = "a torch.nn.Module, (model, step), (model, data, step), or a dict wit
 
 
 def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, frozenset[str]]:
-    """Call the user's function for `--model`. Returns what it made, and the names of the facts that it took."""
+    """Call the user's function for `--model`. Returns its result, and the names of the facts that it took."""
     from torch import nn
 
     found, taken = call_own(name, "model", form=form, **facts)
@@ -249,7 +254,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
 
 
 def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
-    """Call the user's function with what it takes. Returns its answer, and the names of what it took."""
+    """Call the user's function with the facts that it takes. Returns its result, and their names."""
     path, function = _split(name, what)
     with own_errors(name, what, always=True):
         stat = path.stat()
@@ -263,8 +268,8 @@ def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
 
 @contextlib.contextmanager
 def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
-    """Report an error that is raised in the user's file, or in a file next to it, with its line; others pass unless it
-    is `always`. Inside, the file can import its neighbours. Does nothing where the name is none of a user's file."""
+    """Report an error from the user's file, or a file next to it, with its line; other errors pass unless `always`.
+    Inside, the file can import its neighbours. Does nothing if the name is not of a user's file."""
     if not is_own(name):
         yield
         return
@@ -276,11 +281,11 @@ def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator
         raise
     except (Exception, SystemExit) as error:
         line = _find_line(error, folder)
-        if find_code(error) or (line is None and not always):  # a rank that lost another is not what failed
+        if find_code(error) or (line is None and not always):  # a lost peer is not the user's error
             raise
         lines = str(error).splitlines() or [""]
         said = f"{type(error).__name__}: {lines[0]}"
-        if "Original Traceback" in str(error):  # of a loader's worker, which sends it as a text
+        if "Original Traceback" in str(error):  # from a DataLoader worker, which sends the error as text
             said = lines[-1]
         raise ConfigError(f"{what} {name} raised {said}{f' ({line})' if line else ''}", code="own-error") from error
     finally:
@@ -294,7 +299,7 @@ def _find_folder(name: str) -> str:
 
 
 def _find_line(error: BaseException, folder: str) -> str | None:
-    """The last line of a user's file that is in the traceback of an error, or in its text."""
+    """The last line of a user's file in the traceback or the text of an error."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames += [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
     library = str(Path(__file__).parents[1])
@@ -307,27 +312,27 @@ def _find_line(error: BaseException, folder: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """The file as a module. Loaded once as long as it does not change, so that it can keep what it has read."""
+    """The file as a module. Loaded again only when it has changed, so that it can cache what it reads."""
     name = f"{__name__}.{quote(str(path), safe='/').replace('.', '%2E')}"
     sys.modules.pop(name, None)
     return importlib.import_module(name)
 
 
 class _OwnFiles(importlib.abc.MetaPathFinder):
-    """Imports a user's file as a module of this one, whose name holds its path: so a process that was spawned can load
-    what was pickled here, and files of one name are kept apart."""
+    """Imports a user's file as a submodule of this one, named after its path. Spawned processes can then unpickle its
+    objects, and files of the same name do not clash."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         parent, _, file = name.rpartition(".")
         return importlib.util.spec_from_file_location(name, unquote(file)) if parent == __name__ else None
 
 
-__path__: list[str] = []  # modules may be in this one
+__path__: list[str] = []  # makes this module a package
 sys.meta_path.append(_OwnFiles())
 
 
 def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Hand over each fact that is a parameter, and the form as the one other argument that must be given."""
+    """Pass each fact that is a parameter; the form is passed as the one other required argument."""
     found = inspect.signature(function).parameters.values()
     by_name = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in found if p.default is p.empty}
@@ -342,7 +347,7 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")
     for parameter in needed:
-        # By position where it comes first: a decorator may hide its name.
+        # By position if it comes first, as a decorator may hide its name.
         if parameter is next(iter(found)) and parameter.kind != parameter.KEYWORD_ONLY:
             return function(form, **taken), frozenset(taken)
         taken[parameter.name] = form

@@ -1,4 +1,4 @@
-"""The models that Paceline brings, in plain torch, with their loss and their blocks."""
+"""The built-in models in plain torch, their loss, and their blocks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +13,8 @@ from paceline.workloads.data import Batch, DataForm
 
 
 def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
-    """Four linear layers on all numbers of a sample: many bytes of gradients for little arithmetic. `hidden` of 0
-    leaves one layer."""
+    """Four linear layers on the flattened sample: many bytes of gradients for little compute. `hidden` of 0 leaves one
+    layer."""
     layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
     width = math.prod(shape)
     for _ in range(3 if hidden else 0):
@@ -26,8 +26,8 @@ def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float 
 def build_cnn(
     shape: tuple[int, ...], channels: tuple[int, ...], hidden: int, num_classes: int, dropout: float = 0.0
 ) -> nn.Module:
-    """A 3 x 3 convolution for each of `channels`, then two linear layers. The sides are halved after every convolution
-    but the first; the first two take one pixel off each side."""
+    """A 3 x 3 convolution for each of `channels`, then two linear layers. Max pooling (2 x 2) follows every convolution
+    but the first; the first two are not padded."""
     channels_in, height, width = shape
     layers: list[nn.Module] = []
     for number, channels_out in enumerate(channels):
@@ -47,7 +47,7 @@ def build_cnn(
 
 
 class _Residual(nn.Module):
-    """A tiny linear layer added to its input, scaled so that hundreds of them neither vanish nor explode."""
+    """A tiny linear layer with a residual connection, scaled so that hundreds of them neither vanish nor explode."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Residual(nn.Module):
 
 
 def build_tiny(depth: int, width: int) -> nn.Module:
-    """Many tiny parameters, a weight and a bias for each layer: the time is the host's overhead."""
+    """Many tiny parameters, so that host overhead dominates."""
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
 
 
@@ -83,8 +83,8 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He 2016) with a 3 x 3 stem that keeps the size of 32 x 32 images; or for those of ImageNet, 224 x 224,
-    a 7 x 7 stem and a pooling that divide their sides by 4."""
+    """ResNet-18 (He 2016) with a 3 x 3 stem for images of 32 x 32, or the original 7 x 7 stem with pooling for ImageNet
+    (224 x 224)."""
 
     def __init__(self, channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """LayerNorm before attention, LayerNorm before the MLP, each added to what came in."""
+    """Pre-norm attention and MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -151,18 +151,18 @@ class GPT2(nn.Module):
         self.classes = nn.Linear(width, num_classes, bias=False) if num_classes else None
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the residual stream starts smaller, because there are 2 x layers of it.
+                # Smaller for the 2 x layers outputs that are added to the residual stream.
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits: of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must come
-        after them: no token looks ahead, so none sees it."""
+        """Logits of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must be at the
+        end, where causal attention never sees it."""
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
-            # On a GPU the lookup would fail without saying where or why.
+            # On a GPU the failing lookup would give no useful error.
             raise ConfigError(f"a sequence of {length} tokens: this model has {context} positions, use fewer tokens")
         x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
         for block in self.blocks:
@@ -176,8 +176,8 @@ class GPT2(nn.Module):
 
 
 class Outcome(NamedTuple):
-    """The loss summed over the targets of a batch, how many of them were predicted (None where numbers are), and the
-    class that was predicted for each of them."""
+    """The loss summed over the targets of a batch, the number of correct predictions (None in regression), and the
+    predicted class of each target."""
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
@@ -187,8 +187,7 @@ class Outcome(NamedTuple):
 def compute_outcome(
     model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
 ) -> Outcome:
-    """Cross-entropy where there are classes (targets of -100 count nowhere), squared error where numbers are predicted;
-    summed, in float32."""
+    """The summed float32 loss: cross-entropy for classes (targets of -100 are ignored), squared error for numbers."""
     inputs, targets = batch.split()
     if batch.mask is not None:
         output = model(inputs, attention_mask=batch.mask)
@@ -220,11 +219,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once. A module
-    that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart; the
+    """The blocks by name, in the order of definition. Each is callable, has parameters, and is listed once.
+
+    A module that contains a stack (several layers with children of their own, in a list or a Sequential) is split; the
     layers of a stack are blocks."""
     prefix = ""
-    # A module that only holds another, as a wrapper does, says nothing about its blocks.
+    # Descend through modules that only wrap another.
     while len(inner := _trained_children(module)) == 1 and next(module.parameters(recurse=False), None) is None:
         name, module = inner[0]
         prefix += f"{name}."
@@ -238,7 +238,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = _trained_children(module)
     classes = [type(child) for _, child in children]
     for name, child in children:
-        # Part of a list, or one of several alike: a layer whatever it holds (a mixture of experts holds a list).
+        # An entry of a list, or one of several alike, is a layer whatever it contains (such as a list of experts).
         alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
         is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):
@@ -253,7 +253,7 @@ def _trained_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _holds_stack(module: nn.Module) -> bool:
-    """Whether the module is, or has inside, a list of parts that have parts of their own: in a sequence, several."""
+    """Whether the module is or contains a list of layers with children of their own; a Sequential needs several."""
     for part in module.modules():
         if isinstance(part, _LISTS):
             num_layers = sum(bool(_trained_children(child)) for _, child in _trained_children(part))

@@ -22,7 +22,7 @@ HF_PREFIX = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What can be set of a model: a convolution for each of `channels`, the width of hidden layers. None: default."""
+    """Options of models: a convolution for each of `channels`, the width of hidden layers. None: the default."""
 
     channels: tuple[int, ...] | None = None
     hidden: int | None = None
@@ -30,15 +30,15 @@ class ModelOptions:
 
 
 class Model(NamedTuple):
-    """What a named model needs: the kinds of data that it can learn, the options that it takes, its default data."""
+    """A model by name: the kinds of data that it can learn, its options, and its default data."""
 
     kinds: tuple[str, ...]
     options: tuple[str, ...]
     form: DataForm
 
 
-# Layers, width, heads, and of the default data vocabulary and context: the published sizes and two small ones, of which
-# `gpt2-tiny` reads bytes and three marks.
+# Layers, width, heads, and the default vocabulary and context: the published sizes and two small ones. `gpt2-tiny` has
+# the vocabulary of the byte tokenizer.
 _GPT2_SIZES = {
     "gpt2-tiny": (4, 128, 4, 259, 128),
     "gpt2-mini": (4, 256, 4, 4096, 64),
@@ -60,7 +60,7 @@ MODELS = {
         name: Model(_HF_KINDS, ("dropout",), DataForm("tokens", (context,), vocabulary, vocabulary))
         for name, (*_, vocabulary, context) in _GPT2_SIZES.items()
     },
-    "tiny": Model((), (), DataForm("numbers", (8,), 8)),  # learns no data: for benchmarks alone
+    "tiny": Model((), (), DataForm("numbers", (8,), 8)),  # for benchmarks only
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
 _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
@@ -86,7 +86,7 @@ def check_model(name: str, options: ModelOptions) -> None:
 
 
 def default_form(name: str) -> DataForm:
-    """The form of the synthetic data on which a checked model is trained where no data is named. Imports no torch."""
+    """The form of the synthetic data that a checked model trains on if no data is named. Imports no torch."""
     if is_own(name):
         advice = "name it, such as synthetic:images, or return it: (model, data, step)"
         raise ConfigError(f"model {name} does not say what data it takes: {advice}", code="no-data")
@@ -97,13 +97,13 @@ def default_form(name: str) -> DataForm:
 
 
 def describe_model(name: str) -> str:
-    """What a person should know before training this model, such as that its weights are random; mostly empty."""
+    """A note for the user about this model, such as that its weights are random; usually empty."""
     return external.describe_weights(name.removeprefix(HF_PREFIX)) if name.startswith(HF_PREFIX) else ""
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
-    """The module that learns data of this form, with float32 parameters. It gives (batch, num_classes) for images and
-    pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
+    """The module for data of this form, with float32 parameters. It returns (batch, num_classes) for images and pairs,
+    (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
     check_model(name, options)
     if is_own(name):
         return external.build_own(name, form)
@@ -142,8 +142,8 @@ def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model at the size at which benchmarks step through it, with its synthetic batches. `num_parameters` counts
-    tensors, as a wrapper sees them; `num_elements` their elements. `form` None means the model's default."""
+    """A model at the size that benchmarks use, with synthetic batches. `num_parameters` counts tensors, `num_elements`
+    their elements. `form` None means the model's default."""
 
     model: str
     num_parameters: int
@@ -160,7 +160,7 @@ class Workload:
         return _build(self.model, self.data_form, self.options)
 
     def make_batch(self, batch_size: int, seed: int, rank: int, device: torch.device) -> Batch:
-        """A synthetic batch, equal for equal seed and rank wherever it is made, and different on every rank."""
+        """A synthetic batch that depends only on the seed and the rank, and differs between ranks."""
         import torch
 
         form, generator = self.data_form, torch.Generator().manual_seed(1000 * seed + rank)
@@ -183,15 +183,15 @@ class Workload:
 WORKLOADS = {
     workload.model: workload
     for workload in (
-        # wide layers and a small batch: communication takes longer than arithmetic on a CPU
+        # wide layers and a small batch: on a CPU, communication takes longer than compute
         Workload("mlp", 8, 16_785_408, 2, DataForm("numbers", (2048,), 2048), ModelOptions(hidden=2048)),
         # a small network for images of digits
         Workload("cnn", 8, 1_199_882, 16),
-        # BatchNorm, and 32 x 32 images: arithmetic takes longer than communication
+        # BatchNorm, and 32 x 32 images: compute takes longer than communication
         Workload("resnet18", 62, 11_173_962, 2),
         # a small GPT-2 whose tied embedding is ready last
         Workload("gpt2-mini", 52, 4_224_512, 4),
-        # 1,000 tiny parameters: the time is the host's overhead
+        # 1,000 tiny parameters: host overhead dominates
         Workload("tiny", 1000, 36_000, 8),
         # for a GPU: the stem and the classes of ImageNet, and a context of 1024
         Workload("resnet18-imagenet", 62, 11_689_512, 8),

@@ -268,26 +268,38 @@ def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]
 _TIMEOUT_S = 5.0
 
 
-def load_from_hub(name: str) -> Path:
-    """The folder with a data set's files: the local copy if it is complete, else a download."""
+def fetch_from_hub(is_complete: Callable[[Path], bool], **wanted: Any) -> Path:
+    """The folder of a repository on the hub: the local copy if it is complete, else a download.
+
+    Raises the errors of the hub's library, which have no common base class in all versions.
+    """
     from multiprocessing.pool import ThreadPool
 
     snapshot_download = import_hf("huggingface_hub").snapshot_download
-    endpoint = import_hf("huggingface_hub.constants").ENDPOINT
-    folder = _SOURCES[name].folders[0]
-    wanted = {"repo_id": _SOURCES[name].repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
     with contextlib.suppress(OSError, ValueError):  # no local copy, or an incomplete one
-        local = Path(snapshot_download(**wanted, local_files_only=True)) / folder
-        for split in SPLITS:
-            find_files(name, local, split)
-        return local
-    request = urllib.request.Request(endpoint, method="HEAD")
-    try:
+        local = Path(snapshot_download(**wanted, local_files_only=True))
+        if is_complete(local):
+            return local
+    if not os.environ.get("HF_HUB_OFFLINE"):
         # The hub's library waits minutes for a server that does not answer, so probe it first; any answer will do.
         # The probe runs in a daemon thread because a DNS lookup has no timeout.
+        request = urllib.request.Request(import_hf("huggingface_hub.constants").ENDPOINT, method="HEAD")
         with contextlib.suppress(urllib.error.HTTPError), ThreadPool(1) as pool:
             pool.apply_async(urllib.request.urlopen, (request, None, _TIMEOUT_S)).get(2 * _TIMEOUT_S).close()
-        return Path(snapshot_download(**wanted)) / folder
+    return Path(snapshot_download(**wanted))
+
+
+def load_from_hub(name: str) -> Path:
+    """The folder with a data set's files."""
+    source = _SOURCES[name]
+    folder = source.folders[0]
+
+    def is_complete(place: Path) -> bool:
+        return all(find_files(name, place / folder, split) for split in SPLITS)  # raises an error if it is not
+
+    try:
+        wanted = {"repo_id": source.repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
+        return fetch_from_hub(is_complete, **wanted) / folder
     except Exception as error:
         text = f"{name} cannot be downloaded from the hub ({shorten_error(error)}): {_advise(name)}"
         raise ConfigError(text, code="hub") from error
