@@ -15,16 +15,6 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _MAX_DIGITS = 30  # longest number in a size
-_YEAR_S = 365 * 24 * 3600
-
-
-def refuse_endless(least_s: float, **counts: int | None) -> None:
-    """Reject numbers of steps or repetitions that would take more than a year at `least_s` each."""
-    most = int(_YEAR_S / least_s)
-    for name, count in counts.items():
-        if count is not None and count > most:
-            text = f"--{name.replace('_', '-')} {shorten(count)} takes more than a year, even at "
-            raise ConfigError(f"{text}{format_duration(least_s)} each: use at most {shorten(most)}", code="endless")
 
 
 def shorten(number: int) -> str:

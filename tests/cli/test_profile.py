@@ -252,25 +252,6 @@ def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("layers", "--ranks", "2"), "layers are timed on one rank"),
-        (("layers", "--iters", "0"), "--iters 0: at least 1 is needed"),
-        (("layers", "--wrapper", "torch"), "--wrapper torch"),
-        (("trace", "--warmup", "0"), "--warmup 0"),
-        (("trace", "--steps", "0"), "--steps 0: at least 1 is needed"),
-        (("trace", "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
-        (("phases", "--model", "gpt3"), "gpt3"),
-        (("comm-table", "--network", "token-ring"), "token-ring"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(command, tmp_path, arguments, words):
-    answer = command("profile", *arguments, "--out", str(tmp_path))
-    assert (answer.code, answer.out) == (2, "") and words in answer.err and len(answer.err.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     "asked", [(*LAYERS, "--strict"), ("scale", "batch", *SMALL, "--batch-size", "8", "--epochs", "2")]
 )
 def test_other_verbs_warn_of_a_busy_machine_as_bench_does(asked, monkeypatch, tmp_path):

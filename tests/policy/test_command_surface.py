@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import importlib
-import inspect
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,20 +13,12 @@ import typer
 import typer.main
 
 from paceline.cli.main import app
-from paceline.cli.options import add_command
-from paceline.training.settings import TrainSettings
+from paceline.cli.options import Command
 
 from .reading import expect_none
 
 FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
-# Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
-PREPARED = {
-    "_allreduce": "verbs.bench:allreduce", "_predict": "verbs.predict:predict",
-    "_predict_goodput": "verbs.predict:predict_goodput",
-    "_run": "verbs.run:run", "_train": "verbs.train:train", "_tune": "verbs.tune:tune", "_watch": "verbs.watch:watch",
-}  # fmt: skip
-OWN = ("out", "json", "wide", "strict", "confirm")
 
 
 def walk_commands(app: typer.Typer) -> Iterator[tuple[str, Any]]:
@@ -105,26 +94,14 @@ def find_double_meanings(app: typer.Typer) -> list[str]:
     ]
 
 
-def find_wrong_defaults(app: typer.Typer) -> list[str]:
-    """The options that show another default than the argument of the verb, or else the setting of its job, has."""
-    wrong = []
-    for words, command in walk_commands(app):
-        made = inspect.getclosurevars(inspect.unwrap(command.callback)).nonlocals if command.callback else {}
-        if "verb" not in made:
-            continue
-        verb = made["verb"] if isinstance(made["verb"], str) else PREPARED[made["verb"].__name__]
-        module, _, name = verb.partition(":")
-        home = importlib.import_module(f"paceline.{module}")
-        arguments = {n: p.default for n, p in inspect.signature(getattr(home, name)).parameters.items()}
-        known = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
-        known |= getattr(home, "JOB_DEFAULTS", {})
-        known |= {n: default for n, default in arguments.items() if default not in (None, inspect.Parameter.empty)}
-        known |= made["always"]
-        for n, option in made["options"].items():
-            shown, has = show_default(option.default), show_default(known.get(n))
-            if n not in OWN and shown not in ("none", has):
-                wrong.append(f"{words} --{n}: {shown} is shown, and {has} is used")
-    return wrong
+def find_options_without_help(app: typer.Typer) -> list[str]:
+    """The options of which neither the verb's docstring nor the settings say what they mean."""
+    return [
+        f"{words}: {parameter.opts[0]}"
+        for words, command in walk_commands(app)
+        for parameter in command.params
+        if not parameter.help
+    ]
 
 
 def build_app(*, default: str = "gloo", is_switch: bool = False) -> typer.Typer:
@@ -174,17 +151,33 @@ def test_option_has_one_meaning_in_all_verbs() -> None:
     expect_none(find_double_meanings(app))
 
 
-def test_shown_defaults_are_those_of_the_verbs() -> None:
-    expect_none(find_wrong_defaults(app))
+def test_every_option_has_help() -> None:
+    expect_none(find_options_without_help(app))
 
 
-def test_a_wrong_default_is_found() -> None:
-    made_up = typer.Typer()
-    add_command(made_up, "one", "studies.scale:batch", "epochs batch_size:batch seed", "A help.")
-    add_command(made_up, "two", "verbs.tune:tune", "batch_size:large", "A help.")
-    first, second = find_wrong_defaults(made_up)
-    assert first.endswith("one --epochs: 1 is shown, and 3 is used")
-    assert second.endswith("two --batch_size: 512 is shown, and 4 is used")
+def test_an_option_without_help_is_found() -> None:
+    assert "paceline bench one: --size" in find_options_without_help(build_app())
+
+
+def compare_sizes(
+    sizes: tuple[int, ...] = (), *, out: str | None = None, is_fast: bool = True, lr: float = 0.5, **job: Any
+) -> None:
+    """Compares.
+
+    Args:
+        lr: The rate,
+            in two lines.
+    """
+
+
+def test_options_follow_from_the_arguments_of_the_verb_and_the_settings_of_its_job(monkeypatch) -> None:
+    monkeypatch.setattr("paceline.cli.options._load", lambda place: compare_sizes)
+    found = Command("here", without="sizes", job="-model clip", help={"seed": "A seed."}).parameters
+    assert {"is_fast", "lr", "out", "data", "clip", "json"} <= set(found) and not {"sizes", "model"} & set(found)
+    assert found["lr"].help == "The rate, in two lines." and found["seed"].help == "A seed."
+    assert (found["lr"].shown_default, found["data"].shown_default, found["clip"].kind) == (0.5, "synthetic", float)
+    assert found["is_fast"].flag == "--no-is-fast" and found["is_fast"].read(True) is False
+    assert found["channels"].read("8,8") == (8, 8) and found["clip"].panel == "Learning"
 
 
 def test_surface_shows_everything_that_is_promised() -> None:

@@ -24,6 +24,7 @@ LEVELS = (
     ("strategy",),
     ("records", "plan"),
     ("machine",),
+    ("options",),
     ("units",),
     ("errors",),
 )

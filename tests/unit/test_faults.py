@@ -96,7 +96,7 @@ def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
     rows = [(row.system, row.policy, row.num_trials, row.recovered_s, row.recovered_p95_s) for row in result.rows]
     assert rows == [("paceline train", "spare", 2, 1.5, 2.0), ("script, paceline", "", 2, 1.5, 2.0),
                     ("paceline train", "shrink", 2, 1.5, 2.0)]  # fmt: skip
-    with pytest.raises(ConfigError, match="--on-fault hope"):
+    with pytest.raises(ConfigError, match="--on-fault 'hope'"):
         verb.faults(on_fault="spare,hope")
 
 

@@ -36,25 +36,6 @@ def build_chunked(**changes):
 
 @pytest.mark.parametrize("make", [build, build_chunked])
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"backends": ("gloo", "nccl-tests")}, "backend 'nccl-tests' is unknown"),
-        ({"backends": ("glo",)}, "did you mean gloo? known are gloo, nccl"),
-        ({"backends": ()}, "backend"),
-        ({"dtype": "float"}, "dtype 'float' is unknown: did you mean float"),
-        ({"device": "tpu"}, "device 'tpu' is unknown"),
-        ({"iters": 0}, "--iters 0: at least 1"),
-        ({"warmup": -1}, "--warmup -1: at least 0"),
-        ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
-    ],
-)
-def test_every_benchmark_refuses(host, make, changes, reason):
-    with pytest.raises(ConfigError, match=re.escape(reason)):
-        make(**changes).check()
-
-
-@pytest.mark.parametrize("make", [build, build_chunked])
-@pytest.mark.parametrize(
     ("gpus", "changes", "reason"),
     [
         (0, {"backends": ("nccl",)}, "nccl on CUDA needs a GPU and none is visible"),
@@ -79,8 +60,7 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"collective": "allreduce"}, "did you mean all_reduce?"),
-        ({"op": "mean"}, "op 'mean' is unknown"),
+        ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
         (
             {"collective": "broadcast", "op": "max"},
             "--op max contradicts --collective broadcast, which reduces nothing",
@@ -93,8 +73,6 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"collective": "all_gather", "sizes": (12,), "ranks": (2, 4)}, "less than one element for each of 4 ranks"),
         ({"collective": "reduce_scatter", "sizes": (12,), "ranks": (4,)}, "which reduce_scatter needs"),
         ({"sizes": (0,)}, "size"),
-        ({"memories": ()}, "no memory given: known are ordinary, shared"),
-        ({"memories": ("share",)}, "memory 'share' is unknown: did you mean shared?"),
         ({"memories": ("shared",)}, "gloo has none, only shm does: leave it out, or add shm to --backend"),
         ({"memories": BOTH, "backends": ("gloo", "nccl")}, "backend gloo and nccl has none"),
         ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "on gloo: use --memory ordinary,shared"),

@@ -26,6 +26,12 @@ def test_layers_are_of_no_other_number_of_ranks(ranks):
         profile._build_bare("cnn", {"ranks": ranks})
 
 
+@pytest.mark.parametrize("given", [{"wrapper": "torch"}, {"plan": "plan.json"}, {"accumulate": 2}])
+def test_layers_are_those_of_the_bare_model(given):
+    with pytest.raises(ConfigError, match=f"--{next(iter(given))} .*: layers are timed"):
+        profile._build_bare("cnn", given)
+
+
 def test_no_batch_size_is_the_default_one(monkeypatch):
     def open_session(verb, config, **_):
         raise ConfigError(str(config["batch_sizes"]))
@@ -80,6 +86,12 @@ def test_several_numbers_of_ranks_have_the_same_global_batch(given, batches):
 def test_what_several_numbers_of_ranks_cannot_be_trained_with(given, words):
     with pytest.raises(ConfigError, match=words):
         train(**given)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_one():
+    for call in (lambda: train(optimiser="sgd"), lambda: profile.profile("cnn", optimiser="sgd")):
+        with pytest.raises(ConfigError, match=r"'optimiser' .* did you mean optimizer\?"):
+            call()
 
 
 def test_a_launched_world_has_one_number_of_ranks(monkeypatch):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import JOB_OPTIONS, OPTIONS, add_command, find_flag, print_result
+from paceline.cli.options import COMMON, Command, print_result
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
+from paceline.options import OUTPUT, find_flag
 from paceline.units import parse_size, size_range
 
 app = typer.Typer(
@@ -29,11 +31,20 @@ scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no
 predict = typer.Typer(no_args_is_help=False)
 for group, name in ((bench, "bench"), (profile, "profile"), (predict, "predict"), (scale, "scale")):
     app.add_typer(group, name=name)
+_COMMAND = "The command, after --: -- python train.py"
+_PROFILES = ("phases", "layers", "trace", "comm-table", "attach")
 
 
 def _allreduce(
     min_size: str | None = None, max_size: str | None = None, factor: float | None = None, **given: Any
 ) -> Any:
+    """Measures sizes in a list, or in a range as nccl-tests does.
+
+    Args:
+        min_size: Smallest size of a range: 8B
+        max_size: Largest size of a range: 128MiB
+        factor: Factor between the sizes of a range. Default: 2.
+    """
     from paceline.records.kinds import ITEM_BYTES
     from paceline.verbs import bench
 
@@ -48,29 +59,24 @@ def _allreduce(
     return bench.allreduce(**given)
 
 
-add_command(
-    bench, "allreduce", _allreduce,
-    "ranks:bench backend:bench sizes min_size max_size factor collective op dtype device memory iters warmup limit "
-    "compare strict",
-    "How fast is all-reduce here? Measures backends x ranks x sizes, and checks every element.",
-)  # fmt: skip
-add_command(
-    bench, "chunks", "verbs.bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
-    "What does splitting one message into chunks cost? Measures the total time for each chunk size.",
-)  # fmt: skip
-add_command(
-    bench, "wrappers", "verbs.bench:wrappers",
-    "models wrappers backend:bench ranks:bench batch_size:wrappers dtype device threads:wrappers iters warmup strict",
-    "Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.",
-)  # fmt: skip
-add_command(
-    app, "doctor", "verbs.doctor:doctor", "hosts:doctor interface port folder:run env python ssh check_timeout -out",
+Command("verbs.bench:allreduce", _allreduce, is_strict=True).add(
+    bench, "allreduce", "How fast is all-reduce here? Measures backends x ranks x sizes, and checks every element."
+)
+Command("verbs.bench:chunks", like=["verbs.bench:allreduce"], is_strict=True).add(
+    bench, "chunks", "What does splitting one message into chunks cost? Measures the total time for each chunk size."
+)
+Command("verbs.bench:wrappers", like=["verbs.bench:allreduce"], is_strict=True).add(
+    bench, "wrappers", "Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper."
+)
+Command("verbs.doctor:doctor", like=["verbs.run:run"]).add(
+    app,
+    "doctor",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two ranks.\n\n"
     "With --hosts, checks other hosts over ssh: versions, clocks, interfaces, free space and bandwidth.",
-)  # fmt: skip
+)
 
 
-def _run(*, progress: bool, **given: Any) -> Any:
+def _run(**given: Any) -> Any:
     from paceline.verbs.run import run
 
     def show(stream: str, text: str) -> None:
@@ -79,18 +85,22 @@ def _run(*, progress: bool, **given: Any) -> Any:
     raise typer.Exit(run(show=show, **given))
 
 
-add_command(
-    app, "run", _run,
-    "command:run hosts slurm kubernetes nodes ranks_per_node:run name time partition gpus_per_node "
-    "sbatch image kind volume folder:run env grace interface port python ssh check_timeout wait dry_run "
-    "-out -json -wide",
+Command("verbs.run:run", _run, without="json wide").add(
+    app,
+    "run",
     "Run a command on several hosts: over ssh (--hosts), with Slurm (--slurm), or with Kubernetes (--kubernetes).\n\n"
     "Works with any command that runs under torchrun, including Paceline's own: paceline run --hosts a:8,b:8 -- "
     "paceline train. On SIGTERM or SIGUSR1, `paceline train` saves a checkpoint; a restarted job resumes from it.",
-)  # fmt: skip
+)
 
 
 def _train(*, compare: tuple[Path, Path] | None = None, **given: Any) -> Any:
+    """Trains, or compares two runs.
+
+    Args:
+        ranks: Number of ranks, or several: 1,2. Default: the launched world's, else 1.
+        compare: Compare two runs (folders) without training.
+    """
     from paceline.verbs.train import compare_runs, train
 
     if compare is None:
@@ -100,15 +110,12 @@ def _train(*, compare: tuple[Path, Path] | None = None, **given: Any) -> Any:
     return compare_runs(compare, given["out"])
 
 
-add_command(
-    app, "train", _train,
-    f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
-    "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
-    "test_samples strategy workers profile:train compare:train resume save_every mtbf:train keep on_fault max_faults "
-    "spares hang_timeout tensorboard watch",
+Command("verbs.train:train", _train).add(
+    app,
+    "train",
     "Train a model on one rank or many, and see where the time goes.\n\n"
     "With several numbers of ranks, trains one run after the other and compares results and speed.",
-)  # fmt: skip
+)
 
 
 @profile.callback(invoke_without_command=True)
@@ -117,8 +124,8 @@ def _profile(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option("--compare", help="Compare two runs of one kind of profile.")
     ] = None,
-    json: bool = OPTIONS["json"].build_info("json"),
-    wide: bool = OPTIONS["wide"].build_info("wide"),
+    json: Annotated[bool, typer.Option("--json", help=COMMON["json"], rich_help_panel=OUTPUT)] = False,
+    wide: Annotated[bool, typer.Option("--wide", help=COMMON["wide"], rich_help_panel=OUTPUT)] = False,
 ) -> None:
     if (verb := context.invoked_subcommand) is not None:
         if compare is not None:
@@ -134,50 +141,74 @@ def _profile(
     raise typer.Exit(print_result(run(*compare), json, wide))
 
 
-add_command(
-    profile, "phases", "verbs.profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup strict",
-    "Time data loading, forward, backward, optimizer and communication (exposed and total).",
-    model="cnn", kind="phases",
-)  # fmt: skip
-add_command(
-    profile, "layers", "verbs.profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup strict",
-    "Time the forward and backward of each block, and when each gradient is ready, on one rank.",
-    model="cnn", kind="layers",
-)  # fmt: skip
-add_command(
-    profile, "trace", "verbs.profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot strict",
-    "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.",
-    model="cnn", plot=False,
-)  # fmt: skip
-add_command(
-    profile, "comm-table", "verbs.profile:comm_table",
-    f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
+Command(
+    "verbs.profile:profile",
+    without="kind",
+    help={"ranks": "Numbers of ranks: 1,2,4. Default: the launched world's, else 2."},
+    is_strict=True,
+    always={"model": "cnn", "kind": "phases"},
+).add(profile, "phases", "Time data loading, forward, backward, optimizer and communication (exposed and total).")
+Command(
+    "verbs.profile:profile",
+    without="kind",
+    help={"ranks": "Must be 1: layers are timed on one rank."},
+    is_strict=True,
+    always={"model": "cnn", "kind": "layers"},
+).add(profile, "layers", "Time the forward and backward of each block, and when each gradient is ready, on one rank.")
+Command(
+    "verbs.profile:trace",
+    like=["verbs.profile:profile"],
+    flags={"memory": "--memory-use"},
+    is_strict=True,
+    always={"model": "cnn", "plot": False},
+).add(profile, "trace", "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.")
+Command("verbs.profile:comm_table").add(
+    profile,
+    "comm-table",
     "Compare the cost of sending gradients on other networks with the measured computation of a step.",
-)  # fmt: skip
-add_command(
-    profile, "attach", "verbs.attach:attach", "command:run steps:attach stop",
+)
+Command(
+    "verbs.attach:attach",
+    without="every race caps budget port browser",
+    help={"command": _COMMAND},
+    always={"command": ()},
+).add(
+    profile,
+    "attach",
     "Profile your own program without editing it: paceline profile -- torchrun --nproc-per-node 2 train.py\n\n"
     "Shows where the time of a step goes, what limits it, and the best bucket size with its predicted gain.",
-    command=(),
-)  # fmt: skip
+)
 
 
-_PROFILES = ("phases", "layers", "trace", "comm-table", "attach")
 _FOR_CSV, _FOR_TRACE = "ranks backend measured", "network ranks ranks_per_node inside algorithm"
 
 
 def _predict(
-    *, csv: Path | None = None, profile: Path | None = None, traces: list[Path] | None = None, progress: bool,
-    out: Path, **given: Any,
-) -> Any:  # fmt: skip
+    *,
+    traces: Sequence[str | Path] | None = None,
+    profile: Path | None = None,
+    csv: Path | None = None,
+    measured: Path | None = None,
+    out: Path,
+    **given: Any,
+) -> Any:
+    """Predicts from one of three sources.
+
+    Args:
+        traces: Traces of your job from torch.profiler: one file per rank.
+        profile: Folder of a run of `profile layers`.
+        csv: Folder with layer-sizes, layer-times and allreduce-times, instead of a profile.
+        measured: With --csv: a table of bucket_size and step_s or backward_s to compare with.
+    """
     from paceline.verbs.predict import predict, predict_csv, predict_trace
 
+    given |= {} if measured is None else {"measured": measured}
     sources = [flag for flag, value in (("--model-profile", profile), ("--csv", csv), ("--trace", traces)) if value]
     others = [name for name in given if name not in (_FOR_CSV if csv else _FOR_TRACE).split()]
     refuse(
         (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
         (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
-        (not csv and "measured" in given, "--measured needs --csv, which is not given"),
+        (not csv and measured, "--measured needs --csv, which is not given"),
         (not profile and "strategy" in given,
          f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; give "
          "--model-profile, a run of `paceline profile layers`"),
@@ -193,113 +224,125 @@ def _predict(
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
-def _predict_goodput(*, progress: bool, **given: Any) -> Any:
-    from paceline.verbs.predict import predict_goodput
-
-    return predict_goodput(**given)
-
-
-add_command(
-    predict, "", _predict,
-    "traces profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm "
-    "accumulate gradients straggler strategy:several",
+Command("verbs.predict:predict", _predict, flags={"profile": "--model-profile"}).add(
+    predict,
+    "",
     "What will a step cost with other bucket sizes, networks and numbers of ranks?\n\n"
     "Predicts from torch.profiler traces of your own job (--trace), a profile (--model-profile), or tables (--csv).",
-)  # fmt: skip
-add_command(
-    predict, "goodput", _predict_goodput,
-    "runs:goodput mtbf mtbf_per_rank ranks:goodput step_seconds save_seconds detect_seconds restart_seconds "
-    "spare_seconds shrink_seconds save_every:goodput all_lost repair horizon",
+)
+Command("verbs.predict:predict_goodput").add(
+    predict,
+    "goodput",
     "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"
     "Uses measured costs: steps and saves of a training run, and restarts from `paceline faults --restart`.",
-)  # fmt: skip
+)
 _FOR_COMMAND = "steps caps budget out progress"
 
 
-def _tune(*, command: list[str] | None = None, **given: Any) -> Any:
+def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **given: Any) -> Any:
+    """Tunes a built-in job, or a command.
+
+    Args:
+        command: The command, after --: -- torchrun --nproc-per-node 2 train.py
+        steps: For a command after --: number of steps to observe first. Default: 48.
+    """
     from paceline.verbs.attach import attach
     from paceline.verbs.tune import tune
 
+    given |= {} if steps is None else {"steps": steps}
     if not command:
-        refuse(("steps" in given, "--steps is for a command after --, and there is none: leave it out"))
+        refuse((steps is not None, "--steps is for a command after --, and there is none: leave it out"))
         return tune(**{"model": "cnn", **given})
     others = ", ".join(find_flag(name) for name in given if name not in _FOR_COMMAND.split())
     refuse((others, f"{others} with a command after --: your program decides that itself; leave it out"))
     return attach(command, race=True, **given)
 
 
-add_command(
-    app, "tune", _tune,
-    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune command:run steps:tune quick confirm caps network:tune "
-    "network_ranks iters budget strategy:several strict",
+Command(
+    "verbs.tune:tune",
+    _tune,
+    job="-plan -accumulate",
+    help={
+        "batch_size": "Samples per rank. Default: 4, so that compute does not hide communication.",
+        "confirm": "Only predict; do not run the job with the plans.",
+    },
+    is_strict=True,
+).add(
+    app,
+    "tune",
     "Find the best buckets: measure this machine and model, predict all plans, compare the best, save the winner.\n\n"
     "With --network, nothing is sent: one rank computes, and its messages take as long as on that network.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (runs it twice, about 100 steps each).",
-)  # fmt: skip
+)
 
 
-def _watch(*, command: list[str] | None = None, out: Path, **given: Any) -> Any:
+def _watch(*, command: Sequence[str] | None = None, every: int | None = None, out: Path, **given: Any) -> Any:
+    """Watches a run, or a command.
+
+    Args:
+        command: Folder of a training run, or a command after --
+        every: For a command: print a line every N steps. Default: 50.
+    """
     from paceline.verbs.attach import attach
     from paceline.verbs.watch import watch
 
-    words = command or []
+    words = list(command or [])
     is_run = len(words) == 1 and Path(words[0]).is_dir()
     if is_run:
-        refuse(("every" in given, "--every with a run: leave it out"))
+        refuse((every is not None, "--every with a run: leave it out"))
         os.nice(5)  # the ranks come first
         return watch(words[0], **given)
-    return attach(words, **{"every": 50, **given}, steps=0, out=out)
+    return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
 
 
-add_command(
-    app, "watch", _watch, "command:watch every port:watch browser",
+Command("verbs.attach:attach", _watch, without="steps stop race caps budget").add(
+    app,
+    "watch",
     "Watch a training run on a live page, served only on this machine, and in the terminal: paceline watch FOLDER\n\n"
     "Or watch your own program, with a line every few steps and a summary of where its time went: "
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
-)  # fmt: skip
-add_command(
-    app, "faults", "studies.fault_trials:faults", "faults backend:faults systems ranks:faults trials patience restart "
-    "on_fault:faults state device:faults resume",
+)
+Command("studies.fault_trials:faults").add(
+    app,
+    "faults",
     "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
     "Compares with torchrun and torch's own wrapper, interleaved; each job has its own processes.",
-)  # fmt: skip
-add_command(
-    app, "report", "verbs.report:save_report", "runs:report page -out",
-    "Show any run on one self-contained HTML page, or compare several runs.",
-)  # fmt: skip
-
-
-add_command(
-    scale, "batch", "studies.scale:batch",
-    f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume "
-    "strict",
+)
+Command("verbs.report:save_report").add(
+    app, "report", "Show any run on one self-contained HTML page, or compare several runs."
+)
+Command("studies.scale:batch", job="-ranks -accumulate -wrapper -backend -sync_batchnorm -plan", is_strict=True).add(
+    scale,
+    "batch",
     "Which batch size keeps one rank busy? Trains whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
-)  # fmt: skip
-add_command(
-    scale, "ranks", "studies.scale:ranks",
-    f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
-    "network:scale predict_ranks iters resume strict",
+)
+Command("studies.scale:ranks", job="-sync_batchnorm -plan", like=["studies.scale:batch"], is_strict=True).add(
+    scale,
+    "ranks",
     "Do more ranks help? Weak and strong scaling of wrappers: speed-up, communication, bandwidth and predictions.",
-)  # fmt: skip
-add_command(
-    scale, "large-batch", "studies.scale:large_batch",
-    f"{JOB_OPTIONS} -accumulate model:small ranks:one batch_size:large base_batch_size global_batch_size recipes "
-    "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
-    "test_samples evaluations at_once resume",
+)
+_RECIPES = "momentum weight_decay lr_drops tail augment cutout test_samples"
+Command("studies.scale:large_batch", job=f"-accumulate {_RECIPES}", like=["studies.scale:batch"]).add(
+    scale,
+    "large-batch",
     "What does a large global batch cost in test accuracy, and which recipe restores it? Several seeds each.",
-)  # fmt: skip
-add_command(
-    scale, "strategies", "studies.scale:strategies",
-    f"{JOB_OPTIONS} -sync_batchnorm -plan -wrapper model:small data:study ranks:study strategies workers:study seeds "
-    "epochs:study steps lr:study momentum weight_decay schedule:large lr_drops lr_warmup tail augment cutout "
-    "test_samples global_batch_size:train evaluations target at_once resume",
+)
+Command(
+    "studies.scale:strategies",
+    job=f"-sync_batchnorm -plan -wrapper steps lr_warmup global_batch_size {_RECIPES}",
+    like=["studies.scale:large_batch", "studies.scale:batch"],
+    help={"data": "As for train. Default: synthetic:noisy; with --model, synthetic."},
+).add(
+    scale,
+    "strategies",
     "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
-)  # fmt: skip
-add_command(
-    scale, "report", "studies.scale:report", "runs resume",
+)
+Command("studies.scale:report").add(
+    scale,
+    "report",
     "Put the whole study on one page: tables, figures and findings, from finished runs or measured here.",
-)  # fmt: skip
+)
 
 
 def _print_version(wanted: bool) -> None:

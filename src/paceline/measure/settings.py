@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline import machine
-from paceline.errors import ConfigError, refuse, suggest
+from paceline.errors import ConfigError, refuse
+from paceline.options import check_options, option
 from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
-from paceline.units import format_bytes, refuse_endless
+from paceline.units import format_bytes
 from paceline.workloads.registry import WORKLOADS
 
 BACKENDS = ("gloo", "nccl", "shm")
@@ -28,6 +28,7 @@ DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Ways to set the buckets of a wrapper that a tuned one chooses from: its own caps, five others, one bucket, and for
 # torch's wrapper our plan.
 MAX_CANDIDATES = 8
+_TIME = ", or leave it out to fit the time"
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,6 @@ class Measured:
     details: dict[str, Any]
 
 
-def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse no name at all, and an unknown one with the known one that is nearest to it."""
-    known = list(known)
-    if not values:
-        raise ConfigError(f"no {what} given: known are {', '.join(known)}")
-    for value in values:
-        if value not in known:
-            raise ConfigError(f"{what} {value!r} is unknown: {suggest(value, known)}known are {', '.join(known)}")
-
-
-# What one of these takes at least; anything else is counted in microseconds.
-_LEAST_S = {"seeds": 10.0, "evaluations": 0.01, "threads": 1e4, "steps": 1e-5, "at_once": 1e4, "workers": 1.0}
-
-
-def check_counts(advice: str = "", /, **counts: int | None) -> None:
-    """Refuse impossible numbers of repetitions, by the names of their flags; None was not given."""
-    for name, count in counts.items():
-        least = 0 if name in ("warmup", "updates") else 1
-        if count is not None and count < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed{advice}")
-        refuse_endless(_LEAST_S.get(name, 1e-6), **{name: count})
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
     """What every benchmark of a process group shares. `iters` and `warmup` of None mean: as the time allows."""
@@ -68,13 +46,13 @@ class GroupSettings:
     # How a refusal for memory begins and ends.
     memory_words: ClassVar[tuple[str, str]] = ("a message takes", "use smaller sizes")
 
-    backends: tuple[str, ...] = ("gloo",)
+    backends: tuple[str, ...] = option(("gloo",), choices=BACKENDS)
     ranks: tuple[int, ...] = (2,)
-    dtype: str = "float32"
-    device: str = "auto"
-    threads: int = 1
-    iters: int | None = None
-    warmup: int | None = None
+    dtype: str = option("float32", choices=ITEM_BYTES)
+    device: str = option("auto", choices=("auto", "cpu", "cuda"))
+    threads: int = option(1, least=1, each_s=1e4)
+    iters: int | None = option(None, least=1, each_s=1e-6, advice=_TIME)
+    warmup: int | None = option(None, least=0, each_s=1e-6, advice=_TIME)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", tuple(map(machine.canonical_backend, self.backends)))
@@ -93,11 +71,7 @@ class GroupSettings:
 
     def check(self) -> None:
         """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
-        check_names("backend", self.backends, BACKENDS)
-        check_names("dtype", (self.dtype,), ITEM_BYTES)
-        check_names("device", (self.device,), ("auto", "cpu", "cuda"))
-        check_counts(threads=self.threads)
-        check_counts(", or leave it out to fit the time", iters=self.iters, warmup=self.warmup)
+        check_options(self)
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
 
@@ -133,16 +107,13 @@ class CollectiveSettings(GroupSettings):
     """
 
     sizes: tuple[int, ...]
-    collective: str = "all_reduce"
-    op: str = "sum"
-    memories: tuple[str, ...] = ("ordinary",)
+    collective: str = option("all_reduce", choices=COLLECTIVES)
+    op: str = option("sum", choices=OPS)
+    memories: tuple[str, ...] = option(("ordinary",), choices=MEMORIES)
     limit: bool = False
 
     def check(self) -> None:
-        check_names("collective", (self.collective,), COLLECTIVES)
         super().check()
-        check_names("op", (self.op,), OPS)
-        check_names("memory", self.memories, MEMORIES)
         what, item, most = self.collective, self.item_bytes, max(self.ranks)
         if "shared" in self.memories:
             self._check_shared()
@@ -228,19 +199,15 @@ class WrapperSettings(GroupSettings):
         "the replicas of one model take", "leave out a large --model or some of --wrapper",
     )  # fmt: skip
 
-    models: tuple[str, ...] = DEFAULT_MODELS
-    wrappers: tuple[str, ...] = DEFAULT_WRAPPERS
-    batch_size: int | None = None
+    models: tuple[str, ...] = option(DEFAULT_MODELS, choices=WORKLOADS)
+    wrappers: tuple[str, ...] = option(DEFAULT_WRAPPERS, choices=WRAPPERS)
+    batch_size: int | None = option(None, least=1, each_s=1e-6, advice=", or leave it out for the model's own")
+    dtype: str = option("float32", choices=("float32", "bfloat16"))
 
     def check(self) -> None:
-        check_names("model", self.models, WORKLOADS)
         removed = [name for name in self.wrappers if name in REMOVED_WRAPPERS]
         refuse((removed, f"--wrapper {','.join(removed)}: removed; use paceline-simple, or paceline"))
-        check_names("wrapper", self.wrappers, WRAPPERS)
         super().check()
-        check_counts(", or leave it out for the model's own", batch_size=self.batch_size)
-        is_odd = self.dtype not in ("float32", "bfloat16")
-        refuse((is_odd, f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)"))
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from paceline.plan import cut_by_cap
 from paceline.predict.curves import CostCurve, MeasuredCurve, fit_line
 from paceline.predict.job import Job
@@ -15,6 +17,8 @@ from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 # Sizes within this share of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
+# Number of partitions that show how the best bucket size moves.
+_MOST_CHANGED = 160
 
 
 def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -145,7 +149,7 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
         else:
             alpha, beta = (factor, 1.0) if what == "alpha" else (1.0, factor)
             other_costs = replace(costs, curve=scale_curve(curve, alpha, beta))
-        caps = estimate_caps(other_job, other_costs)
+        caps = estimate_caps(other_job, other_costs, _MOST_CHANGED if what else 0)
         changes.append(replace(caps, what=what, factor=factor, most_bytes=curve.sizes[-1]))
     return changes
 
@@ -179,16 +183,16 @@ def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
     contention."""
     # C[j] is the earliest end of the messages up to gradient j: min over i < j of max(C[i], ready_j) + overhead +
     # a(bytes of i+1..j).
-    count, totals, latest = len(job.sizes), job.totals, job.latest_s
-    ends, previous = [0.0] * (count + 1), [0] * (count + 1)
+    count, latest = len(job.sizes), job.latest_s
+    totals = np.array(job.totals, dtype=np.float64)
+    ends = np.zeros(count + 1)
+    previous = [0] * (count + 1)
     for j in range(1, count + 1):
-        best_s = float("inf")
-        for i in range(j):
-            end_s = max(ends[i], latest[j - 1]) + overhead_s + curve.estimate_s(totals[j] - totals[i])
-            # On a tie, prefer fewer buckets: their overhead is real.
-            if end_s < best_s - 1e-15:
-                best_s, previous[j] = end_s, i
-        ends[j] = best_s
+        messages_s = curve.estimate_all(totals[j] - totals[:j])
+        found = np.maximum(ends[:j], latest[j - 1]) + overhead_s + messages_s
+        ends[j] = found.min()
+        # On a tie, prefer fewer buckets: their overhead is real.
+        previous[j] = int(np.argmax(found <= ends[j] + 1e-15))
     cuts, place = [], count
     while place:
         cuts.append(place)
@@ -200,8 +204,12 @@ def find_best_cuts(
     job: Job, costs: MachineCosts, seeds: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], SimulatedStep]:
     """The best free cuts: starts from the exact cuts of the simple model and the given seeds, and improves each in the
-    full model."""
-    starts = dict.fromkeys([tuple(find_cuts(job, costs.curve, costs.launch_s)), *seeds])
+    full model, unless the simple model holds."""
+    exact = tuple(find_cuts(job, costs.curve, costs.launch_s))
+    step = simulate(job, exact, costs)
+    if costs == MachineCosts(costs.curve) and len(step.tail) == len(job.tail):
+        return exact, step
+    starts = dict.fromkeys([exact, *seeds])
     return min((_improve(job, costs, cuts) for cuts in starts), key=lambda pair: pair[1].step_s)
 
 

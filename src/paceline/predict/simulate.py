@@ -79,6 +79,11 @@ class Contention:
         basis = "assumed: a message between ranks of a full CPU host uses half of a rank's core"
         return cls((1,), (1 - share,), (1 - share,), f"{basis}, or none if each rank has a spare core")
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether messages and compute do not slow each other down."""
+        return min(self.compute_rates) == min(self.message_rates) == 1
+
     def spread_over(self, curve: CostCurve) -> Contention:
         """Adapt to a link on which messages take longer than the measured ones: compute loses the same number of
         seconds, and delays the message by as many, over a longer time. If contention is by bytes, a message's latency
@@ -279,20 +284,13 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     if sending is not None and sending.strategy.outer:
         return _simulate_period(job, costs, sending)
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
-    run, done = _Run(costs), [BucketSpan(size) for size in layout.num_bytes]
-    messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
-    # Compute, and launch buckets as they are complete. Buckets are launched in order, so each waits for the latest
-    # gradient so far. Launching a bucket is compute, too.
-    computed_s = 0.0
-    for bucket, sizes, complete_s in zip(done, messages, itertools.accumulate(layout.ready_s, max), strict=True):
-        run.compute(complete_s - computed_s)
-        computed_s = complete_s
-        bucket.ready_s = run.now_s
-        run.hand_over(bucket, sizes, costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes)
-    run.compute(job.backward_s - computed_s)
-    backward_s = run.now_s
-    # Only messages are left.
-    run.drain()
+    run = _Run(costs)
+    done = [BucketSpan(size) for size in layout.num_bytes]
+    if sending is None and costs.servers == 1 and costs.contention.is_nothing:
+        backward_s = _queue(job, layout, costs, done)
+        run.now_s = max(backward_s, done[-1].done_s)
+    else:
+        backward_s = run.compute_and_send(job, layout, done)
     # Embedding rows follow once the control words, which carry their number, have arrived.
     tail = [BucketSpan(num_bytes, backward_s) for one, num_bytes in job.tail if one.name not in layout.late]
     for rows in tail:
@@ -305,6 +303,20 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
             after_s /= sending.world_size
             over_s += _estimate_gathering(job, layout, costs, sending)
     return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, after_s, job.backward_s, tuple(tail))
+
+
+def _queue(job: Job, layout: Layout, costs: MachineCosts, buckets: Sequence[BucketSpan]) -> float:
+    """The end of backward if nothing slows anything else and messages go one by one: no need to step through events."""
+    now_s = free_s = computed_s = 0.0
+    for bucket, complete_s in zip(buckets, itertools.accumulate(layout.ready_s, max), strict=True):
+        now_s += complete_s - computed_s
+        computed_s = complete_s
+        bucket.ready_s = now_s
+        now_s += costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes
+        bucket.launch_s = now_s
+        bucket.start_s = max(now_s, free_s)
+        free_s = bucket.done_s = bucket.start_s + costs.curve.estimate_s(bucket.num_bytes)
+    return now_s + job.backward_s - computed_s
 
 
 def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:
@@ -381,18 +393,33 @@ class _Run:
     now_s: float = 0.0
     waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
     moving: list[_Task] = field(default_factory=list)
+    # Of what is in progress: the number of messages, whether a codec computes, and the speed of all compute. Two
+    # messages share a core, so they use only as much of it as the more demanding one.
+    num_messages: int = 0
+    is_coding: bool = False
+    compute_rate: float = 1.0
+
+    def compute_and_send(self, job: Job, layout: Layout, buckets: Sequence[BucketSpan]) -> float:
+        """Compute, launch buckets as they are complete, and wait for the messages; returns the end of backward. Buckets
+        are launched in order, so each waits for the latest gradient so far. Launching a bucket is compute, too."""
+        computed_s = 0.0
+        messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
+        latest_s = itertools.accumulate(layout.ready_s, max)
+        for bucket, loads, complete_s in zip(buckets, messages, latest_s, strict=True):
+            self.compute(complete_s - computed_s)
+            computed_s = complete_s
+            bucket.ready_s = self.now_s
+            self.hand_over(bucket, loads, self.costs.launch_s + self.costs.gather_s_per_byte * bucket.num_bytes)
+        self.compute(job.backward_s - computed_s)
+        backward_s = self.now_s
+        self.drain()
+        return backward_s
 
     def compute(self, work_s: float) -> None:
         """Compute for this many undisturbed seconds; messages move meanwhile, and they slow each other down."""
         while work_s > _EPSILON:
-            rate = self._compute_rate * (_CALLBACK_RATE if any(not task.is_message for task in self.moving) else 1.0)
+            rate = self.compute_rate * (_CALLBACK_RATE if self.is_coding else 1.0)
             work_s -= self._move(work_s / rate, True) * rate
-
-    @property
-    def _compute_rate(self) -> float:
-        """The speed of all compute. Two messages share a core, so they use only as much of it as the more demanding
-        one."""
-        return min([task.compute_rate for task in self.moving if task.is_message], default=1.0)
 
     def hand_over(self, bucket: BucketSpan, messages: Sequence[Load], own_s: float) -> None:
         """Encode a bucket, which takes `own_s` in addition to the codec, and queue its messages one after the other."""
@@ -426,18 +453,30 @@ class _Run:
 
     def _admit(self) -> None:
         """Start a message as soon as a server is free; codec tasks run one at a time."""
-        for waiting, most in zip(self.waiting, (1, self.costs.servers), strict=True):
-            while waiting and sum([task.is_message == waiting[0].is_message for task in self.moving]) < most:
-                self.moving.append(task := waiting.popleft())
-                task.bucket.start_s = min(task.bucket.start_s, self.now_s)
+        codecs, messages = self.waiting
+        while messages and self.num_messages < self.costs.servers:
+            self.num_messages += 1
+            self._start(messages.popleft())
+        if codecs and not self.is_coding:
+            self.is_coding = True
+            self._start(codecs.popleft())
+
+    def _start(self, task: _Task) -> None:
+        self.moving.append(task)
+        self.compute_rate = min(self.compute_rate, task.compute_rate)
+        task.bucket.start_s = min(task.bucket.start_s, self.now_s)
 
     def _move(self, most_s: float, is_computing: bool) -> float:
         """Advance until the first task ends, or by `most_s`; returns the elapsed seconds."""
         moving = self.moving
-        num_messages = sum([task.is_message for task in moving])
-        together = self.costs.pair_rate if num_messages > 1 else 1.0
-        shares_core = is_computing or num_messages < len(moving)
-        elapsed_s, speeds, own = most_s, [], self._compute_rate * (_CALLBACK_RATE if is_computing else 1.0)
+        if not moving:
+            self.now_s += most_s
+            return most_s
+        together = self.costs.pair_rate if self.num_messages > 1 else 1.0
+        shares_core = is_computing or self.is_coding
+        own = self.compute_rate * (_CALLBACK_RATE if is_computing else 1.0)
+        elapsed_s = most_s
+        speeds = []
         for task in moving:
             speed = own
             if task.is_message:
@@ -450,9 +489,15 @@ class _Run:
             task.left_s -= elapsed_s * speed
             if task.left_s <= _EPSILON:
                 done.append(task)
-        for task in done:
-            moving.remove(task)
-            self._follow(task.bucket, task.then)
         if done:
-            self._admit()
+            self._end(done)
         return elapsed_s
+
+    def _end(self, done: Sequence[_Task]) -> None:
+        for task in done:
+            self.moving.remove(task)
+            self._follow(task.bucket, task.then)
+        self.num_messages = sum([task.is_message for task in self.moving])
+        self.is_coding = self.num_messages < len(self.moving)
+        self.compute_rate = min([task.compute_rate for task in self.moving], default=1.0)
+        self._admit()

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import refuse
 from paceline.machine import canonical_backend
+from paceline.options import check_options, option
 from paceline.plan import Gradient, Plan, cut_like
 from paceline.predict.curves import CostCurve, Resample, median_noise
 from paceline.predict.job import Job
@@ -86,15 +87,15 @@ class TuneSettings:
     `network_ranks - 1` ranks that do not exist. `takes_lists` says whether the wrapper accepts one cap per bucket. With
     `strategies`, those that communicate in every step are compared as well; with `all`, only the best of them."""
 
-    wrapper: str = "paceline"
-    effort: str = "full"
+    wrapper: str = option("paceline", choices=("paceline", "torch"))
+    effort: str = option("full", choices=EFFORTS)
     caps_bytes: tuple[int, ...] = ()
     confirms: bool = True
-    iters: int | None = None
+    iters: int | None = option(None, least=2, each_s=1e-6, advice=", to estimate the noise")
     network: str | None = None
     network_ranks: int = 2
     takes_lists: bool = True
-    race_s: float | None = None
+    race_s: float | None = option(None, above=0)
     strategies: tuple[str, ...] = ()
 
     @property
@@ -110,8 +111,7 @@ class TuneSettings:
 
     def check(self, ranks: int) -> None:
         """Raise ConfigError if this number of ranks cannot be tuned."""
-        if self.wrapper not in ("paceline", "torch"):
-            raise ConfigError(f"--wrapper {self.wrapper} has no buckets to tune: use paceline or torch")
+        check_options(self)
         what = f"--network {self.network} with --ranks {ranks} and {self.network_ranks} on the network"
         refuse(
             (self.network is None and ranks == 1,
@@ -131,11 +131,7 @@ class TuneSettings:
             code="strategy",
         )  # fmt: skip
         self.build_curve()
-        refuse(
-            (self.iters is not None and self.iters < 2, f"--iters {self.iters}: use 2 or more, to estimate the noise"),
-            (min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: use at least 1 byte each"),
-            (self.race_s is not None and not 0 < self.race_s < math.inf, f"--budget {self.race_s}: must be above 0 s"),
-        )
+        refuse((min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: use at least 1 byte each"))
 
     def to_json(
         self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()

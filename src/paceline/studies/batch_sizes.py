@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline.errors import ConfigError, LaunchError, refuse
+from paceline.options import option
 from paceline.records import BatchRecord, Record
 from paceline.report.plots import COLORS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import describe_job
@@ -62,7 +63,7 @@ class BatchSettings(StudySettings):
     verb = staticmethod(batch)
 
     batch_sizes: tuple[int, ...]
-    epochs: int = 2
+    epochs: int = option(2, least=2, each_s=1e-6, advice=", because the first is a warm-up")
 
     @classmethod
     def build(cls, *, batch_size: Counts, epochs: int, device: str, **job: Any) -> Self:
@@ -74,12 +75,10 @@ class BatchSettings(StudySettings):
         return cls(job=train, batch_sizes=sizes, epochs=epochs)
 
     def check(self) -> None:
+        super().check()
         most, samples = max(self.batch_sizes), self.job.samples
         few = f"--batch-size {most} of --samples {samples}: leave it out, or give more"
-        refuse(
-            (self.epochs < 2, f"--epochs {self.epochs}: the first is a warm-up, so at least 2 are needed"),
-            (samples is not None and samples < most, few),
-        )
+        refuse((samples is not None and samples < most, few))
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
         def describe(records: Sequence[Record]) -> str:

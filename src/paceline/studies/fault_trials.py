@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from paceline.errors import ConfigError, MeasurementError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import Option, check_counts
 from paceline.records.kinds import FaultRecord
 from paceline.records.samples import group_by
 from paceline.records.store import RUN_FILE, Study, find_file
@@ -190,6 +190,8 @@ def faults(
 
     Args:
         faults: Names, or "all".
+        backend: gloo, shm, or both.
+        ranks: Number of ranks.
         systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
             "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
         trials: How often each fault is injected; once by default.
@@ -230,16 +232,14 @@ def _build_config(
     """The configuration of the run, after all checks that need no job."""
     named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
-    strange = [one for one in named if one not in known]
-    unknown = [one for one in policies if one not in POLICIES]
+    Option(choices=known).check("systems", named)
+    Option(choices=POLICIES).check("on_fault", policies)
+    Option(choices=("cpu", "cuda")).check("device", device)
+    Option(least=2).check("ranks", ranks)
+    Option(above=0).check("patience", patience)
     refuse(
-        (not named or not policies or not backends, "--systems, --backend and --on-fault: each needs a name"),
-        (strange, f"--systems {', '.join(strange)}: unknown; there are {', '.join(known)}"),
-        (ranks < 2, f"--ranks {ranks}: at least 2"),
-        (device not in ("cpu", "cuda"), f"--device {device}: cpu or cuda"),
+        (not backends, "--backend: no name is given"),
         ("nccl" in backends and device != "cuda", "--backend nccl needs --device cuda"),
-        (patience <= 0, f"--patience {patience:g}: above 0"),
-        (unknown, f"--on-fault {', '.join(unknown)}: unknown; there are {', '.join(POLICIES)}"),
         (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
     state_bytes = 0 if state is None else parse_size(state)

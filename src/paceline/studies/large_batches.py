@@ -11,7 +11,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline.errors import ConfigError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts, option
 from paceline.records import NoiseRecord
 from paceline.records.samples import group_by
 from paceline.report.table import Column, Table, raw_columns, text_columns
@@ -71,8 +71,8 @@ class LargeBatchSettings(grid.GridSettings):
     base_batch_size: int
     global_batch_sizes: tuple[int, ...]
     recipes: tuple[str, ...]
-    updates: int | None = None
-    most_at_once: int = 512
+    updates: int | None = option(None, least=0, each_s=1e-6)
+    most_at_once: int = option(512, least=1)
 
     @classmethod
     def build(
@@ -105,7 +105,7 @@ class LargeBatchSettings(grid.GridSettings):
 
     def check(self) -> None:
         base, sizes, shown = self.base_batch_size, self.global_batch_sizes, ",".join(map(str, self.global_batch_sizes))
-        check_counts(evaluations=self.evaluations, batch_size=self.most_at_once, updates=self.updates)
+        super().check()
         refuse((min(sizes) <= base, f"--global-batch-size {shown}: batches above the base of {base} are needed"))
         odd = next((size for size in sizes if size % base), 0)
         for text in self.recipes:

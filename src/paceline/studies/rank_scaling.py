@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline import machine
 from paceline.errors import MeasurementError, PacelineError, refuse
-from paceline.measure.settings import BACKENDS, CollectiveSettings, check_names
+from paceline.measure.settings import BACKENDS, CollectiveSettings
+from paceline.options import Option, option
 from paceline.predict.networks import find_links, find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
 from paceline.records import CollectiveRecord, Record, StepRecord
@@ -108,7 +109,7 @@ class ScaleSettings(StudySettings):
     setups: tuple[Setup, ...]
     batch_sizes: tuple[int, ...]
     global_batch_sizes: tuple[int, ...] = ()
-    iters: int | None = None
+    iters: int | None = option(None, least=2, each_s=1e-6, advice=" to know the noise")
     network: str = "10gbe,100gbe"
     predict_ranks: str = "64,1024"
 
@@ -158,8 +159,9 @@ class ScaleSettings(StudySettings):
         return tuple(dict.fromkeys(c.backend for c in self.setups if c.wrapper != "dp"))
 
     def check(self) -> None:
-        check_names("wrapper", [setup.wrapper for setup in self.setups], ("paceline", "torch", "dp"))
-        check_names("backend", [setup.backend for setup in self.setups], BACKENDS)
+        super().check()
+        Option(choices=("paceline", "torch", "dp")).check("wrapper", tuple(setup.wrapper for setup in self.setups))
+        Option(choices=BACKENDS).check("backend", tuple(setup.backend for setup in self.setups))
         ranks, most, parts, gpus = self.ranks, max(self.ranks), self.job.accumulate or 1, machine.count_gpus()
         how, shares = f" in {parts} micro-batches" if parts > 1 else "", ", ".join(str(n * parts) for n in ranks)
         with_dp = any(setup.wrapper == "dp" for setup in self.setups)
@@ -168,8 +170,6 @@ class ScaleSettings(StudySettings):
             *((size % (n * parts),
                f"--global-batch-size {size} cannot be shared equally by {n} ranks{how}: use a multiple of {shares}")
               for size in self.global_batch_sizes for n in ranks),
-            (self.iters is not None and self.iters < 2,
-             f"--iters {self.iters}: at least 2 are needed to know the noise"),
             (with_dp and (gpus < most or self.job.device == "cpu"),
              f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here: leave it out"),
         )  # fmt: skip

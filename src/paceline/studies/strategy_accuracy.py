@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline.errors import refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.predict.strategy_costs import describe_update, list_strategies
 from paceline.records import LargeBatchRecord
 from paceline.report.table import Column, Table, raw_columns
@@ -87,7 +87,7 @@ class StrategiesSettings(grid.GridSettings):
         )  # fmt: skip
 
     def check(self) -> None:
-        check_counts(evaluations=self.evaluations)
+        super().check()
         several = max(self.job.ranks, self.job.workers) > 1
         refuse((not several, "one rank and one worker: nothing is sent; use --workers 4, or --ranks"))
         for text in self.strategies:

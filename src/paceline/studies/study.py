@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from paceline import machine
 from paceline.errors import refuse
-from paceline.measure.settings import check_counts
+from paceline.options import Option, check_counts, check_options
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.store import Study
@@ -19,7 +19,6 @@ from paceline.report.result import Result
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, open_session
 from paceline.training.settings import TrainSettings, check_job, check_size
-from paceline.units import refuse_endless
 from paceline.verbs.jobs import check_resume, finish
 
 PAGE = "report.md"
@@ -62,15 +61,14 @@ class StudySettings:
 
     def check(self) -> None:
         """Refuse what cannot be measured; the job itself is checked separately."""
-        raise NotImplementedError
+        check_options(self)
 
     def check_size(self) -> None:
         """Refuse cells that do not fit into memory here, or that would not end."""
         given = asdict(self)
-        check_counts(**{name: given.get(name) for name in ("iters", "epochs", "updates", "evaluations")})
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
         check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
-        refuse_endless(1e-6, global_batch_size=max(given.get("global_batch_sizes", ()), default=None))
+        Option(each_s=1e-6).check("global_batch_size", given.get("global_batch_sizes"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

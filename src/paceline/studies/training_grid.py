@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.errors import RecordError
+from paceline.options import option
 from paceline.records import CurvePoint, LargeBatchRecord, Record
 from paceline.records.samples import group_by
 from paceline.report.plots import build_panels, draw_line, label_values, place_legend
@@ -66,7 +67,7 @@ class GridSettings(StudySettings):
     is_timed: ClassVar[bool] = False
 
     seeds: tuple[int, ...] = (1, 2, 3)
-    evaluations: int = 10
+    evaluations: int = option(10, least=1, each_s=0.01)
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
         """A run of each configuration with the seed of the job, on this many training samples."""

@@ -17,13 +17,14 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, PacelineError, RecordError, refuse
+from paceline.options import DATA, LEARNING, MEASUREMENT, MODEL, OUTPUT, Option, check_options, option
 from paceline.plan import Plan
 from paceline.records.kinds import decode
 from paceline.records.training import count_usable_ranks
 from paceline.runtime.monitor import find_hang_timeout
 from paceline.strategy import Strategy
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
-from paceline.units import format_memory, format_number_of, parse_duration, refuse_endless, shorten
+from paceline.units import format_memory, format_number_of, parse_duration, shorten
 from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
 from paceline.workloads.external import check_own
 from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
@@ -39,18 +40,7 @@ AUTO = "auto"
 FIRST_SAVE_S = 5.0  # first save interval with "auto", until the cost of a save has been measured
 HOST_MTBF_S = 86400.0  # assumed mean time between faults of one host
 
-# Range checks: settings that take one of several names, integers with a minimum, and finite numbers from or above 0.
-_KNOWN = {
-    "wrapper": WRAPPERS, "precision": PRECISIONS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "tail": TAILS,
-    "grow": GROWS, "on_fault": POLICIES,
-}  # fmt: skip
-_LEAST = {
-    "ranks": 1, "epochs": 1, "steps": 1, "keep": 1, "lr_warmup": 0, "samples": 1, "test_samples": 1, "context": 2,
-    "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2, "workers": 1,
-    "max_faults": 1, "spares": 1,
-}  # fmt: skip
-_REALS = dict.fromkeys(("lr", "momentum", "weight_decay", "label_smoothing"), "from")
-_REALS |= dict.fromkeys(("clip", "trust_coefficient"), "above")
+STEP_S = 1e-5  # what a step takes at least
 
 
 @dataclass(frozen=True)
@@ -85,65 +75,73 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings of a training run. `data` is `NAME` or `NAME:PATH`; `batches` fills in batch sizes that are None.
+    """Settings of a training run. `batches` fills in batch sizes that are None. `batch_growth` has pairs: a fraction of
+    the run, and a factor of the initial global batch."""
 
-    `steps` ends a run after this number of optimizer steps instead of after `epochs`. `batch_growth` lists pairs of a
-    fraction of the run and the factor that multiplies the initial global batch from there on. `on_fault`, one of
-    `POLICIES`, says what happens when a rank fails. A hung rank is killed after `hang_timeout` ("10min"); None means
-    the environment variable, or the default.
-    """
-
-    model: str = "cnn"
-    data: str = "synthetic"
-    ranks: int = 1
-    backend: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    epochs: int = 1
-    steps: int | None = None
-    batch_size: int | None = None
-    global_batch_size: int | None = None
-    accumulate: int | None = None
-    batch_growth: Growths = ()
-    grow: str = "accumulate"
-    tail: str = "keep"
-    precision: str = "fp32"
-    compile: bool = False
-    clip: float | None = None
-    optimizer: str = "sgd"
-    lr: float = 0.05
-    momentum: float = 0.9
-    trust_coefficient: float | None = None
-    weight_decay: float = 0.0
-    label_smoothing: float = 0.0
-    schedule: str = "constant"
-    lr_warmup: int = 0
-    lr_drops: tuple[float, ...] = ()
-    wrapper: str = "paceline"
-    sync_batchnorm: bool = False
-    ghost_batchnorm: int | None = None
-    plan: str | None = None
-    strategy: str = "dense"
-    workers: int = 1
-    profile: bool = False
-    save_every: str = "60s"
-    mtbf: str | None = None
-    keep: int = 3
-    on_fault: str = "stop"
-    max_faults: int = 10
-    spares: int = 1
-    hang_timeout: str | None = None
-    seed: int = 1
-    samples: int | None = None
-    test_samples: int | None = None
-    context: int | None = None
-    tokenizer: str = "auto"
-    augment: bool | None = None
-    cutout: int = 0
-    channels: tuple[int, ...] | None = None
-    hidden: int | None = None
-    dropout: float | None = None
-    tensorboard: bool = False
+    model: str = option("cnn", "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION")
+    data: str = option("synthetic", "synthetic, mnist, mrpc, text, ..., with an optional :PATH, or FILE.py:FUNCTION")
+    ranks: int = option(1, "Number of ranks. Default: the launched world's, else 2.", least=1)
+    batch_size: int | None = option(None, "Samples per rank in a micro-batch. Default: 32.", least=1)
+    global_batch_size: int | None = option(None, "Samples per step over all ranks.", least=1)
+    accumulate: int | None = option(
+        None, "Micro-batches per step; gradients are sent with the last.", least=1, each_s=STEP_S
+    )
+    precision: str = option("fp32", "fp32, bf16 or fp16 (autocast)", choices=PRECISIONS)
+    wrapper: str = option("paceline", "paceline, torch, none or dp", choices=WRAPPERS)
+    backend: str = option("auto", "auto, gloo, shm (shared memory) or nccl", pattern=r"[A-Za-z0-9_.:, -]{1,100}")
+    device: str = option("auto", "auto, cpu or cuda", pattern=r"auto|cpu|cuda(:\d{1,9})?")
+    threads: int | None = option(None, "CPU threads per rank for torch.", least=1)
+    compile: bool = option(False, "Compile the model, block by block.")
+    sync_batchnorm: bool = option(False, "Compute BatchNorm statistics over the whole global batch.")
+    plan: str | None = option(None, "Bucket plan, a file that `tune` writes.")
+    strategy: str = option("dense", "bf16, int8, int4, topk:0.01, powersgd:4, diloco:100+int8, zero1, ...")
+    workers: int = option(1, "Replicas in one process that exchange data as ranks would, to study accuracy.", least=1)
+    on_fault: str = option(
+        "stop", "When a rank fails: stop, restart, spare (a warm spare replaces it) or shrink.", choices=POLICIES
+    )
+    max_faults: int = option(10, "Maximum number of faults to recover from.", least=1)
+    spares: int = option(1, "Number of warm spare processes, with --on-fault spare.", least=1)
+    hang_timeout: str | None = option(
+        None,
+        "How long a rank may hang in a step before it is killed; hangs are reported within seconds. Default: 10min.",
+    )
+    seed: int = option(1, "Seed for the model, data order and dropout.", least=0)
+    samples: int | None = option(None, "Use the first N samples; for synthetic data, generate N.", DATA, least=1)
+    context: int | None = option(None, "Tokens per sequence.", DATA, least=2)
+    tokenizer: str = option("auto", "auto (the model's own, or bytes), bytes, or a folder", DATA)
+    tail: str = option("keep", "A smaller last batch of an epoch: keep, drop, or pad it.", DATA, choices=TAILS)
+    augment: bool | None = option(None, "Crop and flip images. Default: CIFAR-10 only.", DATA)
+    cutout: int = option(0, "Side length in pixels of the square hidden in augmented images.", DATA, least=0)
+    test_samples: int | None = option(None, "Evaluate on the first N samples. Default: all.", DATA, least=1)
+    channels: tuple[int, ...] | None = option(None, "Channels of the cnn's convolutions: 32 64 128", MODEL, least=1)
+    hidden: int | None = option(None, "Width of the hidden layer.", MODEL, least=1)
+    dropout: float | None = option(None, "Dropout rate, for models that have dropout.", MODEL, least=0, below=1)
+    ghost_batchnorm: int | None = option(None, "Compute BatchNorm statistics over N samples at a time.", MODEL, least=2)
+    optimizer: str = option("sgd", "sgd, adamw, lars or lamb", LEARNING, choices=OPTIMIZERS)
+    epochs: int = option(1, "Number of passes over the data.", LEARNING, least=1, each_s=STEP_S)
+    steps: int | None = option(None, "Optimizer steps, instead of --epochs.", LEARNING, least=1, each_s=STEP_S)
+    batch_growth: Growths = option(
+        (), "SHARE:FACTOR,...: multiply the batch by FACTOR from this fraction of the run on.", LEARNING
+    )
+    grow: str = option("accumulate", "What grows on a rank: accumulate or batch-size.", LEARNING, choices=GROWS)
+    clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
+    lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
+    momentum: float = option(0.9, "Momentum of sgd (Nesterov) or lars.", LEARNING, least=0, below=1)
+    trust_coefficient: float | None = option(None, "lars: a layer's step relative to its weights.", LEARNING, above=0)
+    weight_decay: float = option(0.0, "Weight decay, except of biases and norms.", LEARNING, least=0)
+    schedule: str = option("constant", "constant, cosine or linear (to 0), piecewise", LEARNING, choices=SCHEDULES)
+    lr_warmup: int = option(0, "Number of steps to warm up the learning rate.", LEARNING, least=0)
+    lr_drops: tuple[float, ...] = option((), "Where piecewise divides by 10: 0.5,0.75 of the run", LEARNING)
+    label_smoothing: float = option(0.0, "Fraction of a target spread over all classes.", LEARNING, least=0, below=1)
+    profile: bool = option(False, "Time the forward, backward and optimizer of each step.", MEASUREMENT)
+    save_every: str = option(
+        "60s", "When a checkpoint is due: epoch, 10s, 5min, 2h, 100steps or auto (see --mtbf)", OUTPUT
+    )
+    mtbf: str | None = option(
+        None, "With --save-every auto: mean time between faults of the job: 3h, 2d. Default: 1d for each host.", OUTPUT
+    )
+    keep: int = option(3, "Number of checkpoints to keep.", OUTPUT, least=1)
+    tensorboard: bool = option(False, "Also write event files for TensorBoard.", OUTPUT)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
@@ -152,8 +150,7 @@ class TrainSettings:
     def batches(self) -> Batches:
         """Fill in the sizes that are None; refuse sizes that contradict each other."""
         ranks, batch_size, size, accumulate = self.ranks, self.batch_size, self.global_batch_size, self.accumulate
-        named = (("--batch-size", batch_size), ("--global-batch-size", size), ("--accumulate", accumulate))
-        refuse(*((n is not None and n < 1, f"{flag} {n}: at least 1 is needed") for flag, n in named))
+        check_options(self, ("batch_size", "global_batch_size", "accumulate"))
         if size is None:
             return Batches(ranks, batch_size or DEFAULT_BATCH_SIZE, accumulate or 1)
         asked = f"--global-batch-size {size}"
@@ -223,15 +220,7 @@ class TrainSettings:
 
     def check(self) -> None:
         """Refuse invalid settings. Ranks check what depends on the data or the model."""
-        for name, value in self.to_json().items():
-            option, least, start = f"--{name.replace('_', '-')}", _LEAST.get(name, 0), _REALS.get(name)
-            flag = f"{option} {value}"
-            if name in _KNOWN and value not in _KNOWN[name]:
-                raise ConfigError(f"{option} {value!r} is unknown: use one of {', '.join(_KNOWN[name])}")
-            if name in _LEAST and value is not None and value < least:
-                raise ConfigError(f"{flag}: at least {least} is needed")
-            if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
-                raise ConfigError(f"{flag}: a finite number {start} 0 is needed")
+        check_options(self)
         parse_save_every(self.save_every)
         find_hang_timeout(self.hang_timeout)
         faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
@@ -242,14 +231,11 @@ class TrainSettings:
         what = "trains in one process" if self.wrapper == "none" else "uses the GPUs of one process"
         steps = f"--steps {self.steps}"
         growth = format_growths(self.batch_growth)
-        smoothing = self.label_smoothing
         trust = f"--trust-coefficient {self.trust_coefficient}"
         refuse(
             (faults_s == 0, f"--mtbf {self.mtbf}: above 0 is needed"),
             (faults_s is not None and self.save_every != AUTO,
              f"--mtbf {self.mtbf} with --save-every {self.save_every}: it is for auto only; leave it out, or use that"),
-            (self.momentum >= 1, f"--momentum {self.momentum}: below 1 is needed, or updates grow without bound"),
-            (smoothing >= 1, f"--label-smoothing {smoothing}: below 1 is needed, or labels carry no information"),
             (self.steps is not None and self.epochs != 1,
              f"{steps} with --epochs {self.epochs}: a run has only one length; leave one out"),
             (self.steps is not None and self.batch_growth,
@@ -371,7 +357,7 @@ def check_size(settings: TrainSettings) -> None:
 
     Only torch knows the memory of the GPUs, so this assumes the largest GPU that exists.
     """
-    refuse_endless(1e-5, epochs=settings.epochs, steps=settings.steps, accumulate=settings.batches.accumulate)
+    Option(each_s=STEP_S).check("accumulate", settings.batches.accumulate)
     gpus = 0 if settings.device == "cpu" else machine.count_gpus()
     have = max(machine.available_memory_bytes(), gpus * _LARGEST_GPU_BYTES)
     most = max(1024, 16 * machine.count_cores())

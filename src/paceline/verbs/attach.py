@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import LaunchError, refuse
-from paceline.measure.settings import check_counts
+from paceline.options import check_counts
 from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
 from paceline.records.store import Run, pause_collection, write_new
@@ -66,8 +66,8 @@ def attach(
         steps: Number of steps to observe, from the start (0: all).
         stop: Stop the program on all ranks after these steps. Otherwise it continues.
         every: Watch the program: print the time of a step every N steps, and serve a live page.
-        port: Port of the live page.
-        browser: Open the page. None: if there is a display.
+        port: Port of the live page. Default: a free one.
+        browser: Open the page. Default: if there is a display.
         race: Stop this run, and compare its own buckets with the best ones in a second run, interleaved.
         caps: Bucket sizes to compare instead of the best ones.
         budget: Time limit for the comparison, in seconds.

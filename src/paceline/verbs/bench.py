@@ -37,18 +37,18 @@ def allreduce(
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
-        ranks: Numbers of ranks. Default: the launched world's, or 2 in a plain process.
-        sizes: Sizes with a unit ("25MiB"), or in bytes.
-        backend: One or several: "gloo,shm" or a list.
-        collective: all_reduce, all_gather, reduce_scatter or broadcast.
-        op: sum, avg, min, max or prod.
-        dtype: Data type of the elements.
-        device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
-        memory: Memory of the vectors: ordinary, shared (only with backend shm), or both.
-        limit: Also measure memory bandwidth.
-        iters: Number of timed repetitions. Default: as time allows.
-        warmup: Number of warm-up repetitions.
-        compare: A run folder, or a table from elsewhere.
+        ranks: Numbers of ranks: 2,4,6. Default: the launched world's, else 2.
+        sizes: Sizes to measure, with a unit: 1MiB,25MiB
+        backend: gloo, shm (shared memory) or nccl; several are interleaved: gloo,shm
+        collective: all_reduce, all_gather, reduce_scatter or broadcast
+        op: sum, avg, min, max or prod
+        dtype: float32, bfloat16, int64, ...
+        device: auto (GPUs if there is one for each rank), cpu or cuda
+        memory: Memory of the vectors: ordinary, shared (only with backend shm), or both, interleaved.
+        limit: Also measure memory bandwidth, and print each row's fraction of it.
+        iters: Timed repetitions. Default: as time allows, up to 100.
+        warmup: Warm-up repetitions before timing. Default: as time allows, up to 3.
+        compare: Compare with another run, or with a table: CSV, Markdown.
         out: Save the run in a new folder there.
         progress: True shows a bar on a terminal and lines elsewhere, None only a bar, False nothing.
     """
@@ -81,8 +81,8 @@ def chunks(
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
-        total: Total size with a unit ("240MB"), or in bytes.
-        chunks: Chunk sizes. Default: from ten thousand elements to all of them.
+        total: Total size to reduce (240MB is 60 million floats).
+        chunks: Chunk sizes: 40kB,4MB,... Default: from 10,000 elements to all of them.
     """
     given, total_bytes = dict(locals()), parse_size(total) if isinstance(total, str) else total
     if chunks is None:
@@ -104,11 +104,11 @@ def wrappers(
     Inside a launched world this is collective: every rank must call it and gets the same result.
 
     Args:
-        models: Names of built-in models.
-        wrappers: bare, torch, torch-tuned, paceline, paceline-simple and paceline-tuned.
-        batch_size: Samples per rank. Default: the model's own.
-        dtype: float32 or bfloat16.
-        threads: torch's threads per rank.
+        models: Built-in models: mlp,cnn,gpt2-tiny,... Default: five small ones.
+        wrappers: bare, torch, torch-tuned, paceline, paceline-simple, ... Default: all but paceline-tuned.
+        batch_size: Samples per rank in a step. Default: the model's own.
+        dtype: float32 or bfloat16
+        threads: CPU threads per rank for torch.
     """
     given, load = dict(locals()), "wrappers:measure_wrappers"
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}

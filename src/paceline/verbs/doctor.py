@@ -23,10 +23,11 @@ def doctor(
 ) -> DoctorResult:  # fmt: skip
     """Check everything that ranks need, then run a real all-reduce on two of them.
 
+    With `hosts`, check reachability, versions, clocks, interfaces, free space, and the bandwidth between each pair; the
+    other arguments are then as in `paceline run --hosts`.
+
     Args:
-        hosts: Check these hosts ("a,b") over ssh instead: reachability, versions, clocks, interfaces, free space, and
-            the bandwidth between each pair.
-        interface: This and the arguments up to `env` are as in `paceline run --hosts`.
+        hosts: Check these hosts over ssh instead: a,b
         check_timeout: Timeout in seconds for each check except bandwidth.
 
     Returns:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, suggest
 from paceline.machine import canonical_backend
-from paceline.measure.settings import check_names
+from paceline.options import Option
 from paceline.records.store import Run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
@@ -86,10 +86,16 @@ def brings_data(model: str, data: str | None) -> bool:
     return is_own_data(data) if data else is_own(model)
 
 
+def refuse_unknown(job: Iterable[str]) -> None:
+    """Refuse a name that no setting of a training job has."""
+    for name in sorted(set(job) - set(NAMES)):
+        what = f"{name!r} is not an option of a training job"
+        raise ConfigError(f"{what}: {suggest(name, NAMES)}use one of {', '.join(sorted(NAMES))}")
+
+
 def build_settings(**job: Any) -> TrainSettings:
     """The settings of a built-in job, checked as far as possible before a rank starts."""
-    if unknown := sorted(set(job) - set(NAMES)):
-        raise ConfigError(f"{unknown[0]} is not an option of a training job: use one of {', '.join(sorted(NAMES))}")
+    refuse_unknown(job)
     settings = TrainSettings(**job)
     check_job(settings)
     return settings
@@ -132,7 +138,7 @@ def open_job(
     is_alone, name = is_module and step is None, kind if is_module else getattr(model, "__name__", "factory")
     world_size = place.world_size if place is not None else 1
     refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
-    check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
+    Option(choices=("paceline", "torch", "none")).check("wrapper", wrapper)
     counts = (world_size,) if ranks is None else list_counts(ranks)
     here = is_module or ranks is None or world_size > 1
     what = "a module runs in this process" if is_module else f"this process is one of {world_size} ranks"

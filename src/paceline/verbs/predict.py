@@ -51,15 +51,16 @@ def predict(
 
     Args:
         profile: A result of `paceline.profile`, or the folder of a run of `profile layers`.
-        network: Names of networks ("10gbe,hdr"), or bandwidth and latency ("10Gb/s,50us").
+        network: nvlink, pcie4, hdr, 100gbe, 10gbe, ..., bandwidth and latency (10Gb/s,50us), or a measured cluster:
+            a100-hdr, h100-rdma, gh200-slingshot, ...
         ranks: One or several numbers of ranks.
         allreduce: A measured sweep (a run, nccl-tests text or JSON, or a CSV), scaled beyond its ranks.
         backend: The backend to use from the sweep.
-        ranks_per_node: Number of ranks that share a node.
-        inside: The network inside a node. If both a network and a sweep are given, the sweep is used inside a node.
+        ranks_per_node: Number of ranks that share a node and its link. Default: 1, or as in the sweep.
+        inside: The network inside a node. Default: the sweep, if there is also a network, else nvlink.
         algorithm: auto, ring, tree, two-level, gloo or shared.
         accumulate: Micro-batches per step.
-        gradients: fp32 or bf16.
+        gradients: fp32 or bf16. Default: as in the profile.
         straggler: Variation between ranks: a standard deviation such as "3%", or "profile" for that of the profile.
         strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
         out: Save the run in a new folder there.

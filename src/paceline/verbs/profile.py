@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import machine
 from paceline.errors import refuse
-from paceline.measure.settings import check_counts, check_names
+from paceline.options import Option, check_counts
 from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run, naming_damage
@@ -28,10 +28,22 @@ _ROOM = "paceline.measure.profiles:"
 
 
 def profile(
-    model: Any, step: Callable[[Any], Any] | None = None, *, kind: str = "all", ranks: Counts | None = None,
-    wrapper: str = "paceline", backend: str = "auto", device: str = "auto", threads: int | None = None,
-    iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    step: Callable[[Any], Any] | None = None,
+    *,
+    kind: str = "all",
+    ranks: Counts | None = None,
+    batch_size: Counts | None = None,
+    wrapper: str = "paceline",
+    backend: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    iters: int | None = None,
+    warmup: int | None = None,
+    out: Place = None,
+    progress: bool | None = None,
+    **job: Any,
+) -> Any:
     """Where does the time of a training step go? Profiles the layers of the bare model and, on several ranks, the
     phases of its steps.
 
@@ -45,28 +57,28 @@ def profile(
         kind: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" only the layers, on one rank;
             "phases" only the phases (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see
             `trace`).
-        ranks: Number of local ranks for a factory or a built-in model.
+        ranks: Number of ranks, for a factory or a built-in model. Default: the launched world's, else 2.
+        batch_size: Samples per rank in a micro-batch of a built-in model; several to compare phases. Default: 32.
         wrapper: paceline, torch or none, for the phases.
-        backend: Backend of the ranks, as in `init`.
-        device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
-        threads: torch's threads per rank.
         iters: Number of timed steps. Default: as time allows.
-        warmup: Number of warm-up steps.
         out: Save the run in a new folder there.
         job: Options of a training job, for a built-in model (`batch_size=4`, `data="mnist:PATH"`, ...).
     """
-    check_names("kind", (kind,), ("all", "phases", "layers", "trace"))
+    Option(choices=("all", "phases", "layers", "trace")).check("kind", kind)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
+    sizes = () if batch_size is None else list_counts(batch_size, "batch_size")
+    if sizes and kind != "phases":
+        refuse((len(sizes) > 1, f"--batch-size {','.join(map(str, sizes))}: one number is needed here"))
+        job["batch_size"] = sizes[0]
     if kind == "trace":
         return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)
     check_counts(iters=iters, warmup=warmup)
     verb = "profile" if kind == "all" else f"profile {kind}"
     is_named = isinstance(model, str)
-    sizes: tuple[int, ...] = ()
     if is_named and kind == "phases":
-        size, counts = job.pop("batch_size", None), choose_worlds(ranks, 2)
-        if size is not None or not brings_data(model, job.get("data")):
-            sizes = list_counts(DEFAULT_BATCH_SIZE if size is None else size, "batch_size")
+        counts = choose_worlds(ranks, 2)
+        if not sizes and not brings_data(model, job.get("data")):
+            sizes = (DEFAULT_BATCH_SIZE,)
         asked = sizes or (None,)  # None: the data's own batch size
         jobs: list[Any] = [build_settings(model=model, ranks=n, batch_size=b, **job) for n in counts for b in asked]
         config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
@@ -117,8 +129,8 @@ def trace(
         shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.
     """
-    refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
-    check_counts(steps=steps, warmup=warmup)
+    check_counts(steps=steps)
+    Option(least=1, advice=", because torch's profiler starts in a warm-up").check("warmup", warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
@@ -162,11 +174,10 @@ def comm_table(
     Args:
         model: A built-in model (default: cnn), which is measured on one rank, or a result of `profile`.
         profiles: Runs of `profile layers`, instead of a model; all rows go into one table.
-        network: Names, or bandwidth and latency ("10Gb/s,50us").
+        network: nvlink, pcie4, hdr, 100gbe, 10gbe, ..., bandwidth and latency (10Gb/s,50us), or a measured cluster:
+            a100-hdr, h100-rdma, gh200-slingshot, ...
         curves: Runs of `bench allreduce` as additional networks.
         ranks: Numbers of ranks.
-        iters: Number of timed steps. Default: as time allows.
-        warmup: Number of warm-up steps.
         out: Save the run in a new folder there.
         job: Options of a training job (`batch_size=4`, `device="cpu"`, ...).
     """
@@ -239,9 +250,9 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
     bare = "layers are timed on the bare model, which sends nothing; leave it out"
     launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
-    asked = 1 if ranks is None else ranks
+    counts = list_counts(1 if ranks is None else ranks)
     refuse(
-        (list_counts(asked) != (1,), f"--ranks {ranks}: layers are timed on one rank; leave it out"),
+        (counts != (1,), f"--ranks {','.join(map(str, counts))}: layers are timed on one rank; leave it out"),
         (launched > 1, f"layers are timed on one rank, but {launched} were launched: run it without a launcher"),
         (plan is not None, f"--plan {plan}: {bare}"),
         (wrapper not in (None, "paceline", "none"), f"--wrapper {wrapper}: {bare}"),

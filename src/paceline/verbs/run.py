@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.measure.hosts import Wanted, check_survey, find_port, survey_hosts
+from paceline.options import Option
 from paceline.runtime import hosts as remote
 from paceline.runtime import slurm as scheduler
 from paceline.runtime.kubernetes import render_manifest
@@ -38,17 +39,60 @@ def parse_variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str] = (), *, hosts: str = "", slurm: bool = False, kubernetes: bool = False, nodes: int = 1,
-    ranks_per_node: int = 1, gpus_per_node: int = 0, name: str = "", folder: str = "", env: Sequence[str] = (),
-    grace: float = 60.0, interface: str = "", port: int = 0, ssh: str = "ssh", python: str = "",
-    check_timeout: float = remote.CHECK_S, time: str = "", partition: str = "", sbatch: str = "", wait: bool = False,
-    dry_run: bool = False, image: str = "", kind: str = "job", volume: str = "", show: remote.Show | None = None,
-) -> int:  # fmt: skip
+    command: Sequence[str] = (),
+    *,
+    hosts: str = "",
+    slurm: bool = False,
+    kubernetes: bool = False,
+    nodes: int = 1,
+    ranks_per_node: int = 1,
+    gpus_per_node: int = 0,
+    name: str = "",
+    folder: str = "",
+    env: Sequence[str] = (),
+    grace: float = 60.0,
+    interface: str = "",
+    port: int = 0,
+    ssh: str = "ssh",
+    python: str = "",
+    check_timeout: float = remote.CHECK_S,
+    time: str = "",
+    partition: str = "",
+    sbatch: str = "",
+    wait: bool = False,
+    dry_run: bool = False,
+    image: str = "",
+    kind: str = "job",
+    volume: str = "",
+    show: remote.Show | None = None,
+) -> int:
     """Run a command on several hosts and return its exit code; `show` receives the output.
 
-    `hosts` ("a:8,b:8"): over ssh with torchrun, once all hosts pass their checks within `check_timeout` seconds.
-    `slurm`: show an sbatch script and, without `dry_run`, submit it; with `wait`, follow the job to its end.
-    `kubernetes`: show a manifest.
+    Args:
+        command: The command, after --: -- python train.py
+        hosts: Hosts to use over ssh, with ranks: a:8,b:8. Default ranks: the host's GPUs, else 1.
+        slurm: Write an sbatch script, show it and submit it.
+        kubernetes: Print a manifest without submitting it.
+        nodes: Slurm, Kubernetes: number of hosts.
+        ranks_per_node: Slurm, Kubernetes: ranks on each host.
+        gpus_per_node: Slurm, Kubernetes: GPUs per host. Default: as the cluster decides.
+        name: Name of the job. With --hosts: name of the run's folder, which is resumed if it exists.
+        folder: Working folder on the hosts. Default: this one.
+        env: Variable for the ranks: NAME=VALUE, or NAME to pass its value from here.
+        grace: Seconds that ranks get to save after a request to stop.
+        interface: Network interface between the hosts. Default: chosen by the route between them.
+        port: Rendezvous port on the first host. Default: a free one.
+        ssh: The ssh command, such as 'ssh -p 2222'
+        python: Python on the hosts. Default: the path of this one.
+        check_timeout: Timeout in seconds for the checks of all hosts.
+        time: Slurm: time limit, such as 1:00:00
+        partition: Slurm: partition.
+        sbatch: Slurm: additional sbatch options, such as '--qos=high --mem=0'
+        wait: Slurm: show the job's output until it ends, and return its exit code.
+        dry_run: Slurm: only print the script.
+        image: Kubernetes: container image.
+        kind: Kubernetes: job (plain, with its Service) or trainjob (Kubeflow)
+        volume: Kubernetes: CLAIM:/PATH, a PersistentVolumeClaim and its mount path.
     """
     given = dict(locals())
     defaults = run.__kwdefaults__ or {}
@@ -56,12 +100,11 @@ def run(
     refuse(
         (not command, "no command: write it after --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
         (len(chosen) != 1, "say where to run the command: give one of --hosts, --slurm and --kubernetes"),
-        (grace < 1, f"--grace {grace:g}: at least 1 s"),
-        (check_timeout < 1, f"--check-timeout {check_timeout:g}: at least 1 s"),
-        (gpus_per_node < 0, f"--gpus-per-node {gpus_per_node}: at least 0"),
-        (not 0 <= port < 65536, f"--port {port}: 1 to 65535, or 0 for a free port"),
-        (nodes < 1 or ranks_per_node < 1, f"--nodes {nodes}, --ranks-per-node {ranks_per_node}: at least 1 of each"),
     )
+    for key in ("grace", "check_timeout", "nodes", "ranks_per_node"):
+        Option(least=1).check(key, given[key])
+    Option(least=0).check("gpus_per_node", gpus_per_node)
+    Option(least=0, below=65536).check("port", port)
     (way,) = chosen
     strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
     flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))

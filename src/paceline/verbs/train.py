@@ -26,9 +26,9 @@ from paceline.runtime.monitor import find_hang_timeout
 from paceline.runtime.recovery import Fault, Recovery
 from paceline.runtime.session import Session, joins_world, open_session
 from paceline.training.schedules import format_growths
-from paceline.training.settings import AUTO, NAMES, TrainSettings, check_job, list_job_warnings
+from paceline.training.settings import AUTO, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of, name_ranks
-from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts
+from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts, refuse_unknown
 from paceline.verbs.watch import start_watching
 from paceline.workloads.data import parse_data
 
@@ -76,8 +76,7 @@ def train(
     alone = counts[0] if len(counts) == 1 else None
     named = {"model": model, "data": data, "ranks": alone, "epochs": epochs}
     given = {name: value for name, value in named.items() if value is not None} | settings
-    if unknown := sorted(set(given) - set(NAMES)):
-        raise ConfigError(f"unknown settings: {', '.join(unknown)}; use one of {', '.join(NAMES)}")
+    refuse_unknown(given)
     steps, momentum, optimizer = given.get("steps"), given.get("momentum"), given.get("optimizer", "sgd")
     refuse(
         (steps is not None and epochs is not None,

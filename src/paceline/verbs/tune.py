@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
-from paceline.measure.settings import check_counts
 from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
@@ -37,15 +36,15 @@ def tune(
         model: Your module, inside a launched world, with `step`. Or a factory that returns (model, step), which is
             started on `ranks` local ranks. Or the name of a built-in model, as in `paceline train --model`.
         step: `step(model)` runs one forward and backward of the module, and may update.
-        ranks: Number of local ranks for a factory or a built-in model.
+        ranks: Number of ranks, for a factory or a built-in model. Default: the launched world's, else 2.
         wrapper: paceline or torch.
-        quick: Shorter, and less certain.
+        quick: Fewer bucket sizes and rounds, and less certain: about a minute.
         confirm: With False, only predict; do not run the job with the plans.
         caps: Bucket sizes to run ("1MiB,25MiB"). Default: a range.
         iters: Number of timed steps. Default: as time allows.
         network: Emulate this network: one rank computes, and its messages take as long as they would there.
-        network_ranks: Number of ranks on that network.
-        budget: Time limit for comparing plans, in seconds.
+        network_ranks: Number of ranks on that network, including this one. Default: 8.
+        budget: Time limit for comparing plans, in seconds. Default: 60, or 30 with `quick`.
         strategy: "all", or a list ("bf16,int8"): predict every strategy. bf16 and the named ones are also measured; for
             "all", bf16 and the best lossy one. `result.plan` is always for exact gradients.
         out: Save the run in a new folder there.
@@ -53,7 +52,6 @@ def tune(
     """
     is_odd = network is None and network_ranks is not None
     refuse((is_odd, f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one"))
-    check_counts(iters=iters)
     strategies = () if strategy is None else tuple(one.text for one in list_strategies(strategy))
     settings = TuneSettings(
         wrapper=wrapper, effort="quick" if quick else "full", caps_bytes=list_sizes(caps), confirms=confirm,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import ConfigError, refuse, suggest
+from paceline.errors import ConfigError, suggest
 from paceline.workloads import external
 from paceline.workloads.data import Batch, DataForm, is_own
 
@@ -67,7 +67,7 @@ _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
 
 
 def check_model(name: str, options: ModelOptions) -> None:
-    """Refuse an unknown name, options that the model does not take, and invalid values. Imports no torch."""
+    """Refuse an unknown name, and options that the model does not take. Imports no torch."""
     taken: tuple[str, ...] = ()
     if is_own(name):
         external.check_own(name)
@@ -78,17 +78,11 @@ def check_model(name: str, options: ModelOptions) -> None:
     else:
         known = f"known are {', '.join((*NAMES, *_OTHERS))}"
         raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
-    channels, hidden, dropout = options.channels, options.hidden, options.dropout
-    shown = " ".join(map(str, channels or ()))
+    shown = " ".join(map(str, options.channels or ()))
     for option, value in asdict(options).items():
         if value is not None and option not in taken:
             takes, given = ", ".join(taken) or "no options", shown if option == "channels" else value
             raise ConfigError(f"model {name} has no {option} (given: {given}): it takes {takes}")
-    refuse(
-        (channels is not None and min(channels, default=0) < 1, f"channels ({shown}): at least 1 for each convolution"),
-        (hidden is not None and hidden < 1, f"hidden {hidden}: at least 1"),
-        (dropout is not None and not 0 <= dropout < 1, f"dropout {dropout}: at least 0 and less than 1"),
-    )
 
 
 def default_form(name: str) -> DataForm:

@@ -1,0 +1,124 @@
+"""Options: settings declare each one in a field, with its help and limits. Checks and the command line follow from it.
+
+The name, the type and the default of an option are those of the field, or of the argument of a verb.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigError, refuse, suggest
+from paceline.units import format_duration, shorten
+
+_YEAR_S = 365 * 24 * 3600
+# Panels of the help, in this order.
+PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
+# Flags that are not just the name of the option.
+FLAGS = {
+    "backends": "--backend",
+    "batch_sizes": "--batch-size",
+    "caps_bytes": "--caps",
+    "curves": "--curve",
+    "factor": "--factor -f",
+    "global_batch_sizes": "--global-batch-size",
+    "iters": "--iters -n",
+    "max_size": "--max-size -e",
+    "memories": "--memory",
+    "min_size": "--min-size -b",
+    "models": "--model",
+    "most_at_once": "--batch-size",
+    "profiles": "--model-profile",
+    "race_s": "--budget",
+    "total_bytes": "--total",
+    "traces": "--trace",
+    "warmup": "--warmup -w",
+    "wrappers": "--wrapper",
+}
+
+
+def find_flag(name: str) -> str:
+    """The flag of an option, without its short form."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}").split()[0]
+
+
+@dataclass(frozen=True)
+class Option:
+    """The help of an option, and the values that it takes: one of `choices`, text that matches `pattern`, or a number
+    within limits. `each_s` is how long one of them takes at least, to refuse what would never end; `advice` ends the
+    message about a limit."""
+
+    help: str = ""
+    panel: str = JOB
+    choices: Collection[str] = ()
+    pattern: str = ""
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    each_s: float | None = None
+    advice: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value, or one of several in a tuple, that this option does not take. None means not given."""
+        flag = find_flag(name)
+        known = f"use one of {', '.join(self.choices)}"
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        refuse(
+            (self.choices and value == (), f"{flag}: no name is given; {known}"),
+            (self.least is not None and value == (), f"{flag}: no number is given"),
+        )
+        for one in values:
+            if self.choices and one not in self.choices:
+                near = suggest(str(one), self.choices)
+                raise ConfigError(f"{flag} {str(one)[:40]!r} is unknown: {near}{known}")
+            if self.pattern and not re.fullmatch(self.pattern, one):
+                raise ConfigError(f"{flag} {one[:40]!r} is not understood: use {self.help}")
+            self._check_number(flag, one)
+            if self.each_s is not None and one > _YEAR_S / self.each_s:
+                most = shorten(int(_YEAR_S / self.each_s))
+                found = f"{flag} {shorten(one)} takes more than a year, even at {format_duration(self.each_s)} each"
+                raise ConfigError(f"{found}: use at most {most}", code="endless")
+
+    def _check_number(self, flag: str, value: Any) -> None:
+        limits = {"at least": self.least, "above": self.above, "below": self.below}
+        needed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+        if not needed:
+            return
+        is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
+        is_high = self.below is not None and value >= self.below
+        is_finite = isinstance(value, int) or math.isfinite(value)
+        refuse(
+            (not is_finite, f"{flag} {value}: a finite number is needed{self.advice}"),
+            (is_low or is_high, f"{flag} {value}: {needed} is needed{self.advice}"),
+        )
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB, **limits: Any) -> Any:
+    """A field of settings that is an option. `limits` are those of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, panel, **limits)})
+
+
+def check_options(settings: Any, names: Collection[str] = ()) -> None:
+    """Refuse the first field of these settings that has a value which its option does not take."""
+    for field in dataclasses.fields(settings):
+        if "option" in field.metadata and (not names or field.name in names):
+            field.metadata["option"].check(field.name, getattr(settings, field.name))
+
+
+# Counts of verbs whose settings are not kept: the fewest, if not 1, and how long one takes, if not a microsecond.
+_COUNTS = {
+    "at_once": Option(least=1, each_s=1e4),
+    "seeds": Option(least=1, each_s=10.0),
+    "warmup": Option(least=0, each_s=1e-6),
+    "workers": Option(least=1, each_s=1.0),
+}
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse impossible numbers of repetitions; None was not given."""
+    for name, count in counts.items():
+        _COUNTS.get(name, Option(least=1, each_s=1e-6)).check(name, count)
