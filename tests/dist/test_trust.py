@@ -25,7 +25,7 @@ import torch.distributed as dist
 import paceline
 from paceline import LaunchError
 from paceline.runtime import rendezvous, store_server
-from paceline.runtime.worker import find_code
+from paceline.runtime.processes import find_code
 from paceline.transport import why_not
 from tests.conftest import wait_until
 

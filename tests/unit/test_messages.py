@@ -19,7 +19,7 @@ from paceline.measure.engine import Timing
 from paceline.parallel.control import Finding
 from paceline.records.kinds import CollectiveRecord
 from paceline.runtime import messages
-from paceline.runtime.worker import Failure
+from paceline.runtime.processes import Failure
 
 keys = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
 values = st.recursive(

@@ -35,8 +35,9 @@ from traitlets.config import Config
 
 from paceline.runtime import worker
 from paceline.runtime.launch import defer_signals
+from paceline.runtime.processes import Failure, describe_failure
 from paceline.runtime.pulse import slow
-from paceline.runtime.worker import Failure, describe_failure, listen
+from paceline.runtime.worker import listen
 
 _GATHER_S = 0.01  # text that is written within this time travels in one message
 _SAMPLE_S = 0.2  # how often to check whether the main thread has moved

@@ -35,10 +35,11 @@ from paceline import machine
 from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.runtime import by_value, pulse, store_server
 from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, describe_end, find_hang_timeout, is_wanted
+from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, find_hang_timeout, is_wanted
 from paceline.runtime.monitor import why_not as why_no_monitor
+from paceline.runtime.processes import Failure, Handle, describe_end, make_error
 from paceline.runtime.recovery import Recovery
-from paceline.runtime.worker import SPARE, Failure, listen, make_error, serve_jobs_spawned
+from paceline.runtime.worker import SPARE, listen, serve_jobs_spawned
 from paceline.units import format_memory
 
 # Memory of one more rank before it allocates anything, with some margin: the interpreter and torch have 145 MiB of
@@ -126,9 +127,8 @@ class _Forked:
 
     def __init__(self, server: _Server, status: Connection) -> None:
         self._server, self._status = server, status  # keep the server alive as long as the process
-        self._pid: int | None = None
         self._code: int | None = None
-        self._handle = -1  # used for signals, since a process id may have been reused
+        self._handle: Handle | None = None
 
     def _read(self) -> None:
         """Read the server's next report: the process id, then the exit code, which arrives before the id can be
@@ -138,19 +138,17 @@ class _Forked:
         except (EOFError, OSError):
             self._code = -signal.SIGKILL  # the server is gone, and so are all processes that it forked
             return
-        if self._pid is not None:
+        if self._handle is None:
+            self._handle = Handle(number)
+        else:
             self._code = number
-            return
-        self._pid = number
-        with contextlib.suppress(ProcessLookupError):
-            self._handle = os.pidfd_open(number)
 
     @property
     def pid(self) -> int | None:
         """The process id; waits until the server has forked."""
-        if self._pid is None and self._code is None:
+        if self._handle is None and self._code is None:
             self._read()
-        return self._pid
+        return None if self._handle is None else self._handle.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -163,23 +161,21 @@ class _Forked:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         # Without an exit code the id was not free when the handle was opened, so the handle is for this process.
-        if self.exitcode is None and self._handle >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, number)
+        if self.exitcode is None and self._handle is not None:
+            self._handle.signal(number)
 
     def join(self, timeout_s: float = math.inf) -> None:
         """Wait until it ends, but not for a process that is not forked yet: without its link, that one ends at once."""
         deadline = time.monotonic() + timeout_s
-        while self.exitcode is None and self._pid is not None and (left_s := deadline - time.monotonic()) > 0:
+        while self.exitcode is None and self._handle is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
         if self._code is not None:  # the server closes its end once the zombie is reaped
             self._status.poll(max(0.0, min(deadline - time.monotonic(), _LONG_S)))
 
     def close(self) -> None:
         self._status.close()
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._handle is not None:
+            self._handle.close()
 
 
 def _describe_imports() -> tuple[object, ...]:

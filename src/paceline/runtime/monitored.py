@@ -29,7 +29,7 @@ from typing import Any, cast
 from paceline.errors import LaunchError, refuse
 from paceline.runtime import pulse
 from paceline.runtime.monitor import LOOK_S, VARIABLE, Monitor, Verdict, find_hang_timeout, why_not
-from paceline.runtime.worker import describe_failure
+from paceline.runtime.processes import describe_failure
 from paceline.units import name_ranks
 
 _MEET_S = 60.0  # how long a rank waits for the others and for its host's monitor

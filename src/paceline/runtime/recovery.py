@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import CollectiveError, LaunchError, PacelineError
-from paceline.runtime.worker import Failure
+from paceline.runtime.processes import Failure
 from paceline.units import format_number_of
 
 # Number of replacement ranks that may fail before no more are started.

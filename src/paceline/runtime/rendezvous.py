@@ -31,7 +31,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime import messages, store_server
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.worker import Failure, describe_failure, make_error
+from paceline.runtime.processes import Failure, describe_failure, make_error
 from paceline.transport import proof
 
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.

@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
 from paceline.runtime import pulse
-from paceline.runtime.worker import find_code
+from paceline.runtime.processes import find_code
 from paceline.runtime.world import World, has_lost_rank
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job, build_job, open_world
