@@ -268,9 +268,7 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
     return _own(group, like.device, owner)
 
 
-def open_part(
-    ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object
-) -> dist.ProcessGroup:
+def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object) -> dist.ProcessGroup:
     """This rank's group among `ranks`, which lives as long as `owner`. Collective: every rank of the world must call
     this with the same groups."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)

@@ -20,6 +20,7 @@ from paceline.errors import PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
 from paceline.runtime import pulse
+from paceline.runtime.messages import pack, unpack
 from paceline.runtime.processes import find_code
 from paceline.runtime.world import World, has_lost_rank
 from paceline.training import checkpoint_files as disk
@@ -136,14 +137,14 @@ class Carried:
         if world.rank == source:
             assert self.module is not None
             model = dict(self.module.state_dict())
-            mine = disk.pack_state({"model": model, "state": self.state, "meta": self.meta}, tensors)
+            mine = pack({"model": model, "state": self.state, "meta": self.meta}, tensors)
             tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         structure, about = world.share((mine, about))[source]
         if world.rank != source:
             tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in about.items()}
         Channel(world.control, torch.device("cpu")).broadcast(tensors.values(), source)
-        found = disk.unpack_state(structure, tensors)
+        found = unpack(structure, tensors)
         state, meta = found["state"], found["meta"]
         state["strategy"] = [*state["strategy"], *state["strategy"] * (world.world_size - 1)]
         return disk.Loaded(meta["step"], found["model"], state, meta, Path("the state in memory"))
