@@ -540,9 +540,7 @@ def _serve_store() -> Iterator[str]:
         else:  # no abstract sockets and no peer credentials: use a private folder
             name = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")), "store")
         server = store_server.Server(store_server.bind(name))
-        thread = server.start()
         try:
             yield name
         finally:
             server.stop()
-            thread.join()

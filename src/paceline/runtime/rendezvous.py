@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import glob
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -189,12 +188,7 @@ class PrivateStore(dist.Store):
                 until_s = time.monotonic() + min(limit_s + _ANSWER_S if limit_s else self._limit_s(), _LONGEST_S)
                 link.settimeout(until_s - time.monotonic())
                 link.sendall(request)
-                answer = bytearray()
-                while (found := store_server.unpack(answer)) is None:
-                    link.settimeout(max(0.001, until_s - time.monotonic()))
-                    if not (content := link.recv(1 << 18)):
-                        raise ConnectionError("closed")
-                    answer += content
+                kind, answer = store_server.receive_message(link, until_s)
             except BaseException as error:  # also after an interrupt: nobody would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
@@ -205,9 +199,9 @@ class PrivateStore(dist.Store):
                     text = f"the Store of the job: {what}, probably because rank 0, its host or the launcher is gone"
                     raise dist.DistNetworkError(text) from None
                 raise
-        if found[0] == store_server.LATE:
+        if kind == store_server.LATE:
             raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
-        return found[1]
+        return answer
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         return float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
@@ -459,14 +453,7 @@ def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: flo
                 text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s ({reason})"
                 raise LaunchError(f"{text}: is rank 0 running and reachable from this host?", code="timeout") from None
         time.sleep(0.05)
-    try:
-        link.settimeout(store_server.HELLO_S)
-        theirs, mine = _receive(link, store_server.NONCE_BYTES), secrets.token_bytes(store_server.NONCE_BYTES)
-        link.sendall(mine + store_server.prove(secret, b"rank", theirs, mine))
-        answer = _receive(link, store_server.PROOF_BYTES)
-    except OSError:
-        answer = b""
-    if not hmac.compare_digest(answer, store_server.prove(secret, b"store", theirs, mine) if answer else b"-"):
+    if not store_server.check_server(link, secret):
         link.close()
         text = f"the process that listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
         raise LaunchError(f"{text}: give all ranks of the job the same {SECRET}", code="stranger")
@@ -476,15 +463,6 @@ def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: flo
         if hasattr(socket, name):  # all exist on Linux
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return link
-
-
-def _receive(link: socket.socket, num_bytes: int) -> bytes:
-    content = b""
-    while len(content) < num_bytes:
-        if not (part := link.recv(num_bytes - len(content))):
-            raise ConnectionError("closed")
-        content += part
-    return content
 
 
 def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
