@@ -7,6 +7,7 @@ This file needs only the standard library: rank 0 runs it as a separate process,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -30,6 +31,7 @@ _LENGTH = struct.Struct("<I")
 _MOST_REPORTED = 5
 _LOOK_S = 0.5  # how often to check whether a client that waits for a key is still there
 _PAUSE_S = 0.05
+_PROBES = (1, 1, 4, 5000)  # while the server waits for the last connection to end
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -135,6 +137,27 @@ def bind(name: str) -> socket.socket:
     return listener
 
 
+def connect(name: str) -> socket.socket:
+    """A connection to the Unix socket of this name."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.connect(address(name))
+    except OSError:
+        link.close()
+        raise
+    return link
+
+
+def keep_alive(link: socket.socket, values: tuple[int, int, int, int]) -> None:
+    """Probe a connection to another host while it is silent: idle seconds, interval, number of probes, timeout in
+    ms."""
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in zip(("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT"), values, strict=True):
+            if hasattr(socket, f"TCP_{name}"):  # all exist on Linux
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+
+
 class Gate:
     """Accepts connections and authenticates each in its own thread, so that a silent one delays nobody. `serve` is
     called there with those of this job, which are closed after it."""
@@ -204,10 +227,9 @@ class Gate:
 
     def _run(self, link: socket.socket, is_known: bool) -> None:
         try:
-            if is_known or self._is_known(link):
-                self._serve(link)
-        except OSError:  # it is gone
-            pass
+            with contextlib.suppress(OSError):  # it is gone
+                if is_known or self._is_known(link):
+                    self._serve(link)
         finally:
             with self._lock:
                 del self.links[link]
@@ -235,10 +257,8 @@ class Gate:
 
 def _hang_up(link: socket.socket) -> None:
     """Close a connection for whoever waits in it."""
-    try:
+    with contextlib.suppress(OSError):  # it is already closed
         link.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it is already closed
-        pass
 
 
 def _print(text: str) -> None:
@@ -265,7 +285,8 @@ class Server:
         probed = set[socket.socket]()
         while links := set(self._gate.links):
             for link in links - probed:
-                _probe(link)
+                with contextlib.suppress(OSError):  # it is already closed
+                    keep_alive(link, _PROBES)
             probed |= links
             time.sleep(_PAUSE_S)
 
@@ -331,25 +352,10 @@ class Server:
             while not event.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
                 if time.monotonic() >= until_s:
                     return False
-                try:
+                with contextlib.suppress(BlockingIOError):
                     if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                         raise ConnectionError("closed")
-                except BlockingIOError:
-                    pass
         return True
-
-
-def _probe(link: socket.socket) -> None:
-    """Enable keepalive."""
-    options = (("KEEPIDLE", 1), ("KEEPINTVL", 1), ("KEEPCNT", 4), ("USER_TIMEOUT", 5000))
-    try:
-        if link.family != socket.AF_UNIX:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in options:
-                if hasattr(socket, f"TCP_{name}"):
-                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
-    except OSError:  # it is already closed
-        pass
 
 
 def main() -> None:
