@@ -130,7 +130,7 @@ class Located:
 
     number: int
     place: str = ""
-    position: tuple[object, ...] | None = None
+    position: int | None = None
 
 
 @dataclass(frozen=True)
@@ -428,7 +428,7 @@ class CellRank:
             return Located(number)
         frames = list(traceback.walk_stack(frame))
         lines = [_describe_line(one.f_code.co_filename, line) for one, line in frames if _is_cell(one)]
-        position = tuple((id(one.f_code), one.f_lasti) for one, _ in frames)
+        position = hash(tuple((id(one.f_code), one.f_lasti) for one, _ in frames))
         return Located(number, lines[0] if lines else "", position)
 
 

@@ -234,17 +234,18 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if hang_timeout_s is None and num_ranks > 1 and is_wanted():
             # Here rather than in the ranks: the process that ends a rank must be the one that reports it.
             hang_timeout_s = find_hang_timeout()
+        recovery = recovery or Recovery("stop", num_ranks)
         job = LocalJob(_pickle_job(fn, args), timeout_s, on_message, hang_timeout_s, recovery)
         with unwind_on_signals():
             try:
-                if recovery is not None:
+                if recovery.policy != "stop":
                     end_processes(self._ranks[num_ranks:])
                     del self._ranks[num_ranks:]
                 self.start(num_ranks)
                 self._await_ranks(num_ranks, job.deadline)
                 self._size = num_ranks
                 while (values := self._run_world(job)) is None:
-                    if recovery is not None and self._ranks[0].step is None:  # new processes
+                    if self._ranks[0].step is None:  # new processes
                         job.content = _pickle_job(fn, recovery.arguments)
                         self._await_ranks(recovery.num_ranks, job.deadline)
                         recovery.check_over()
@@ -258,9 +259,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def _run_world(self, job: LocalJob) -> dict[int, Any] | None:
         """The values of one world; None after a fault from which ranks recover, or when more ranks are available: then
         the ranks of the next world are in their places."""
-        spares = None
-        if job.recovery is not None:
-            spares = Spares(self._spares, job.recovery, lambda: self._start_spare(job))
+        spares = Spares(self._spares, job.recovery, lambda: self._start_spare(job))
         monitor = None
         if job.hang_timeout_s is not None and not why_no_monitor():
             monitor = Monitor(range(self._size), self._size, job.hang_timeout_s)
@@ -274,7 +273,6 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 if world.error is not None:
                     raise world.error
                 return world.values
-            assert job.recovery is not None
             ranks = world.regroup() if policy != "restart" else []
             if ranks:
                 self._ranks = ranks

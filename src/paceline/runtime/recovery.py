@@ -73,10 +73,10 @@ class Recovery:
     and `modules` are what it imports. `fit(count)` is how many of these ranks can be used, and `is_over` whether the
     run was asked to stop. `report(faults, line)` is called after each fault, and again after recovery."""
 
-    policy: str
+    policy: str  # "stop" ends the run at the first fault, without a report
     num_ranks: int
-    arguments: tuple[Any, ...]
-    report: Callable[[Sequence[Fault], str], None]
+    arguments: tuple[Any, ...] = ()
+    report: Callable[[Sequence[Fault], str], None] = lambda *_: None
     max_faults: int = 10
     spares: int = 1
     modules: tuple[str, ...] = ()
@@ -119,6 +119,8 @@ class Recovery:
         """What to do after this failure in a world of `size` ranks: "stop", "restart", or the policy. `at` is the
         ranks' step and the number of complete steps, if known; `has_values` means that some ranks have already
         returned."""
+        if self.policy == "stop":
+            return "stop"
         step, done = at or (None, None)
         cause = str(error).partition("\n")[0]
         policy, why = self.policy, ""
@@ -285,13 +287,13 @@ def hear(ranks: Sequence[RankProcess], timeout_s: float) -> Iterator[tuple[RankP
 
 @dataclass
 class LocalJob:
-    """What local ranks run, pickled, and until when. `recovery` is the policy after a fault, if they continue."""
+    """What local ranks run, pickled, and until when. `recovery` is what follows a fault."""
 
     content: bytes
     timeout_s: float | None
     on_message: Callable[[int, Any], None] | None
     hang_timeout_s: float | None
-    recovery: Recovery | None
+    recovery: Recovery
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + (math.inf if self.timeout_s is None else self.timeout_s)
@@ -343,9 +345,7 @@ class Spares:
 class LocalWorld:
     """A world of local ranks, from its start until it has values, a fault, or too few ranks."""
 
-    def __init__(
-        self, ranks: Sequence[RankProcess], job: LocalJob, monitor: Monitor | None, spares: Spares | None
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], job: LocalJob, monitor: Monitor | None, spares: Spares) -> None:
         self.ranks = ranks
         self.values: dict[int, Any] = {}
         self.failures: list[Failure] = []
@@ -359,25 +359,21 @@ class LocalWorld:
         """Run the job until it is decided what follows: "stop" (with `values`, or `error`), "restart", or the policy of
         the recovery. Needs the store of the world: without it, ranks would move on from where they were stuck."""
         recovery = self._job.recovery
-        if recovery is not None:
-            variables = variables | recovery.variables
         for number, rank in enumerate(self.ranks):
-            own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+            own = variables | recovery.variables | {"RANK": str(number), "LOCAL_RANK": str(number)}
             if self._monitor is not None:
                 own[pulse.VARIABLE] = ":".join(self._monitor.find_pages(number))
-            rank.place(variables | own, self._job.content)
+            rank.place(own, self._job.content)
         self._listen()
         waiting = [rank for rank in self.ranks if rank.step is not None]
         if waiting and not self.failures and all(rank.is_lost for rank in waiting):
             self.failures.append(Failure(None, time.monotonic(), "ranks lost contact, though all are alive"))
-        policy = "stop"
         if self.failures:
-            policy = self._judge()
-        elif waiting and recovery is not None:  # more ranks are available
-            policy = recovery.policy
-        else:
-            self._name_stuck()
-        return policy
+            return self._judge()
+        if waiting:  # more ranks are available
+            return recovery.policy
+        self._name_stuck()
+        return "stop"
 
     def _listen(self) -> None:
         """Listen to all ranks until each has answered or is on standby, one has failed, or the deadline passes."""
@@ -386,16 +382,13 @@ class LocalWorld:
         deadline = job.deadline
         is_growing = False
         while pending and (left_s := deadline - time.monotonic()) > 0:
-            others = [] if spares is None else spares.processes
-            for rank, kind, content in hear([*pending, *others], min(left_s, self._listen_s)):
+            for rank, kind, content in hear([*pending, *spares.processes], min(left_s, self._listen_s)):
                 number = self._numbers.get(rank)
                 if number is None:
-                    assert spares is not None
                     spares.take(rank, kind, content, len(self.ranks))
-                    continue
-                if kind == "message" and job.on_message is not None:
+                elif kind == "message" and job.on_message is not None:
                     job.on_message(number, content)
-                elif kind == "stepped" and recovery is not None and spares is not None:
+                elif kind == "stepped":
                     first, when_s = content
                     recovery.note_step(first, when_s, len(self.ranks))
                     spares.refill(len(self.ranks))  # now, while it does not delay a recovery
@@ -410,12 +403,12 @@ class LocalWorld:
             if is_open and (verdict := self._look()) is not None:
                 failure = Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung")
                 self.failures.append(failure)
-            is_named = recovery is not None and any(not failure.is_secondary for failure in self.failures)
+            is_named = recovery.policy != "stop" and any(not failure.is_secondary for failure in self.failures)
             if is_named or self.is_certain:
                 break
             if self.failures:
                 deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
-            if recovery is not None and spares is not None and not is_growing and len(self.ranks) < recovery.num_ranks:
+            if not is_growing and len(self.ranks) < recovery.num_ranks:
                 num_ranks = min(len(self.ranks) + len(spares.ready), recovery.num_ranks)
                 if is_growing := recovery.fit(num_ranks) > len(self.ranks):
                     self.ranks[0].send("more ranks are available")
@@ -455,8 +448,6 @@ class LocalWorld:
         first = min(self.failures, key=lambda failure: (failure.is_secondary, failure.when_s))
         size = len(self.ranks)
         self.error = make_error(first, size, sorted(self.values))
-        if self._job.recovery is None:
-            return "stop"
         at = self._monitor.find_step(first.rank) if self._monitor is not None else None
         return self._job.recovery.decide(first, self.error, size, bool(self.values), at)
 
@@ -472,7 +463,6 @@ class LocalWorld:
         """The ranks of the next world in their new order; the others are spares or ended. Empty if all ranks must start
         again. Remaining ranks that received a signal stop in the next world."""
         recovery, spares = self._job.recovery, self._spares
-        assert recovery is not None and spares is not None
         stay = self._await_survivors()
         places: list[RankProcess | None] = [rank if rank in stay else None for rank in self.ranks]
         num_lost = places.count(None)

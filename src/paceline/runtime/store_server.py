@@ -223,7 +223,14 @@ class Gate:
         with self._lock:
             self.num_unknown += not is_known
             self.links[link] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self.num_unknown -= not is_known
+                del self.links[link]
+            link.close()
+            self._report(f"cannot serve a connection: {error}")
 
     def _run(self, link: socket.socket, is_known: bool) -> None:
         try:
