@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -82,24 +83,25 @@ def gather(
     except BaseException as error:
         failure = describe_failure(place.rank, error)
         # Another rank's failure may have caused this one.
-        cause = _find_failure(store) if failure.is_secondary else b""
+        cause = _find_failure(store) if failure.is_secondary else None
         with contextlib.suppress(RuntimeError):
             if store.add("failures", 1) == 1:
                 store.set("failed", _encode_failure(failure))
             _leave(store, place)
-        if cause:
-            raise make_error(_read_failure(cause), place.world_size) from error
+        if cause is not None:
+            raise make_error(cause, place.world_size) from error
         raise
     limit_s = math.inf if timeout_s is None else timeout_s
     try:
-        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), lambda: _find_failure(store))
-        failed = b"" if values else _find_failure(store)
+        has_failed = functools.partial(store.check, ["failed"])
+        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), has_failed)
+        cause = None if values else _find_failure(store)
     except dist.DistError as error:
         text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
         raise LaunchError(f"rank {place.rank} {text}", code="peer-lost") from None
     _leave(store, place)
-    if failed:
-        raise make_error(_read_failure(failed), place.world_size)
+    if cause is not None:
+        raise make_error(cause, place.world_size)
     return [_decode(value, is_private(store)) for value in values]
 
 
@@ -129,16 +131,14 @@ def _encode_failure(failure: Failure) -> bytes:
         return messages.encode(dataclasses.replace(failure, error=None))
 
 
-def _read_failure(content: bytes) -> Failure:
-    found = messages.decode(content)
+def _find_failure(store: Any) -> Failure | None:
+    """The report of the first rank that failed."""
+    if not store.check(["failed"]):
+        return None
+    found = messages.decode(store.get("failed"))
     if not isinstance(found, Failure):
         raise LaunchError("another rank failed, but its error report could not be decoded")
     return found
-
-
-def _find_failure(store: Any) -> bytes:
-    """The report of the first rank that failed."""
-    return bytes(store.get("failed")) if store.check(["failed"]) else b""
 
 
 def _leave(store: Any, place: Place) -> None:
