@@ -198,15 +198,16 @@ class Gate:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._far, selectors.EVENT_READ)
-            while selector.select():
+            while not self._is_closing:
+                selector.select()
                 try:
                     link, where = self._listener.accept()
                 except BlockingIOError:  # it is gone, or the gate closes
-                    if self._is_closing:
-                        return
+                    continue
                 except OSError:  # too many files are open
                     time.sleep(_PAUSE_S)
                 else:
+                    link.setblocking(True)
                     self._accept(link, where)
 
     def _accept(self, link: socket.socket, where: tuple[str, ...]) -> None:
