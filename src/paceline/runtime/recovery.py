@@ -24,7 +24,7 @@ from typing import Any
 from paceline.errors import CollectiveError, LaunchError, PacelineError
 from paceline.runtime import pulse
 from paceline.runtime.monitor import LOOK_S, Monitor, Verdict
-from paceline.runtime.processes import Failure, describe_end, make_error
+from paceline.runtime.processes import Failure, describe_end, make_error, read_state
 from paceline.units import format_number_of
 
 # Number of replacement ranks that may fail before no more are started.
@@ -240,13 +240,12 @@ class RankProcess:
             return "(ended)"
         self.signal(signal.SIGUSR1)
         text = b""
-        while (
-            self.stacks.poll(0.3 if text else 1.0)
-            and len(text) < 2**16
-            and (chunk := os.read(self.stacks.fileno(), 2**16))
-        ):
+        while len(text) < 2**16 and self.stacks.poll(0.3 if text else 1.0):
+            if not (chunk := os.read(self.stacks.fileno(), 2**16)):
+                break
             text += chunk
-        return text.decode(errors="replace").strip() or "(no answer: suspended, or stuck in the kernel)"
+        silent = "(suspended)" if read_state(self.process.pid)[0] == "T" else "(no answer: stuck in the kernel)"
+        return text.decode(errors="replace").strip() or silent
 
     def hang_up(self) -> None:
         """Close the link, which makes an idle rank exit."""
