@@ -87,7 +87,7 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
 
 
 def run(pool: RankPool, folder: Path, *args: object, hang_timeout_s: float = 600.0) -> list[int]:
-    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=60.0, hang_timeout_s=hang_timeout_s)
+    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=150.0, hang_timeout_s=hang_timeout_s)
 
 
 @pytest.mark.parametrize(
