@@ -87,7 +87,7 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
 
 
 def run(pool: RankPool, folder: Path, *args: object, hang_timeout_s: float = 600.0) -> list[int]:
-    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=60.0, hang_timeout_s=hang_timeout_s)
+    return pool.run(train, (str(folder), *args), num_ranks=2, timeout_s=150.0, hang_timeout_s=hang_timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -352,9 +352,9 @@ def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
 
     hosts, secret = {"a net": [0, 1], "b net": [2]}, {"token": "1" * 32, "address": "127.0.0.1"}
     with Links(hosts, secret | {"ranks": [0, 1], "hub": ""}) as hub:
-        with Links(hosts, secret | {"ranks": [2], "hub": hub.address, "token": "2" * 32}) as stranger:
-            stranger.send({"verdict": "not yours"})
-            assert all((hub.look() or hub.find_lost()) is None for _ in range(20))
+        with pytest.raises(LaunchError) as caught:
+            Links(hosts, secret | {"ranks": [2], "hub": hub.address, "token": "2" * 32})
+        assert caught.value.code == "stranger" and (hub.look() or hub.find_lost()) is None
         with Links(hosts, secret | {"ranks": [2], "hub": hub.address}) as other:
             deadline, heard = time.monotonic() + 60, None
             other.send({"verdict": "rank 2 is stopped"})
@@ -395,24 +395,23 @@ def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
     "said",
     [
         b"GET / HTTP/1.0\r\n\r\n", b"SSH-2.0-scan\r\n", b'"x"\n', b"[1]\n", b"\xff\n", b"[" * 4000 + b"\n",
-        b"x" * 100_000, b'{"host": 1}\n', '{"token": "\u00e9", "host": 1}\n'.encode(),
-        f'{{"token": "{"1" * 32}", "host": []}}\n'.encode(), f'{{"token": "{"1" * 32}", "host": 7}}\n'.encode(), b"",
+        b"x" * 100_000, b'{"host": 1}\n', b"",
     ],
-    ids=range(12),
+    ids=range(9),
 )  # fmt: skip
 def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
     hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
     with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
         host, _, port = hub.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60.0) as stranger:
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + 60
-            accepted = False
-            while time.monotonic() < deadline and not (accepted and not hub._unknown):
-                assert (hub.look() or hub.find_lost()) is None
-                accepted = accepted or bool(hub._unknown)
-            assert accepted and not hub._unknown and not hub._peers
+            with contextlib.suppress(OSError):
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1024):  # a nonce, and then the end
+                    pass
+            wait_until(lambda: not hub._gate.links)
+            assert hub.look() is None and not hub._peers
+        deadline = time.monotonic() + 60
         with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
             other.send({"verdict": "rank 1 is stopped"})
             while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
@@ -421,19 +420,21 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
 
 
 def test_strangers_do_not_pile_up(monkeypatch):
-    from paceline.runtime import monitored
+    from paceline.runtime import store_server
 
-    monkeypatch.setattr(monitored, "_MOST_UNKNOWN", 3)
-    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
-    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub, contextlib.ExitStack() as stack:
-        host, _, port = hub.address.rpartition(":")
+    monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
+    monkeypatch.setattr(store_server, "HELLO_S", 0.5)
+    listener, said = socket.create_server(("127.0.0.1", 0)), list[str]()
+    address = listener.getsockname()[:2]
+    with contextlib.ExitStack() as stack:
+        gate = store_server.Gate(listener, b"the secret", lambda link: None, said.append)
+        stack.callback(gate.close)
         for _ in range(10):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=60.0))
-        wait_until(lambda: hub.look() is None and len(hub._unknown) == 3)
-        for _ in range(20):
-            assert hub.look() is None and len(hub._unknown) == 3
-        monkeypatch.setattr(monitored.time, "monotonic", lambda now=time.monotonic: now() + 6.0)
-        assert hub.look() is None and not hub._unknown
+            stack.enter_context(socket.create_connection(address))
+        wait_until(lambda: len(said) == store_server._MOST_REPORTED)
+        assert "too many unauthenticated connections" in said[0]
+        wait_until(lambda: not gate.links)
+        assert not gate.num_unknown
 
 
 def test_the_monitor_imports_no_torch():

@@ -150,7 +150,7 @@ def run(
     )
     with RankPool(settings.ranks, JOB_MODULES) as pool:
         arguments = (settings, folder, False, False, faults)
-        pool.run(job, arguments, timeout_s=60.0, hang_timeout_s=5.0, recovery=recovery)
+        pool.run(job, arguments, timeout_s=110.0, hang_timeout_s=5.0, recovery=recovery)
     return recovery.faults
 
 
@@ -284,7 +284,7 @@ def act(what: str, folder: Path) -> str:
 def test_where_no_rank_can_continue_all_start_again(tmp_path, what, size):
     recovery = Recovery("shrink", 2, ("fine", tmp_path), lambda *_: None)
     with RankPool(2, JOB_MODULES) as pool:
-        found = pool.run(act, (what, tmp_path), num_ranks=size, timeout_s=60.0, recovery=recovery)
+        found = pool.run(act, (what, tmp_path), num_ranks=size, timeout_s=110.0, recovery=recovery)
     assert found == ["fine", "fine"] and [fault.policy for fault in recovery.faults] == ["restart"]
 
 
@@ -293,7 +293,7 @@ def test_a_signal_while_all_ranks_start_again_ends_the_run(tmp_path, policy):
     recovery = Recovery(policy, 2, ("fine", tmp_path), lambda *_: None)
     recovery.is_over = lambda: recovery.faults  # it comes once the launcher has decided
     with RankPool(2, JOB_MODULES) as pool, pytest.raises(LaunchError) as caught:
-        pool.run(act, ("killed", tmp_path), timeout_s=60.0, recovery=recovery)
+        pool.run(act, ("killed", tmp_path), timeout_s=110.0, recovery=recovery)
     assert caught.value.code == "interrupted"
 
 
@@ -301,7 +301,7 @@ def test_a_spare_that_ends_while_it_stands_by_is_replaced(tmp_path):
     heard: list[str] = []
     recovery = Recovery("spare", 1, (), lambda faults, line: heard.append(line))
     with RankPool(1, JOB_MODULES) as pool:
-        assert pool.run(act, ("spare", tmp_path), timeout_s=60.0, recovery=recovery) == ["spare"]
+        assert pool.run(act, ("spare", tmp_path), timeout_s=110.0, recovery=recovery) == ["spare"]
     assert len(heard) == 1 and "SIGKILL" in heard[0]
 
 

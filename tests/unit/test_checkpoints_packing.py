@@ -12,15 +12,16 @@ import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
 from paceline.errors import ConfigError
-from paceline.training.checkpoint_files import _INVALID, pack_state, unpack_state
+from paceline.runtime.messages import pack, unpack
+from paceline.training.checkpoint_files import _INVALID
 
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0]
 
 
 def round_trip(state):
     tensors = {}
-    structure = json.dumps(pack_state(state, tensors), allow_nan=False)
-    return unpack_state(json.loads(structure), tensors)
+    structure = json.dumps(pack(state, tensors), allow_nan=False)
+    return unpack(json.loads(structure), tensors)
 
 
 def assert_same(found, expected):
@@ -96,19 +97,19 @@ def test_an_optimizer_goes_on_from_its_packed_state(build):
 )
 def test_what_does_not_fit_is_named_by_its_path_and_type(value, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        pack_state({"a": [value]}, {})
+        pack({"a": [value]}, {})
 
 
 def test_a_state_that_is_itself_of_another_type_is_named():
-    with pytest.raises(ConfigError, match=r"^state .*set"):
-        pack_state({1}, {})
+    with pytest.raises(ConfigError, match=r"^the value is of type set"):
+        pack({1}, {})
 
 
 def test_a_state_that_holds_itself_is_refused():
     state = {}
     state["again"] = [state]
-    with pytest.raises(ConfigError, match=r"^again\.0\.again.*100 levels"):
-        pack_state(state, {})
+    with pytest.raises(ConfigError, match=r"^again\.0\.again.* is nested more than 100 levels deep"):
+        pack(state, {})
 
 
 @pytest.mark.parametrize(
@@ -118,4 +119,4 @@ def test_a_state_that_holds_itself_is_refused():
 )  # fmt: skip
 def test_a_structure_of_another_making_is_refused(structure):
     with pytest.raises(_INVALID):
-        unpack_state({"a": [structure]}, {})
+        unpack({"a": [structure]}, {})

@@ -15,9 +15,9 @@ from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel, naming_lost_peers
 from paceline.runtime import pulse, world
 from paceline.runtime.monitor import HangDetector, Monitor, RankSnapshot, Suspicion, why_not
+from paceline.runtime.processes import find_code
 from paceline.runtime.pulse import BETWEEN, WAIT
 from paceline.runtime.recovery import RECOVERS, Recovery
-from paceline.runtime.worker import find_code
 from paceline.torch_internals import find_counter
 from paceline.training.regroup import MoreRanksError, check_policy, may_stay
 from tests.conftest import wait_until

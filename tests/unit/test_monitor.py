@@ -24,14 +24,10 @@ from paceline.runtime.monitor import (
     RankSnapshot,
     Suspicion,
     Verdict,
-    describe_end,
-    describe_frames,
-    find_frames,
     find_hang_timeout,
-    is_importing,
-    is_in_collective,
     why_not,
 )
+from paceline.runtime.processes import describe_end, describe_frames, find_frames, is_importing, is_in_collective
 from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
 from tests.conftest import wait_until
 
@@ -380,7 +376,7 @@ def test_a_launcher_with_many_open_files_sees_its_ranks():
         stack.callback(rank.communicate)
         stack.callback(rank.kill)
         assert rank.stdout.readline() == b"ready\n"
-        assert monitor.look() is None and monitor._processes[0].handle > 1024
+        assert monitor.look() is None and monitor._processes[0].handle.fd > 1024
         monitor.wait(0.01)
         assert not monitor.are_all_gone()
         rank.kill()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.errors import CollectiveError, LaunchError, PacelineError, RecordError, TrainingError
+from paceline.runtime.processes import Failure, find_code, make_error
 from paceline.runtime.recovery import Recovery
-from paceline.runtime.worker import Failure, find_code, make_error
 from paceline.training.regroup import BufferGuard
 from paceline.training.settings import TrainSettings
 

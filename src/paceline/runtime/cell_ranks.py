@@ -21,18 +21,20 @@ from IPython.core.inputtransformer2 import TransformerManager
 from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineError
 from paceline.runtime.cells import (
     Abort,
-    Blocked,
     Cell,
     CellSettings,
     Cleared,
     Ended,
     Interrupt,
+    Locate,
+    Located,
     Opened,
     Output,
     Reopen,
     Shown,
 )
 from paceline.runtime.launch import SAME_REQUEST_S, RankPool, handle_signals
+from paceline.runtime.processes import read_state
 from paceline.units import format_number_of
 
 Show = Callable[[int, Any], None]  # a rank, and an Output, a Shown or a Cleared from it
@@ -43,6 +45,7 @@ _UNRESPONSIVE_S = 4.0  # and before it is reported as unresponsive
 _STUCK_S = 2.0  # after one rank has failed, a rank that has been blocked for this long waits for it
 _NOTICE_S = 10.0  # report a possible deadlock once every rank has been blocked for this long
 _TICK_S = 0.1  # how often to check these limits
+_LOCATE_S = 0.2  # how often to ask where ranks are
 
 
 class CellError(LaunchError):
@@ -176,9 +179,8 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             memory = None
             with contextlib.suppress(psutil.NoSuchProcess):
                 if self.is_alive:
-                    process = psutil.Process(pid)
-                    memory = process.memory_info().rss
-                    is_suspended = process.status() == psutil.STATUS_STOPPED
+                    memory = psutil.Process(pid).memory_info().rss
+                    is_suspended = read_state(pid)[0] == "T"
                     state = "suspended" if is_suspended else "running a cell" if self._is_busy else "idle"
             found.append(RankStatus(rank, pid, self._devices[rank], state, memory, self._gpu_memory[rank]))
         return found
@@ -301,7 +303,9 @@ class _CellRun:
         self._number = number
         self._pending = set(chosen)
         self._ended: dict[int, Ended] = {}
-        self._blocked: dict[int, Blocked] = {}
+        self._asked: set[int] = set()  # ranks that have yet to say where they are
+        self._asked_s = -math.inf
+        self._places: dict[int, tuple[Located, float]] = {}  # since when a rank that may wait for others has not moved
         self._interrupt_s = math.inf
         self._was_aborted = False
         self._was_noticed = False  # a possible deadlock
@@ -320,11 +324,26 @@ class _CellRun:
                 if isinstance(message, Ended):
                     self._pending.discard(rank)
                     self._ended[rank] = message
-                elif isinstance(message, Blocked):
-                    self._blocked[rank] = message
+                elif isinstance(message, Located):
+                    self._note_place(rank, message)
             if self._pending:
+                self._locate()
                 self._check_limits(time.monotonic())
         return self._ended
+
+    def _locate(self) -> None:
+        """Ask where ranks are, again only after an answer: a rank that holds the GIL does not read."""
+        if time.monotonic() - self._asked_s > _LOCATE_S:
+            self._asked_s = time.monotonic()
+            self._ranks._send(sorted(self._pending - self._asked), Locate(self._number))
+            self._asked |= self._pending
+
+    def _note_place(self, rank: int, found: Located) -> None:
+        self._asked.discard(rank)
+        if found.position is None:
+            self._places.pop(rank, None)
+        elif rank not in self._places or self._places[rank][0].position != found.position:
+            self._places[rank] = found, time.monotonic()
 
     def _interrupt(self) -> None:
         now_s = time.monotonic()
@@ -338,8 +357,7 @@ class _CellRun:
 
     def _check_limits(self, now_s: float) -> None:
         """Abort the collectives of ranks that wait for one that will not come, and report what only the user can end"""
-        none = Blocked(self._number)
-        blocked_s = [now_s - self._blocked.get(rank, none).since_s for rank in self._pending]
+        blocked_s = [now_s - self._places[rank][1] if rank in self._places else 0.0 for rank in self._pending]
         interrupted_s = now_s - self._interrupt_s
         has_failed = any(end.failure is not None for end in self._ended.values())
         if (interrupted_s > _ABORT_S or (has_failed and max(blocked_s) > _STUCK_S)) and not self._was_aborted:
@@ -357,7 +375,7 @@ class _CellRun:
         lines = [f"no rank has moved for {_NOTICE_S:g} s; interrupt the kernel if this is a deadlock"]
         for rank in range(self._ranks.settings.num_ranks):
             if rank in self._pending:
-                lines.append(f"  rank {rank} waits at {self._blocked[rank].place}")
+                lines.append(f"  rank {rank} waits at {self._places[rank][0].place}")
             elif rank in self._ended:
                 lines.append(f"  rank {rank} has finished the cell")
             else:

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import io
 import linecache
-import math
 import os
 import queue
 import select
@@ -35,11 +34,11 @@ from traitlets.config import Config
 
 from paceline.runtime import worker
 from paceline.runtime.launch import defer_signals
+from paceline.runtime.processes import Failure, describe_failure
 from paceline.runtime.pulse import slow
-from paceline.runtime.worker import Failure, describe_failure, listen
+from paceline.runtime.worker import listen
 
 _GATHER_S = 0.01  # text that is written within this time travels in one message
-_SAMPLE_S = 0.2  # how often to check whether the main thread has moved
 _FIGURES = "module://matplotlib_inline.backend_inline"
 
 
@@ -118,13 +117,20 @@ class Cleared:
 
 
 @dataclass(frozen=True)
-class Blocked:
-    """The main thread has not moved since `since_s` (monotonic clock), inside torch or Paceline, where it may wait for
-    other ranks. `place` is its line in a cell. An infinite `since_s` means that it has moved on."""
+class Locate:
+    """Where is the main thread in the cell of this number? Always answered."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Located:
+    """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks; two
+    equal ones mean that it has not moved. `place` is its line in a cell."""
 
     number: int
     place: str = ""
-    since_s: float = math.inf
+    position: int | None = None
 
 
 @dataclass(frozen=True)
@@ -270,8 +276,7 @@ class CellRank:
     def serve(self) -> None:
         """Run cells until the launcher ends this job."""
         signal.signal(signal.SIGINT, self._on_sigint)
-        for target in (self._listen, self._watch):
-            threading.Thread(target=target, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
         with listen(self._send):
             self._join()
             while (request := self._await_request()) is not None:
@@ -403,7 +408,9 @@ class CellRank:
                 request = worker.receive()
             except (EOFError, OSError):
                 os._exit(1)  # the launcher has closed the link or is gone
-            if not isinstance(request, Interrupt | Abort):
+            if isinstance(request, Locate):
+                self._send(self._locate(request.number))
+            elif not isinstance(request, Interrupt | Abort):
                 self._requests.put(request)
                 if request is None:
                     return
@@ -415,35 +422,14 @@ class CellRank:
                     # On a thread of its own, because closing may wait, and further requests must be read.
                     threading.Thread(target=abort_collectives, args=(request.pids,), daemon=True).start()
 
-    def _watch(self) -> None:
-        """Report when the main thread stays at one place inside torch or Paceline, and when it moves on."""
-        seen: object = None
-        since_s = math.inf
-        is_reported = False
-        while True:
-            time.sleep(_SAMPLE_S)
-            number = self._running
-            frames, place = self._locate() if number else ((), "")
-            position = (number, frames) if frames else None
-            if position != seen:
-                if is_reported:
-                    self._send(Blocked(number))
-                seen = position
-                since_s = time.monotonic()
-                is_reported = False
-            elif position is not None and not is_reported:
-                self._send(Blocked(number, place, since_s))
-                is_reported = True
-
-    def _locate(self) -> tuple[tuple[object, ...], str]:
-        """The frames of the main thread, none where its innermost function is not one of torch or Paceline; and its
-        line in a cell."""
+    def _locate(self, number: int) -> Located:
         frame = sys._current_frames().get(self._main)
-        if frame is None or not _is_library(frame.f_code.co_filename):
-            return (), ""
+        if number != self._running or frame is None or not _is_library(frame.f_code.co_filename):
+            return Located(number)
         frames = list(traceback.walk_stack(frame))
         lines = [_describe_line(one.f_code.co_filename, line) for one, line in frames if _is_cell(one)]
-        return tuple((id(one.f_code), one.f_lasti) for one, _ in frames), lines[0] if lines else ""
+        position = hash(tuple((id(one.f_code), one.f_lasti) for one, _ in frames))
+        return Located(number, lines[0] if lines else "", position)
 
 
 def _is_cell(frame: types.FrameType) -> bool:

@@ -14,7 +14,6 @@ import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import pickle
-import re
 import secrets
 import signal
 import socket
@@ -26,34 +25,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 from paceline import machine
-from paceline.errors import CollectiveError, ConfigError, LaunchError
-from paceline.runtime import by_value, pulse, store_server
+from paceline.errors import ConfigError
+from paceline.runtime import by_value, store_server
 from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.monitor import LOOK_S, Monitor, Verdict, describe_end, find_hang_timeout, is_wanted
+from paceline.runtime.monitor import Monitor, find_hang_timeout, is_wanted
 from paceline.runtime.monitor import why_not as why_no_monitor
-from paceline.runtime.recovery import Recovery
-from paceline.runtime.worker import SPARE, Failure, listen, make_error, serve_jobs_spawned
+from paceline.runtime.processes import Handle
+from paceline.runtime.recovery import LISTEN_S, LocalJob, LocalWorld, RankProcess, Recovery, Spares, end_processes
+from paceline.runtime.worker import SPARE, listen, serve_jobs_spawned
 from paceline.units import format_memory
 
 # Memory of one more rank before it allocates anything, with some margin: the interpreter and torch have 145 MiB of
 # private memory and share the rest of the 226 MiB resident (torch 2.13 on CPU, aarch64).
 RANK_BYTES = 200 * 2**20
-# After the first failure, how long to listen for others, so that a victim is not mistaken for the culprit.
-_AFTERMATH_S = 1.0
-_LOOK_S = 0.5  # how often to check that ranks are alive while no message arrives
 _LEAVE_S = 1.0  # how long an idle rank may take to exit after its link is closed, before SIGTERM
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
-# Failures that cannot be a consequence of another rank's: there is no need to listen for more.
-_CERTAIN = ("killed", "hung")
-# After a fault, how long surviving ranks may take to leave their world, and to name the rank that they lost.
-_REGROUP_S, _STANDBY_S = 30.0, 5.0
-_SPARE_S = 120.0  # how long a spare may take to become ready if none is
 _LONG_S = 1e6  # no limit, for calls that do not accept infinity
 # A signal this soon after the first is the same request: `timeout` and service managers signal a whole process group,
 # and the launcher, which may be slow on a busy machine, forwards it to ranks that already have it.
@@ -126,9 +117,8 @@ class _Forked:
 
     def __init__(self, server: _Server, status: Connection) -> None:
         self._server, self._status = server, status  # keep the server alive as long as the process
-        self._pid: int | None = None
         self._code: int | None = None
-        self._handle = -1  # used for signals, since a process id may have been reused
+        self._handle: Handle | None = None
 
     def _read(self) -> None:
         """Read the server's next report: the process id, then the exit code, which arrives before the id can be
@@ -138,19 +128,17 @@ class _Forked:
         except (EOFError, OSError):
             self._code = -signal.SIGKILL  # the server is gone, and so are all processes that it forked
             return
-        if self._pid is not None:
+        if self._handle is None:
+            self._handle = Handle(number)
+        else:
             self._code = number
-            return
-        self._pid = number
-        with contextlib.suppress(ProcessLookupError):
-            self._handle = os.pidfd_open(number)
 
     @property
     def pid(self) -> int | None:
         """The process id; waits until the server has forked."""
-        if self._pid is None and self._code is None:
+        if self._handle is None and self._code is None:
             self._read()
-        return self._pid
+        return None if self._handle is None else self._handle.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -163,23 +151,21 @@ class _Forked:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         # Without an exit code the id was not free when the handle was opened, so the handle is for this process.
-        if self.exitcode is None and self._handle >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, number)
+        if self.exitcode is None and self._handle is not None:
+            self._handle.signal(number)
 
     def join(self, timeout_s: float = math.inf) -> None:
         """Wait until it ends, but not for a process that is not forked yet: without its link, that one ends at once."""
         deadline = time.monotonic() + timeout_s
-        while self.exitcode is None and self._pid is not None and (left_s := deadline - time.monotonic()) > 0:
+        while self.exitcode is None and self._handle is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
         if self._code is not None:  # the server closes its end once the zombie is reaped
             self._status.poll(max(0.0, min(deadline - time.monotonic(), _LONG_S)))
 
     def close(self) -> None:
         self._status.close()
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._handle is not None:
+            self._handle.close()
 
 
 def _describe_imports() -> tuple[object, ...]:
@@ -206,38 +192,10 @@ def _find_server(modules: Sequence[str] = ()) -> _Server | None:
         return found
 
 
-@dataclass(eq=False)
-class _Rank:
-    """The launcher's side of one rank."""
-
-    process: Any  # a `multiprocessing.Process`, or a `_Forked`
-    link: Connection
-    stacks: Connection
-    was_heard: bool = False
-    step: int | None = None  # last completed step of a rank that waits for a new world
-    is_lost: bool = False  # it waits because it lost another rank
-
-
-def _signal(process: Any, number: int) -> None:
-    """Send a signal to a rank's process; does nothing once it has ended."""
-    if isinstance(process, _Forked):
-        process.kill(number)
-    elif process.exitcode is None:  # our own child: its id stays reserved until we read its exit code
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-
-def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
+def _join(ranks: Sequence[RankProcess], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _end_processes(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.process.kill()  # even if it is stopped or busy in a signal handler
-        rank.process.join()
-        rank.process.close()
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
@@ -246,9 +204,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
-        self.num_ranks, self._modules = num_ranks, modules
-        self._ranks: list[_Rank] = []
-        self._size = 0  # size of the current or last world; the remaining processes are spares
+        self.num_ranks = num_ranks
+        self._modules = modules
+        self._ranks: list[RankProcess] = []
+        self._spares: list[RankProcess] = []  # only during a run that recovers
+        self._size = 0  # of the current or last world; further ranks are idle
         self._server: _Server | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -274,177 +234,67 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if hang_timeout_s is None and num_ranks > 1 and is_wanted():
             # Here rather than in the ranks: the process that ends a rank must be the one that reports it.
             hang_timeout_s = find_hang_timeout()
-        job, size = _pickle_job(fn, args), num_ranks
-        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        recovery = recovery or Recovery("stop", num_ranks)
+        job = LocalJob(_pickle_job(fn, args), timeout_s, on_message, hang_timeout_s, recovery)
         with unwind_on_signals():
             try:
-                if recovery is not None:
-                    self._end(self._ranks[num_ranks:])
+                if recovery.policy != "stop":
+                    end_processes(self._ranks[num_ranks:])
                     del self._ranks[num_ranks:]
                 self.start(num_ranks)
-                self._await_ranks(num_ranks, deadline)
-                while True:
-                    values, next_size = self._run_world(
-                        size, job, deadline, timeout_s, on_message, hang_timeout_s, recovery
-                    )
-                    if not next_size:
-                        if recovery is not None:
-                            self._end(self._ranks[size:])
-                            del self._ranks[size:]
-                        return [values[rank] for rank in range(size)]
-                    size = next_size
-                    # new processes, which load the last checkpoint
-                    if self._ranks[0].step is None and recovery is not None:
-                        job = _pickle_job(fn, recovery.arguments)
-                        self._await_ranks(size, deadline)
+                self._await_ranks(num_ranks, job.deadline)
+                self._size = num_ranks
+                while (values := self._run_world(job)) is None:
+                    if self._ranks[0].step is None:  # new processes
+                        job.content = _pickle_job(fn, recovery.arguments)
+                        self._await_ranks(recovery.num_ranks, job.deadline)
                         recovery.check_over()
+                end_processes(self._spares)
+                self._spares.clear()
+                return [values[rank] for rank in range(self._size)]
             except BaseException:
                 self.close(at_once=True)
                 raise
 
-    def _run_world(
-        self, size: int, job: bytes, deadline: float, timeout_s: float | None, on_message: _Hear,
-        hang_timeout_s: float | None, recovery: Recovery | None,
-    ) -> tuple[dict[int, Any], int]:  # fmt: skip
-        """Give the first `size` ranks a world in which they start or continue the job. Returns their values or, after a
-        fault from which they recover or when more ranks are available, the size of the next world."""
-        watched = None
-        if hang_timeout_s is not None and not why_no_monitor():
-            watched = Monitor(range(size), size, hang_timeout_s)
-        self._size = size
-        with watched or contextlib.nullcontext():
+    def _run_world(self, job: LocalJob) -> dict[int, Any] | None:
+        """The values of one world; None after a fault from which ranks recover, or when more ranks are available: then
+        the ranks of the next world are in their places."""
+        spares = Spares(self._spares, job.recovery, lambda: self._start_spare(job))
+        monitor = None
+        if job.hang_timeout_s is not None and not why_no_monitor():
+            monitor = Monitor(range(self._size), self._size, job.hang_timeout_s)
+        world = LocalWorld(self._ranks[: self._size], job, monitor, spares)
+        with monitor or contextlib.nullcontext():
             with _serve_store() as store:
-                variables = _job_variables(size, store) | ({} if recovery is None else recovery.variables)
-                for rank in range(size):
-                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    if watched is not None:
-                        own[pulse.VARIABLE] = ":".join(watched.find_pages(rank))
-                    self._place(rank, variables | own, job)
-                values, failures = self._collect(size, job, deadline, on_message, watched, recovery)
-                waiting = [rank for rank in self._ranks[:size] if rank.step is not None]
-                stuck = [rank for rank in range(size) if rank not in values and not failures and not waiting]
-                policy = "stop"
-                if waiting and not failures and all(rank.is_lost for rank in waiting):
-                    failures = [Failure(None, time.monotonic(), "ranks lost contact, though all are alive")]
-                if failures:
-                    first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
-                    error = make_error(first, size, sorted(values))
-                    if recovery is not None:
-                        at = watched.find_step(first.rank) if watched is not None else None
-                        policy = recovery.decide(first, error, size, bool(values), at)
-                elif waiting and recovery is not None:
-                    policy = recovery.policy
-                # While the store is up: without it they would move on from where they were stuck.
-                if policy == "restart" or (policy == "stop" and any(failure.code in _CERTAIN for failure in failures)):
-                    self._kill()
-                places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
-            if policy == "restart":
+                policy = world.run(_job_variables(self._size, store))
+                if policy == "restart" or (policy == "stop" and world.is_certain):
+                    self._kill()  # while the store is up: without it they would print errors of their own
+            if policy == "stop":
+                if world.error is not None:
+                    raise world.error
+                return world.values
+            ranks = world.regroup() if policy != "restart" else []
+            if ranks:
+                self._ranks = ranks
+            else:
                 self.close(at_once=True)
-            if policy != "stop":
-                assert recovery is not None
-                return {}, self._regroup(policy, size, failures, job, on_message, recovery, watched)
-        if failures:
-            raise error
-        if stuck:
-            message = f"rank {', '.join(map(str, stuck))} of {size} did not finish within {timeout_s:g} s"
-            raise LaunchError("".join([message, *places]), stuck[0])
-        return values, 0
+                job.recovery.check_over()
+                self.start(job.recovery.num_ranks)
+            self._size = len(self._ranks)
+        return None
 
-    def _place(self, rank: int, variables: dict[str, str], job: bytes) -> None:
-        """Send a rank to the new world: a rank on standby continues its job there, any other starts it."""
-        end = self._ranks[rank]
-        message = (sys.path, variables, job) if end.step is None else variables
-        end.step, end.is_lost = None, False
-        with contextlib.suppress(OSError):  # _collect detects a rank that is already dead
-            end.link.send_bytes(pickle.dumps(message))
-
-    def _regroup(
-        self, policy: str, size: int, failures: Sequence[Failure], job: bytes, on_message: _Hear, recovery: Recovery,
-        monitor: Monitor | None,
-    ) -> int:  # fmt: skip
-        """Reorder the processes so that the ranks of the next world come first, in their new order; returns their
-        number. If none is left, all ranks are started again. Remaining ranks that received a signal stop in the next
-        world."""
-        late, deadline = set(range(min(size, len(self._ranks)))), time.monotonic() + _REGROUP_S
-        for lost in {failure.rank for failure in failures if failure.rank is not None} & late:
-            self._ranks[lost].process.kill()
-            late.discard(lost)
-        if failures and monitor is not None:  # after its death, since any later messages from it would be too late
-            monitor.tell_lost()
-        stay = {rank for rank in late if self._ranks[rank].step is not None}
-        late -= stay
-        while late and (
-            time.monotonic() < deadline or (monitor is not None and any(monitor.is_busy(rank) for rank in late))
-        ):
-            for rank, kind, content in self._hear(late, _LOOK_S if monitor is None else LOOK_S, None):
-                if kind == "message" and on_message is not None:
-                    on_message(rank, content)
-                elif kind in ("standby", "value", "failure"):
-                    late.discard(rank)
-                    if kind == "standby":
-                        self._ranks[rank].step = content[0]
-                        stay.add(rank)
-            if monitor is not None and (verdict := _look(monitor)) is not None and verdict.rank is not None:
-                late.discard(verdict.rank)  # this rank is lost, too
-        active, others = self._ranks[:size], self._ranks[size:]
-        spares = [spare for spare in others if spare.step is not None and spare.process.exitcode is None]
-        ranks: list[_Rank | None] = [one if rank in stay else None for rank, one in enumerate(active)]
-        if recovery.policy == "spare" and stay:
-            deadline = time.monotonic() + _SPARE_S
-            while len(spares) < ranks.count(None) and recovery.num_wanted and time.monotonic() < deadline:
-                recovery.check_over()
-                spares = self._await_spare(job, recovery, ranks.count(None))
-            ranks = [spares.pop(0) if one is None and spares else one for one in ranks]
-        kept = [one for one in ranks if one is not None]
-        kept += [spare for spare in spares if recovery.policy == "shrink"]
-        spares = [spare for spare in self._ranks[size:] if spare not in kept and spare.process.exitcode is None]
-        self._end([one for one in self._ranks if one not in kept and one not in spares])
-        self._ranks = kept + spares
-        if not stay or (recovery.policy == "spare" and len(kept) < recovery.num_ranks):
-            if policy != "restart":
-                recovery.restart_instead()
-            self.close(at_once=True)
-            recovery.check_over()
-            self.start(recovery.num_ranks)
-            return recovery.num_ranks
-        return recovery.fit(min(len(kept), recovery.num_ranks))
-
-    def _await_spare(self, job: bytes, recovery: Recovery, num_lost: int) -> list[_Rank]:
-        """The spares on standby, after waiting for one more to arrive or fail."""
-        self._refill(job, recovery, num_lost)
-        waiting = {rank for rank in range(self._size, len(self._ranks)) if self._ranks[rank].step is None}
-        for rank, kind, content in self._hear(waiting, _LOOK_S, None):
-            self._note_spare(rank, kind, content, recovery)
-            break  # rank indices may have changed
-        there = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is None]
-        return [spare for spare in there if spare.step is not None]
-
-    def _refill(self, job: bytes, recovery: Recovery, num_lost: int = 0) -> None:
-        """Start missing spares; `num_lost` lost ranks are still in the list."""
-        dead = [spare for spare in self._ranks[self._size :] if spare.process.exitcode is not None]
-        self._ranks = [rank for rank in self._ranks if rank not in dead]
-        self._end(dead)
-        there = len(self._ranks)
-        if recovery.num_wanted and there < recovery.num_wanted + num_lost:
-            self.start(recovery.num_wanted + num_lost)
-            for rank in range(there, len(self._ranks)):
-                alone = {"RANK": "0", "LOCAL_RANK": "0", SPARE: "1"}
-                self._place(rank, _job_variables(1, "") | alone, job)
-
-    def _note_spare(self, rank: int, kind: str, content: Any, recovery: Recovery) -> None:
-        if kind == "standby":
-            self._ranks[rank].step = content[0]
-        elif kind in ("value", "failure"):
-            recovery.note_spare_failed(content)
-            self._end([self._ranks.pop(rank)])
+    def _start_spare(self, job: LocalJob) -> None:
+        self._start_process(self._spares, len(self._ranks) + len(self._spares))
+        alone = {"RANK": "0", "LOCAL_RANK": "0", SPARE: "1"}
+        self._spares[-1].place(_job_variables(1, "") | alone, job.content)
 
     def send(self, rank: int, message: Any) -> None:
         """Send a message to the job on this rank (`worker.receive`); ignored if the rank is gone."""
-        with contextlib.suppress(OSError), defer_signals():  # a partial message could not be decoded
-            self._ranks[rank].link.send_bytes(pickle.dumps(message))
+        with defer_signals():  # a partial message could not be decoded
+            self._ranks[rank].send(message)
 
     @property
-    def _active(self) -> list[_Rank]:
+    def _active(self) -> list[RankProcess]:
         return self._ranks[: self._size or len(self._ranks)]
 
     def pids(self) -> list[int]:
@@ -456,69 +306,66 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Send a signal to every rank that has not ended; waits for those that are still starting."""
         for rank in self._active:
             if rank.process.pid is not None:
-                _signal(rank.process, number)
+                rank.signal(number)
 
     def close(self, at_once: bool = False) -> None:
         """End the ranks and wait until they are gone; idempotent.
 
         Unless `at_once`, idle ranks may exit by themselves: killed ones leave their locks behind, and tqdm has one.
         """
-        ranks, self._ranks, self._size = self._ranks, [], 0
+        ranks = [*self._ranks, *self._spares]
+        self._ranks = []
+        self._spares.clear()
+        self._size = 0
         for rank in ranks:
-            rank.link.close()
-            rank.stacks.close()
+            rank.hang_up()
         if not at_once:
             _join(ranks, _LEAVE_S)
         for rank in ranks:
             rank.process.terminate()
         _join(ranks, _GRACE_S)
-        _end_processes(ranks)
-
-    def _end(self, ranks: Sequence[_Rank]) -> None:
-        """Kill processes that are no longer ranks."""
-        for rank in ranks:
-            rank.process.kill()
-            rank.link.close()
-            rank.stacks.close()
-        _end_processes(ranks)
+        end_processes(ranks)
 
     def _kill(self) -> None:
-        """Kill all ranks now, while the store is up: without it they would print errors of their own."""
-        for rank in self._ranks:
+        """Kill all ranks now."""
+        for rank in [*self._ranks, *self._spares]:
             rank.process.kill()
         _join(self._ranks, _GRACE_S)
 
     def start(self, num_ranks: int | None = None) -> None:
         """Start ranks now, so that they import torch while the caller does other work; `run` would start them
         otherwise."""
+        for rank in range(len(self._ranks), num_ranks or self.num_ranks):
+            self._start_process(self._ranks, rank)
+
+    def _start_process(self, ranks: list[RankProcess], number: int) -> None:
+        """Add a process to these ranks."""
         # First, because it raises in a script without a main guard, before any server is started.
-        preparation = multiprocessing.spawn.get_preparation_data("")
+        preparation = multiprocessing.spawn.get_preparation_data(f"paceline-rank-{number}")
         preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
             self._server = _find_server(self._modules)
-        for rank in range(len(self._ranks), num_ranks or self.num_ranks):
-            preparation["name"] = f"paceline-rank-{rank}"
-            link, far_link = multiprocessing.Pipe()
-            stacks, far_stacks = multiprocessing.Pipe(duplex=False)
-            # Defer signals: a partly started rank would be neither joined nor killed.
-            with far_link, far_stacks, defer_signals():
-                if self._server is None:
-                    is_main = threading.current_thread() is threading.main_thread()
-                    process: Any = multiprocessing.get_context("spawn").Process(
-                        target=serve_jobs_spawned, args=(rank, far_link, far_stacks, is_main), name=preparation["name"]
-                    )
-                    multiprocessing.resource_tracker.ensure_running()  # starting it would undo the signal mask below
-                    with _sigint_blocked():
-                        process.start()
-                else:
-                    with open(os.devnull, "wb") as nothing:
-                        outputs = [fd if os.path.lexists(f"/proc/self/fd/{fd}") else nothing.fileno() for fd in (1, 2)]
-                        process = self._server.fork(far_link.fileno(), [far_stacks.fileno(), *outputs])
-                    mask = os.umask(0)
-                    os.umask(mask)
-                    with contextlib.suppress(OSError):
-                        link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
-                self._ranks.append(_Rank(process, link, stacks))
+        link, far_link = multiprocessing.Pipe()
+        stacks, far_stacks = multiprocessing.Pipe(duplex=False)
+        # Defer signals: a partly started rank would be neither joined nor killed.
+        with far_link, far_stacks, defer_signals():
+            if self._server is None:
+                is_main = threading.current_thread() is threading.main_thread()
+                process: Any = multiprocessing.get_context("spawn").Process(
+                    target=serve_jobs_spawned, args=(number, far_link, far_stacks, is_main), name=preparation["name"]
+                )
+                multiprocessing.resource_tracker.ensure_running()  # starting it would undo the signal mask below
+                with _sigint_blocked():
+                    process.start()
+            else:
+                with open(os.devnull, "wb") as nothing:
+                    outputs = [fd if os.path.lexists(f"/proc/self/fd/{fd}") else nothing.fileno() for fd in (1, 2)]
+                    process = self._server.fork(far_link.fileno(), [far_stacks.fileno(), *outputs])
+                mask = os.umask(0)
+                os.umask(mask)
+                with contextlib.suppress(OSError):
+                    link.send_bytes(pickle.dumps((number, dict(os.environ), mask, preparation)))
+            ranks.append(RankProcess(process, link, stacks))
 
     def _await_ranks(self, num_ranks: int, deadline: float) -> None:
         """Wait until every rank is ready, so that they start together, or has died, or the deadline passes."""
@@ -528,129 +375,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             _can_fork = False
             self.start(num_ranks)
         for rank in self._ranks[:num_ranks]:
-            while not rank.was_heard and rank.process.exitcode is None and time.monotonic() < deadline:
-                if rank.link.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+            while not rank.was_heard and rank.is_alive and time.monotonic() < deadline:
+                if rank.link.poll(max(0.0, min(LISTEN_S, deadline - time.monotonic()))):
                     with contextlib.suppress(EOFError, OSError):
                         rank.was_heard = bool(rank.link.recv_bytes())  # "ready"
                     break
-
-    def _collect(
-        self, num_ranks: int, job: bytes, deadline: float, on_message: _Hear, monitor: Monitor | None,
-        recovery: Recovery | None,
-    ) -> tuple[dict[int, Any], list[Failure]]:  # fmt: skip
-        """Listen to all ranks until each has answered or is on standby, one has failed, or the deadline passes."""
-        values: dict[int, Any] = {}
-        failures: list[Failure] = []
-        pending, is_wanted = set(range(num_ranks)), False
-        while pending and (left_s := deadline - time.monotonic()) > 0:
-            spares = set(range(num_ranks, len(self._ranks)))
-            for rank, kind, content in self._hear(
-                pending | spares, min(left_s, _LOOK_S if monitor is None else LOOK_S), monitor
-            ):
-                if kind == "message" and on_message is not None:
-                    on_message(rank, content)
-                elif rank in spares and recovery is not None:
-                    self._note_spare(rank, kind, content, recovery)
-                    if kind in ("value", "failure"):
-                        self._refill(job, recovery)
-                    break  # rank indices may have changed
-                elif kind == "stepped" and recovery is not None:
-                    first, when_s = content
-                    recovery.note_step(first, when_s, num_ranks)
-                    self._refill(job, recovery)  # now, while it does not delay a recovery
-                    break  # rank indices may have changed
-                elif kind == "standby":
-                    pending.discard(rank)
-                    self._ranks[rank].step, self._ranks[rank].is_lost = content
-                    deadline = min(deadline, time.monotonic() + _STANDBY_S)
-                elif kind in ("value", "failure"):
-                    pending.discard(rank)
-                    if kind == "value":
-                        values[rank] = content
-                    else:
-                        failures.append(content if monitor is None else _add_place(content, monitor.describe(rank)))
-            is_open = all(failure.is_secondary for failure in failures)  # the cause may still be found
-            if is_open and monitor is not None and (verdict := _look(monitor)) is not None:
-                failures.append(Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung"))
-            is_named = recovery is not None and any(not failure.is_secondary for failure in failures)
-            if is_named or any(failure.code in _CERTAIN for failure in failures):
-                break
-            if failures:
-                deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
-            if recovery is not None and not is_wanted and num_ranks < recovery.num_ranks:
-                there = [spare for spare in self._ranks[num_ranks:] if spare.process.exitcode is None]
-                ready = sum(spare.step is not None for spare in there)
-                if is_wanted := recovery.fit(min(num_ranks + ready, recovery.num_ranks)) > num_ranks:
-                    self.send(0, "more ranks are available")
-        return values, failures
-
-    def _hear(self, ranks: set[int], timeout_s: float, monitor: Monitor | None) -> Iterator[tuple[int, str, Any]]:
-        """Messages from these ranks, and how ranks have ended; waits until there is something."""
-        links: dict[Any, int] = {self._ranks[rank].link: rank for rank in ranks}
-        ready = multiprocessing.connection.wait(list(links), timeout_s)
-        # A dead rank closes its link; if a grandchild holds the link open, its exit code shows it.
-        dead = {rank for rank in ranks if self._ranks[rank].process.exitcode is not None}
-        for rank in sorted({links[item] for item in ready} | dead):
-            for kind, content in self._receive(rank, rank in dead, monitor):
-                yield rank, kind, content
-                if kind in ("value", "failure"):
-                    break
-
-    def _receive(self, rank: int, is_gone: bool, monitor: Monitor | None) -> Iterator[tuple[str, Any]]:
-        """The messages of a rank and, if it is gone, how it died. A rank that answered before it died has answered."""
-        end = self._ranks[rank]
-        try:
-            while end.link.poll():
-                answer = pickle.loads(end.link.recv_bytes())
-                end.was_heard = True
-                yield answer
-        except (EOFError, OSError):
-            is_gone = True
-        if is_gone:
-            end.process.join()
-            code, is_seen = end.process.exitcode or 0, monitor is not None and rank < self._size
-            summary = monitor.describe_end(rank, code) if monitor is not None and is_seen else describe_end(code)
-            yield "failure", _describe_death(rank, code, end.was_heard, summary)
-
-    def _read_stack(self, rank: int) -> str:
-        stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
-        if process.pid is None or not self._ranks[rank].was_heard:
-            return "(still starting)"
-        if process.exitcode is not None:
-            return "(ended)"
-        _signal(process, signal.SIGUSR1)
-        text = b""
-        while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
-            text += chunk
-        return text.decode(errors="replace").strip() or "(no answer: suspended, or stuck in the kernel)"
-
-
-def _look(monitor: Monitor) -> Verdict | None:
-    """A fault that must end the job. A rank that is only slow is reported on stderr."""
-    verdict = monitor.look()
-    if verdict is None or verdict.ends:
-        return verdict
-    who = "" if verdict.rank is None else f"rank {verdict.rank} of {monitor.world_size} "
-    monitor.announce(f"warning: {who}{verdict.summary}", verdict.rank, verdict.stack)
-    return None
-
-
-def _add_place(failure: Failure, where: str) -> Failure:
-    """Add the step to the failure of a collective or of user code; other failures already name it or have none."""
-    found = re.match(r"in step \d+", where)
-    if found is None:
-        return failure
-    if isinstance(failure.error, CollectiveError) and not re.search(r"\bstep \d", str(failure.error)):
-        failure.error.args = (f"{found[0]}: {failure.error}",)
-    elif failure.error is None and failure.trace:
-        return replace(failure, summary=failure.summary.replace("failed:", f"failed {found[0]}:", 1))
-    return failure
-
-
-def _describe_death(rank: int, code: int, was_heard: bool, summary: str) -> Failure:
-    if code >= 0 and not was_heard:
-        summary += " while starting: a script must start ranks under `if __name__ == '__main__':`"
-    return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "died")
 
 
 def run_ranks(
@@ -809,9 +538,7 @@ def _serve_store() -> Iterator[str]:
         else:  # no abstract sockets and no peer credentials: use a private folder
             name = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")), "store")
         server = store_server.Server(store_server.bind(name))
-        thread = server.start()
         try:
             yield name
         finally:
             server.stop()
-            thread.join()

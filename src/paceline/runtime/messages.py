@@ -1,17 +1,21 @@
-"""Messages between ranks other than gradients: values as JSON and bytes, which cannot run code when they are decoded.
+"""Values as JSON and tensors, which cannot run code when they are read: messages between ranks, and checkpoints' state.
 
-Supports plain values, tensors, arrays, and Paceline's own records and errors; nothing from another rank is unpickled.
+`pack` turns plain values and tensors into a structure that `json` can write. Messages add arrays, sets, and Paceline's
+own records and errors. Nothing from another rank is unpickled.
 """
 
 from __future__ import annotations
 
+import base64
+import collections
 import dataclasses
 import enum
 import functools
 import json
+import math
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,122 +25,178 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineError
 
-_TAG = "$"  # key of JSON objects that encode types JSON lacks
-_HEAD = struct.Struct("<QQ")  # size of the JSON in bytes, and number of blocks that follow
-_BLOCK = struct.Struct("<Q")
-_PLAIN = (bool, int, float, str, type(None))
+# Tags for values that JSON lacks, each written as an object with this one key. A dict that itself has a key starting
+# with "$" is written as pairs, so it cannot be mistaken for a tag. Checkpoints on disk contain these four.
+_TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
+_PLAIN = (bool, int, str, type(None))
+_MOST_LEVELS = 100  # far deeper than any real value
+_HEAD = struct.Struct("<QQ")  # sizes in bytes: of the list of tensors, and of the structure
 _INVALID = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, struct.error)
+# The tag and the content of a value that `pack` does not know; None if the value is not supported.
+Extend = Callable[[Any], tuple[str, Any] | None]
 
 
 class NotPlainError(ConfigError):
-    """A value cannot be sent to other ranks."""
+    """A value cannot be packed."""
+
+
+# -- structures --------------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (), extend: Extend | None = None) -> Any:
+    """Turn a value into a structure that `json` can write. Tensors go into `tensors` under flat names, uncopied.
+
+    Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
+    subclasses, and what `extend` describes; an OrderedDict comes back as a dict. NotPlainError names anything else.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        # json writes the shortest digits that round-trip exactly, but cannot represent inf and nan.
+        return value if math.isfinite(value) else {_FLOAT: struct.pack(">d", value).hex()}
+    if len(path) > _MOST_LEVELS:
+        place = _name_place(path)[:60]
+        raise NotPlainError(f"{place}... is nested more than {_MOST_LEVELS} levels deep: it may contain itself")
+    if kind in (list, tuple):
+        items = [
+            item if type(item) in _PLAIN else pack(item, tensors, (*path, number), extend)
+            for number, item in enumerate(value)
+        ]
+        return items if kind is list else {_TUPLE: items}
+    if kind in (dict, collections.OrderedDict):
+        odd = [key for key in value if type(key) not in (str, int)]
+        if odd and extend is None:
+            found = f"{_name_place(path)} has the key {odd[0]!r} of type {type(odd[0]).__name__}"
+            raise NotPlainError(f"{found}: use str or int")
+        pairs = [
+            [key if type(key) in (str, int) else pack(key, tensors, (*path, key), extend),
+             item if type(item) in _PLAIN else pack(item, tensors, (*path, key), extend)]
+            for key, item in value.items()
+        ]  # fmt: skip
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        return dict(pairs) if is_plain else {_DICT: pairs}
+    is_tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if is_tensor and value.layout is torch.strided and not value.is_meta:
+        place = _name_place(path)
+        while place in tensors:  # {"a.b": x, "a": {"b": y}}
+            place += "'"
+        tensors[place] = value.detach()
+        return {_TENSOR: place}
+    if extend is not None and (described := extend(value)) is not None:
+        tag, content = described
+        packed = pack(content, tensors, (*path, tag), extend)
+        return {tag: packed} if tag else packed
+    found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
+    kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
+    raise NotPlainError(f"{_name_place(path)} is {found}, which cannot be saved or sent to other ranks: use {kinds}")
+
+
+def _name_place(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)) or "the value"
+
+
+def unpack(
+    structure: Any, tensors: Mapping[str, torch.Tensor], build: Mapping[str, Callable[[Any], Any]] | None = None
+) -> Any:
+    """The inverse of `pack`; `build` makes a value from the content of a tag of `extend`. A malformed structure raises
+    KeyError, TypeError, ValueError, AttributeError, RecursionError or struct.error."""
+    if isinstance(structure, list):
+        return [item if type(item) in _PLAIN else unpack(item, tensors, build) for item in structure]
+    if not isinstance(structure, dict):
+        return structure
+    if not next(iter(structure), "").startswith("$"):
+        return {key: unpack(item, tensors, build) for key, item in structure.items()}
+    ((tag, content),) = structure.items()
+    if tag == _TENSOR:
+        return tensors[content]
+    if tag == _FLOAT:
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    if tag == _TUPLE:
+        return tuple(unpack(item, tensors, build) for item in content)
+    if tag == _DICT:
+        return {unpack(key, tensors, build): unpack(item, tensors, build) for key, item in content}
+    if build is None or tag not in build:
+        raise ValueError(f"unknown tag {tag!r}")
+    return build[tag](unpack(content, tensors, build))
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> bytes:
     """A value as bytes; NotPlainError names the type that cannot be sent."""
-    blocks: list[bytes] = []
-    try:
-        text = json.dumps(_pack(value, blocks)).encode()
-    except RecursionError:
-        raise NotPlainError("a value that contains itself or is nested too deeply cannot be sent to ranks") from None
-    parts = [_HEAD.pack(len(text), len(blocks)), text]
-    for block in blocks:
-        parts += [_BLOCK.pack(len(block)), block]
-    return b"".join(parts)
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(pack(value, tensors, extend=_describe)).encode()
+    entries, blocks = [], []
+    for name, tensor in tensors.items():
+        flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+        blocks.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    listed = json.dumps(entries).encode()
+    return b"".join([_HEAD.pack(len(listed), len(text)), listed, text, *blocks])
 
 
 def decode(data: bytes) -> Any:
     """The value that was passed to `encode`; CollectiveError for malformed bytes."""
     try:
-        length, count = _HEAD.unpack_from(data)
-        at = _HEAD.size + length
-        blocks = []
-        for _ in range(count):
-            (size,) = _BLOCK.unpack_from(data, at)
-            at += _BLOCK.size + size
-            blocks.append(data[at - size : at])
+        listed_bytes, text_bytes = _HEAD.unpack_from(data)
+        at = _HEAD.size + listed_bytes
+        entries, text = json.loads(data[_HEAD.size : at].decode()), data[at : at + text_bytes].decode()
+        at += text_bytes
+        tensors = {}
+        for name, dtype_name, shape in entries:
+            dtype = _read_dtype(dtype_name)
+            block = data[at : at + math.prod(shape) * dtype.itemsize]
+            at += len(block)
+            flat = torch.empty(len(block), dtype=torch.uint8)
+            if block:
+                flat.numpy()[:] = numpy.frombuffer(block, numpy.uint8)
+            tensors[name] = flat.view(dtype).reshape(shape)
         if at != len(data):
             raise ValueError(f"{len(data)} bytes instead of {at}")
-        text = data[_HEAD.size : _HEAD.size + length].decode()
-        return json.loads(text, object_hook=functools.partial(_unpack, blocks))
+        return unpack(json.loads(text), tensors, _BUILD)
     except _INVALID as error:
         raise CollectiveError(f"malformed message from another rank: {error}", code="message") from None
 
 
-def _pack(value: Any, blocks: list[bytes]) -> Any:
+def _describe(value: Any) -> tuple[str, Any] | None:
+    """The tag of a value that only messages support, and its content; an empty tag if the content takes its place."""
     kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is list:
-        return [item if type(item) in _PLAIN else _pack(item, blocks) for item in value]
-    if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
-        return {key: item if type(item) in _PLAIN else _pack(item, blocks) for key, item in value.items()}
-    name, content = _describe(value)
-    if name in ("bytes", "tensor", "array"):
-        blocks.append(content.pop())
-        content.append(len(blocks) - 1)
-    return {_TAG: name, "of": _pack(content, blocks)}
-
-
-def _describe(value: Any) -> tuple[str, list[Any]]:
-    """The tag of a value, and its content."""
-    kind = type(value)
-    if kind in (tuple, torch.Size):
-        return "tuple", list(value)
-    if isinstance(value, dict):  # with other keys, or an OrderedDict
-        return "dict", [part for pair in value.items() for part in pair]
+    if kind is torch.Size:
+        return "", tuple(value)
+    if isinstance(value, dict):  # a subclass
+        return "", dict(value)
     if kind in (set, frozenset):
-        return kind.__name__, list(value)
+        return f"${kind.__name__}", list(value)
     if kind in (bytes, bytearray):
-        return "bytes", [bytes(value)]
-    if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and value.layout is torch.strided:
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return "tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), content]
+        return "$bytes", base64.b64encode(value).decode()
     if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-        return "number", [value.item()]
-    if kind is numpy.ndarray and value.dtype.kind in "biufc":
-        return "array", [value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]
+        return "", value.item()
+    if kind is numpy.ndarray and value.dtype.kind in "biufc" and value.dtype.char not in "gG":
+        return "$array", torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
     if kind is torch.dtype:
-        return "dtype", [str(value).removeprefix("torch.")]
+        return "$dtype", str(value).removeprefix("torch.")
     if kind is complex:
-        return "complex", [value.real, value.imag]
+        return "$complex", [value.real, value.imag]
     if isinstance(value, PurePath):
-        return "path", [str(value)]
+        return "$path", str(value)
     if isinstance(value, functools.partial) and _is_ours(value.func) and not value.args:
-        return "partial", [_name(value.func), dict(value.keywords)]
+        return "$partial", [_name(value.func), dict(value.keywords)]
     if _is_ours(kind):
         if isinstance(value, enum.Enum):
-            return "enum", [_name(kind), value.name]
+            return "$enum", [_name(kind), value.name]
         if isinstance(value, PacelineError):
             more = (value.rank, value.rank_traceback) if isinstance(value, LaunchError) else (None, "")
-            return "error", [_name(kind), str(value), value.code, *more, list(getattr(value, "__notes__", []))]
+            return "$error", [_name(kind), str(value), value.code, *more, list(getattr(value, "__notes__", []))]
         if dataclasses.is_dataclass(value):
             fields = dataclasses.fields(value)
-            return "record", [_name(kind), {field.name: getattr(value, field.name) for field in fields}]
-        return "record", [_name(kind), dict(zip(value._fields, value, strict=True))]
+            return "$record", [_name(kind), {field.name: getattr(value, field.name) for field in fields}]
+        return "$record", [_name(kind), dict(zip(value._fields, value, strict=True))]
     for plain in (str, int, float):  # subclasses, such as numpy's or an enum's
         if isinstance(value, plain):
-            return "number", [plain(value)]
-    kinds = "numbers, text, bytes, tensors, arrays, and lists, tuples, sets and dicts of these"
-    raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: use {kinds}")
-
-
-def _unpack(blocks: list[bytes], found: dict[str, Any]) -> Any:
-    if _TAG not in found:
-        return found
-    build: Callable[..., Any] = _BUILD[found[_TAG]]
-    content = found["of"]
-    if found[_TAG] in ("bytes", "tensor", "array"):
-        content[-1] = blocks[content[-1]]
-    return build(*content)
-
-
-def _build_tensor(dtype: str, shape: list[int], content: bytes) -> torch.Tensor:
-    flat = torch.empty(len(content), dtype=torch.uint8)
-    if content:
-        flat.numpy()[:] = numpy.frombuffer(content, numpy.uint8)
-    return flat.view(_read_dtype(dtype)).reshape(shape)
+            return "", plain(value)
+    return None
 
 
 def _read_dtype(name: str) -> torch.dtype:
@@ -144,13 +204,6 @@ def _read_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a dtype")
     return dtype
-
-
-def _build_array(dtype: str, shape: list[int], content: bytes) -> numpy.ndarray[Any, Any]:
-    kind = numpy.dtype(dtype)
-    if kind.kind not in "biufc":
-        raise TypeError(f"{dtype!r} is not a numeric type")
-    return numpy.frombuffer(content, kind).reshape(shape).copy()
 
 
 def _build_record(name: str, fields: dict[str, Any]) -> Any:
@@ -177,22 +230,18 @@ def _build_error(name: str, text: str, code: str, rank: int | None, trace: str, 
     return error
 
 
-_BUILD: dict[str, Callable[..., Any]] = {
-    "tuple": lambda *items: items,
-    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    "set": lambda *items: set(items),
-    "frozenset": lambda *items: frozenset(items),
-    "bytes": lambda content: content,
-    "tensor": _build_tensor,
-    "number": lambda value: value,
-    "array": _build_array,
-    "dtype": _read_dtype,
-    "complex": complex,
-    "path": Path,
-    "partial": lambda name, keywords: functools.partial(_find(name), **keywords),
-    "enum": lambda name, member: _find(name)[member],
-    "error": _build_error,
-    "record": _build_record,
+_BUILD: dict[str, Callable[[Any], Any]] = {
+    "$set": set,
+    "$frozenset": frozenset,
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$array": lambda tensor: tensor.numpy(),
+    "$dtype": _read_dtype,
+    "$complex": lambda parts: complex(*parts),
+    "$path": Path,
+    "$partial": lambda parts: functools.partial(_find(parts[0]), **parts[1]),
+    "$enum": lambda parts: _find(parts[0])[parts[1]],
+    "$error": lambda parts: _build_error(*parts),
+    "$record": lambda parts: _build_record(*parts),
 }
 
 

@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import math
 import multiprocessing.connection
 import os
-import re
-import signal
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.runtime import pulse
+from paceline.runtime.processes import (
+    Handle,
+    count_oom_kills,
+    describe_end,
+    describe_frames,
+    find_frames,
+    is_importing,
+    is_in_collective,
+)
 from paceline.runtime.pulse import BETWEEN, LEFT, SLOW, START, WAIT
 from paceline.units import name_ranks, parse_duration
 
@@ -59,14 +63,6 @@ _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
 # Share of snapshots in which a blocked process sleeps. A process that waits for a core is runnable, not hung.
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
-_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Files of functions that wait for other ranks, and files that call such functions in torch's C++ as innermost frame.
-_COLLECTIVES = (
-    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/distributed/_functional_collectives.py", "paceline/parallel/channel.py",
-)  # fmt: skip
-_CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
-
 _FOUND = {
     "stopped": "has been stopped (SIGSTOP)", "gil": "has held Python's lock (the GIL)", "loop": "has been computing",
     "blocked": "has been blocked", "disk": "has waited for a disk or a driver (state D)",
@@ -376,26 +372,25 @@ class _Process:
         os.ftruncate(self.page_fd, pulse.PAGE_BYTES)
         self.page = pulse.map_page(self.page_fd)
         self._words = memoryview(self.page).cast("q")
-        self.pid, self.handle = 0, -1
+        self.handle: Handle | None = None  # once the rank has opened its page
         self._p99: tuple[int, float] = 0, 0.0
 
     def close(self) -> None:
         self._words.release()
         self.page.close()
-        for descriptor in (self.page_fd, self.stacks_fd, self.handle):
-            if descriptor >= 0:
-                os.close(descriptor)
+        os.close(self.page_fd)
+        os.close(self.stacks_fd)
+        if self.handle is not None:
+            self.handle.close()
 
     def look(self) -> RankSnapshot | None:
         """A snapshot; None before the rank has opened its page."""
         words = self._words
-        if not self.pid:
+        if self.handle is None:
             if not words[pulse.PID]:
                 return None
-            self.pid = words[pulse.PID]
-            with contextlib.suppress(ProcessLookupError):
-                self.handle = os.pidfd_open(self.pid)
-        state, cpu_s = self._read_process()
+            self.handle = Handle(words[pulse.PID])
+        state, cpu_s = self.handle.read_state()
         phase, num_steps = self.find_phase()[0], words[pulse.NUM_STEPS]
         since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
         longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
@@ -441,34 +436,7 @@ class _Process:
 
     @property
     def is_gone(self) -> bool:
-        # `select` does not support descriptors above 1023, which a launcher of many ranks may have; this polls.
-        return self.pid > 0 and (self.handle < 0 or bool(multiprocessing.connection.wait([self.handle], 0)))
-
-    def _read_process(self) -> tuple[str, float]:
-        if self.is_gone:
-            return "", 0.0
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return "", 0.0
-        return fields[0], (int(fields[11]) + int(fields[12])) * _TICK_S
-
-    def find_status(self) -> int | None:
-        """The exit status as `os.wait` reports it, which the kernel keeps for a handle or a zombie; None if unknown."""
-        answer = bytearray(struct.pack("Q", 1 << 3).ljust(64, b"\0"))  # PIDFD_INFO_EXIT, since Linux 6.15
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(self.handle, 0xC040FF0B, answer)
-            if struct.unpack_from("Q", answer)[0] & 1 << 3:
-                return int(struct.unpack_from("i", answer, 60)[0])
-        with contextlib.suppress(OSError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] == "Z":
-                return int(fields[49])
-        return None
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self.handle, number)
+        return self.handle is not None and self.handle.is_gone
 
     def tell(self, text: str) -> None:
         """Make the rank print this text; it has a thread for that (`pulse`)."""
@@ -477,10 +445,10 @@ class _Process:
 
     def read_stack(self, limit_s: float = 1.0) -> str:
         """The stacks of all its threads; empty if it is stopped or gone."""
-        if self.is_gone or self.has_left or self._read_process()[0] in ("T", "t", "Z", ""):
+        if self.handle is None or self.has_left or self.handle.read_state()[0] in ("T", "t", "Z", ""):
             return ""
         os.ftruncate(self.stacks_fd, 0)
-        self.signal(pulse.STACKS_SIGNAL)
+        self.handle.signal(pulse.STACKS_SIGNAL)
         until_s, size = time.monotonic() + limit_s, 0
         while time.monotonic() < until_s:
             time.sleep(0.03)
@@ -496,56 +464,6 @@ class _Process:
         """The stacks that a crash wrote."""
         _, found, stack = self._read_stacks().rpartition("Fatal Python error: ")
         return stack if found else ""
-
-
-def find_frames(stack: str) -> list[tuple[str, str, str]]:
-    """File, line and function of the main thread's frames, innermost first, from faulthandler's output."""
-    threads = [part for part in re.split(r"\n\s*\n", stack) if 'File "' in part] or [""]
-    # The thread that started first comes last, followed by other details of a crash.
-    return re.findall(r'File "([^"]*)", line (\S+) in (\S+)', threads[-1])
-
-
-def describe_frames(stack: str, most: int = 4) -> str:
-    return " < ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in find_frames(stack)[:most])
-
-
-def is_in_collective(stack: str) -> bool:
-    """Whether the main thread is in a function that waits for other ranks."""
-    frames = [file for file, _, _ in find_frames(stack)[:6]]
-    return any(file.endswith(_COLLECTIVES) for file in frames) or any(one.endswith(_CALLERS) for one in frames[:1])
-
-
-def is_importing(stack: str) -> bool:
-    """Whether the main thread is importing a module in the middle of a step, which takes as long as the disk needs."""
-    for file, _, _ in find_frames(stack):
-        if file.endswith("torch/nn/modules/module.py"):
-            return False
-        if file.startswith("<frozen importlib"):
-            return True
-    return False
-
-
-def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
-    """How a process ended, from its exit code, which is minus the signal that killed it. `where` is its step and phase,
-    `is_oom` whether the kernel recently killed a process for memory, and `stack` what a crash wrote."""
-    where = f" {where}" if where else ""
-    if code >= 0:
-        return f"exited with code {code}{where}"
-    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    why = ""
-    if code == -signal.SIGKILL:
-        why = " (by the kernel: out of memory)" if is_oom else " (manually, or by the kernel when memory ran out)"
-    at = f"; it was at {describe_frames(stack)}" if find_frames(stack) else ""
-    if code == -signal.SIGABRT and is_in_collective(stack):
-        at += "; gloo aborts a process that receives a message of unexpected size: use equal shapes on all ranks"
-    return f"was killed by {name}{why}{where}{at}"
-
-
-def count_oom_kills() -> int:
-    """How many processes this system has killed for lack of memory, including those in control groups."""
-    with contextlib.suppress(OSError, AttributeError):
-        return int(re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])  # type: ignore
-    return 0
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
@@ -587,24 +505,26 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         outputs = {None, _find_output("self")}
         for number in sorted(self._processes, key=lambda number: number == rank):
             process = self._processes[number]
-            if process.pid and not process.is_gone and (output := _find_output(process.pid)) not in outputs:
+            if process.handle is None or process.is_gone:
+                continue
+            if (output := _find_output(process.handle.pid)) not in outputs:
                 outputs.add(output)
                 process.tell(text)
 
     def pids(self) -> dict[int, int]:
         """The process ids of the ranks that have opened their pages."""
-        return {rank: one.pid for rank, one in self._processes.items() if one.pid}
+        return {rank: one.handle.pid for rank, one in self._processes.items() if one.handle is not None}
 
     def wait(self, limit_s: float) -> None:
         """Wait until a rank ends, at most this long."""
-        handles = [one.handle for one in self._processes.values() if one.pid and not one.is_gone]
+        handles = [one.handle.fd for one in self._processes.values() if one.handle is not None and not one.is_gone]
         multiprocessing.connection.wait(handles, limit_s)
 
     def signal(self, ranks: Sequence[int] | None, number: int) -> None:
         """Send a signal to these ranks, or to all."""
         for rank in self._processes if ranks is None else ranks:
-            if self._processes[rank].pid:
-                self._processes[rank].signal(number)
+            if (handle := self._processes[rank].handle) is not None:
+                handle.signal(number)
 
     def tell_lost(self) -> None:
         """Tell the ranks that another one is lost: some collectives would wait for it forever."""
@@ -612,7 +532,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             memoryview(one.page).cast("q")[pulse.IS_LOST] = 1
 
     def are_all_gone(self) -> bool:
-        return all(one.is_gone or not one.pid for one in self._processes.values())
+        return all(one.is_gone or one.handle is None for one in self._processes.values())
 
     def have_all_left(self) -> bool:
         """Whether every rank of this host has finished properly."""
@@ -631,7 +551,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         found = {}
         for rank, one in self._processes.items():
             error = pulse.read_text(one.page, pulse.ERROR)
-            if not one.is_gone or (status := one.find_status()) == 0:  # it handled an error of its world
+            if one.handle is None or not one.handle.is_gone:
+                continue
+            if (status := one.handle.find_status()) == 0:  # it handled an error of its world
                 continue
             where, waiting = self.describe(rank), self.describe_waiting(rank)
             if status is None and not error and one.has_left:

@@ -11,25 +11,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hmac
 import json
-import multiprocessing.connection
 import os
 import platform
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from paceline.errors import LaunchError, refuse
 from paceline.runtime import pulse
 from paceline.runtime.monitor import LOOK_S, VARIABLE, Monitor, Verdict, find_hang_timeout, why_not
-from paceline.runtime.worker import describe_failure
+from paceline.runtime.processes import describe_failure
+from paceline.runtime.store_server import Gate, check_server
 from paceline.units import name_ranks
 
 _MEET_S = 60.0  # how long a rank waits for the others and for its host's monitor
@@ -38,8 +39,6 @@ _AFTERMATH_S = 0.5
 # and to obey a signal.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # heartbeats between hosts
-# Limits for unauthenticated connections: number, time and bytes.
-_MOST_UNKNOWN, _UNKNOWN_S, _UNKNOWN_BYTES = 64, 5.0, 4096
 _started: subprocess.Popen[bytes] | None = None
 
 
@@ -284,56 +283,72 @@ def _explain_end(pid: int, text: str) -> None:
 class Links(contextlib.AbstractContextManager["Links"]):
     """JSON lines between the monitors of several hosts; rank 0's monitor listens and forwards what it receives.
 
-    A connection begins with a secret from the ranks' store. Each end sends heartbeats; a host that was silent for a
-    while and did not leave is lost.
+    Both ends of a connection prove that they know a secret from the ranks' store. Each end sends heartbeats; a host
+    that was silent for a while and did not leave is lost. A thread reads each connection.
     """
 
     def __init__(self, hosts: dict[str, list[int]], asked: dict[str, Any]) -> None:
-        self._hosts, self._token = list(hosts.values()), asked["token"]
+        self._hosts = list(hosts.values())
         self._mine = next(number for number, ranks in enumerate(self._hosts) if ranks == asked["ranks"])
         self._names = [place.split()[0] for place in hosts]
-        self._listener: socket.socket | None = None
+        self._gate: Gate | None = None
         self._peers: dict[int, socket.socket] = {}  # by host number
-        self._unknown: dict[socket.socket, float] = {}  # deadlines for authentication
         self._heard_s: dict[int, float] = {}
-        self._data: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
         self._closed_s: dict[int, float] = {}
         self._warnings: list[str] = []
+        self._verdict: str | None = None
+        self._lock = threading.Lock()
         # How long to look for the cause of an error that another rank may have caused.
         self.aftermath_s = _AFTERMATH_S if len(self._hosts) == 1 else _SILENT_S + 2 * _AFTERMATH_S
         self._sent_s, self.address = 0.0, ""
         if len(self._hosts) == 1:
             return
+        secret = asked["token"].encode()
         if self._mine == 0:
-            self._listen(asked["address"])
             self._heard_s = dict.fromkeys(range(1, len(self._hosts)), time.monotonic() + _MEET_S)
+            self._gate = Gate(self._listen(asked["address"]), secret, self._read)
         else:
             host, _, port = asked["hub"].rpartition(":")
-            self._peers[0] = socket.create_connection((host, int(port)), timeout=_SILENT_S)
+            link = socket.create_connection((host, int(port)), timeout=_SILENT_S)
+            if not check_server(link, secret):
+                link.close()
+                raise LaunchError(f"the process at {asked['hub']} is not the monitor of rank 0", code="stranger")
+            link.settimeout(None)
             self._heard_s[0] = time.monotonic()
-            self._peers[0].sendall(json.dumps({"token": self._token, "host": self._mine}).encode() + b"\n")
+            self._add_peer(0, link)
+            self.send({"host": self._mine})
+            threading.Thread(target=self._read, args=(link, 0), daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
-        for link in (*self._peers.values(), *self._unknown, *([self._listener] if self._listener else [])):
-            link.close()
+        for link in list(self._peers.values()):
+            link.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        if self._gate is not None:
+            self._gate.close()
 
-    def _listen(self, address: str) -> None:
+    def _listen(self, address: str) -> socket.socket:
         """Listen on the address at which other hosts reach rank 0."""
+        listener = None
         with contextlib.suppress(OSError):
             family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(place[:2], family=family)
-        if self._listener is None:  # not this host's own address: it is behind NAT
-            self._listener = socket.create_server(("", 0))
-        self.address = f"{address}:{self._listener.getsockname()[1]}"
+            listener = socket.create_server(place[:2], family=family)
+        if listener is None:  # not this host's own address: it is behind NAT
+            listener = socket.create_server(("", 0))
+        self.address = f"{address}:{listener.getsockname()[1]}"
+        return listener
+
+    def _add_peer(self, number: int, link: socket.socket) -> None:
+        # Sending must not wait for a host that does not read.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
+        self._peers[number] = link
 
     def send(self, message: dict[str, Any], but: int = -1) -> None:
         data = json.dumps(message).encode() + b"\n"
-        for number, link in list(self._peers.items()):
-            if number != but:
-                with contextlib.suppress(OSError):
-                    link.settimeout(0.2)
-                    link.sendall(data)
+        with self._lock:
+            for number, link in list(self._peers.items()):
+                if number != but:
+                    with contextlib.suppress(OSError):
+                        link.sendall(data)
 
     def leave(self) -> None:
         self.send({"left": [self._mine]})
@@ -344,34 +359,12 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return found
 
     def look(self) -> str | None:
-        """Send heartbeats and read messages without waiting. Returns the verdict of another host, if there is one."""
-        if len(self._hosts) == 1:
-            return None
-        now_s = time.monotonic()
-        if now_s - self._sent_s > _BEAT_S:
-            self._sent_s = now_s
+        """Send heartbeats. Returns the verdict of another host, if there is one."""
+        if len(self._hosts) > 1 and time.monotonic() - self._sent_s > _BEAT_S:
+            self._sent_s = time.monotonic()
             self.send({"left": sorted(self._left)})
-        readable = [link for link in (self._listener, *self._unknown, *self._peers.values()) if link is not None]
-        for link in multiprocessing.connection.wait(readable, 0):
-            if link is self._listener:
-                self._accept(now_s)
-            elif (text := self._receive(cast("socket.socket", link), now_s)) is not None:
-                return text
-        for link in [one for one, until_s in self._unknown.items() if now_s > until_s]:
-            self._drop(link)
-        return None
-
-    def _accept(self, now_s: float) -> None:
-        with contextlib.suppress(OSError):  # it is already gone
-            link = self._listener.accept()[0]  # type: ignore[union-attr]
-            self._unknown[link] = now_s + _UNKNOWN_S
-        if len(self._unknown) > _MOST_UNKNOWN:
-            self._drop(next(iter(self._unknown)))
-
-    def _drop(self, link: socket.socket) -> None:
-        self._unknown.pop(link, None)
-        self._data.pop(link, None)
-        link.close()
+        found, self._verdict = self._verdict, None
+        return found
 
     def find_lost(self) -> str | None:
         """A host that is gone without having left."""
@@ -387,46 +380,22 @@ class Links(contextlib.AbstractContextManager["Links"]):
                 return f"{text}: no heartbeat for {now_s - heard_s:.1f} s: {why}"
         return None
 
-    def _receive(self, link: socket.socket, now_s: float) -> str | None:
-        try:
-            data = link.recv(1 << 16)
-        except OSError:
-            data = b""
-        number = next((number for number, one in self._peers.items() if one is link), None)
-        if not data:
-            if number is not None:  # lost, unless it has left
-                self._peers.pop(number)
-                self._closed_s[number] = now_s
-            self._drop(link)
-            return None
-        *lines, self._data[link] = (self._data.get(link, b"") + data).split(b"\n")
-        if number is None and max(map(len, (*lines[:1], self._data[link]))) > _UNKNOWN_BYTES:
-            self._drop(link)
-            return None
-        for line in lines:
-            if number is None:
-                if (number := self._prove(line)) is None:
-                    self._drop(link)
-                    return None
-                self._unknown.pop(link)
-                self._peers[number] = link
-            message = json.loads(line)
-            self._heard_s[number] = now_s
-            self._left |= set(message.get("left", ()))
-            if "warning" in message:
-                self.send(message, but=number)
-                self._warnings.append(str(message["warning"]))
-            if "verdict" in message:
-                self.send(message, but=number)
-                return str(message["verdict"])
-        return None
-
-    def _prove(self, line: bytes) -> int | None:
-        """The host number of the monitor that sent this first line; None if it does not know the secret."""
-        try:
-            message = json.loads(line)
-            token, host = str(message["token"]), message["host"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-        is_known = hmac.compare_digest(token.encode(errors="replace"), self._token.encode())
-        return host if is_known and isinstance(host, int) and host in self._heard_s else None
+    def _read(self, link: socket.socket, number: int = -1) -> None:
+        """Read a connection until it is closed, in a thread; without a number, its first line says which host it is."""
+        with contextlib.suppress(OSError, ValueError), link, link.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if number < 0:
+                    number = int(message["host"])
+                    self._add_peer(number, link)
+                self._heard_s[number] = time.monotonic()
+                self._left |= set(message.get("left", ()))
+                if "warning" in message or "verdict" in message:
+                    self.send(message, but=number)
+                if "warning" in message:
+                    self._warnings.append(str(message["warning"]))
+                if "verdict" in message and self._verdict is None:
+                    self._verdict = str(message["verdict"])
+        if number >= 0:  # lost, unless it has left
+            self._peers.pop(number, None)
+            self._closed_s[number] = time.monotonic()

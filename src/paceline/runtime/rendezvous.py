@@ -5,9 +5,9 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import glob
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime import messages, store_server
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.worker import Failure, describe_failure, make_error
+from paceline.runtime.processes import Failure, describe_failure, make_error
 from paceline.transport import proof
 
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
@@ -47,7 +47,7 @@ _ANSWER_S = 3.0  # how long an answer may take in transit, beyond the time that 
 _LONGEST_S = 1e6  # the kernel does not accept infinity
 # A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
 # the timeout in ms.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 11_000))
+_KEEPALIVE = (5, 2, 3, 11_000)
 _closers = contextlib.ExitStack()
 ABSENT = "did not arrive within {:g} s: check that they started (on Slurm: `srun`, not a bare call in the batch script)"
 
@@ -83,24 +83,25 @@ def gather(
     except BaseException as error:
         failure = describe_failure(place.rank, error)
         # Another rank's failure may have caused this one.
-        cause = _find_failure(store) if failure.is_secondary else b""
+        cause = _find_failure(store) if failure.is_secondary else None
         with contextlib.suppress(RuntimeError):
             if store.add("failures", 1) == 1:
                 store.set("failed", _encode_failure(failure))
             _leave(store, place)
-        if cause:
-            raise make_error(_read_failure(cause), place.world_size) from error
+        if cause is not None:
+            raise make_error(cause, place.world_size) from error
         raise
     limit_s = math.inf if timeout_s is None else timeout_s
     try:
-        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), lambda: _find_failure(store))
-        failed = b"" if values else _find_failure(store)
+        has_failed = functools.partial(store.check, ["failed"])
+        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), has_failed)
+        cause = None if values else _find_failure(store)
     except dist.DistError as error:
         text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
         raise LaunchError(f"rank {place.rank} {text}", code="peer-lost") from None
     _leave(store, place)
-    if failed:
-        raise make_error(_read_failure(failed), place.world_size)
+    if cause is not None:
+        raise make_error(cause, place.world_size)
     return [_decode(value, is_private(store)) for value in values]
 
 
@@ -130,16 +131,14 @@ def _encode_failure(failure: Failure) -> bytes:
         return messages.encode(dataclasses.replace(failure, error=None))
 
 
-def _read_failure(content: bytes) -> Failure:
-    found = messages.decode(content)
+def _find_failure(store: Any) -> Failure | None:
+    """The report of the first rank that failed."""
+    if not store.check(["failed"]):
+        return None
+    found = messages.decode(store.get("failed"))
     if not isinstance(found, Failure):
         raise LaunchError("another rank failed, but its error report could not be decoded")
     return found
-
-
-def _find_failure(store: Any) -> bytes:
-    """The report of the first rank that failed."""
-    return bytes(store.get("failed")) if store.check(["failed"]) else b""
 
 
 def _leave(store: Any, place: Place) -> None:
@@ -189,12 +188,7 @@ class PrivateStore(dist.Store):
                 until_s = time.monotonic() + min(limit_s + _ANSWER_S if limit_s else self._limit_s(), _LONGEST_S)
                 link.settimeout(until_s - time.monotonic())
                 link.sendall(request)
-                answer = bytearray()
-                while (found := store_server.unpack(answer)) is None:
-                    link.settimeout(max(0.001, until_s - time.monotonic()))
-                    if not (content := link.recv(1 << 18)):
-                        raise ConnectionError("closed")
-                    answer += content
+                kind, answer = store_server.receive_message(link, until_s)
             except BaseException as error:  # also after an interrupt: nobody would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
@@ -205,9 +199,9 @@ class PrivateStore(dist.Store):
                     text = f"the Store of the job: {what}, probably because rank 0, its host or the launcher is gone"
                     raise dist.DistNetworkError(text) from None
                 raise
-        if found[0] == store_server.LATE:
+        if kind == store_server.LATE:
             raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
-        return found[1]
+        return answer
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         return float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
@@ -374,15 +368,13 @@ def _bind(name: str, where: str) -> socket.socket:
             if time.monotonic() > until_s:
                 holder = _find_holder(name)
                 who = "probably by another job" if holder is None else f"by a process of another user (uid {holder})"
-                text = f"is taken, {who}: choose another MASTER_PORT, or use `torchrun --standalone`"
-                raise LaunchError(f"{where} {text} ({error.strerror})", code="taken") from None
+                raise _describe_taken(f"{where} is taken, {who}", error) from None
         time.sleep(0.05)
 
 
 def _find_holder(name: str) -> int | None:
     """The uid of another user whose process listens at this name, or None."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.connect(store_server.address(name))
+    with contextlib.suppress(OSError), store_server.connect(name) as link:
         found = store_server.peer_user(link)
         return found[0] if found is not None and found[0] != os.geteuid() else None
     return None
@@ -395,8 +387,12 @@ def _listen(port: int, where: str) -> socket.socket:
             ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=1024, dualstack_ipv6=both
         )
     except OSError as error:
-        text = "is taken, probably by another job: choose another MASTER_PORT, or use `torchrun --standalone`"
-        raise LaunchError(f"{where} {text} ({error.strerror})", code="taken") from None
+        raise _describe_taken(f"{where} is taken, probably by another job", error) from None
+
+
+def _describe_taken(found: str, error: OSError | None = None) -> LaunchError:
+    why = "" if error is None else f" ({error.strerror})"
+    return LaunchError(f"{found}: choose another MASTER_PORT, or use `torchrun --standalone`{why}", code="taken")
 
 
 def _serve(listener: socket.socket, secret: bytes) -> None:
@@ -422,22 +418,28 @@ def _end_server(process: "subprocess.Popen[bytes]") -> None:
         process.wait(_BIND_S / 3)
 
 
-def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "timeout") -> socket.socket:
-    """A connection to the store of this name, if its server belongs to this user; `code` is the error code if there is
-    none."""
+def _dial(
+    connect: Callable[[float], socket.socket], place: Place, timeout_s: float, where: str, code: str = "timeout"
+) -> socket.socket:
+    """A connection to rank 0 or the launcher, which may not listen yet. `connect` gets the seconds that are left;
+    `code` is the error code if there is none in time."""
     deadline = time.monotonic() + timeout_s
     while True:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            link.connect(store_server.address(name))
-            break
+            return connect(max(0.1, deadline - time.monotonic()))
         except OSError as error:
-            link.close()
             if time.monotonic() > deadline:
-                text = f"rank {place.rank} could not reach {where} within {timeout_s:g} s"
-                hint = "is rank 0 running and reachable from this host?"
-                raise LaunchError(f"{text} ({error.strerror}): {hint}", code=code) from None
+                reason = error.strerror or str(error)
+                if isinstance(error, socket.gaierror):
+                    reason = f"the name does not resolve: {reason}"
+                text = f"rank {place.rank} could not reach {where} within {timeout_s:g} s ({reason})"
+                raise LaunchError(f"{text}: is rank 0 running and reachable from this host?", code=code) from None
         time.sleep(0.02)
+
+
+def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "timeout") -> socket.socket:
+    """A connection to the store of this name, if its server belongs to this user."""
+    link = _dial(lambda _: store_server.connect(name), place, timeout_s, where, code)
     found = store_server.peer_user(link)
     if found is not None and found[0] != os.geteuid():
         link.close()
@@ -448,59 +450,19 @@ def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "ti
 
 def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: float) -> socket.socket:
     """A connection to a store on another host, after both ends have proved that they know the secret."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            link = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                reason = error.strerror or str(error)
-                text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s ({reason})"
-                raise LaunchError(f"{text}: is rank 0 running and reachable from this host?", code="timeout") from None
-        time.sleep(0.05)
-    try:
-        link.settimeout(store_server.HELLO_S)
-        theirs, mine = _receive(link, store_server.NONCE_BYTES), secrets.token_bytes(store_server.NONCE_BYTES)
-        link.sendall(mine + store_server.prove(secret, b"rank", theirs, mine))
-        answer = _receive(link, store_server.PROOF_BYTES)
-    except OSError:
-        answer = b""
-    if not hmac.compare_digest(answer, store_server.prove(secret, b"store", theirs, mine) if answer else b"-"):
+    link = _dial(lambda left_s: socket.create_connection((host, port), left_s), place, timeout_s, f"{host}:{port}")
+    if not store_server.check_server(link, secret):
         link.close()
         text = f"the process that listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
         raise LaunchError(f"{text}: give all ranks of the job the same {SECRET}", code="stranger")
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):  # all exist on Linux
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    store_server.keep_alive(link, _KEEPALIVE)
     return link
 
 
-def _receive(link: socket.socket, num_bytes: int) -> bytes:
-    content = b""
-    while len(content) < num_bytes:
-        if not (part := link.recv(num_bytes - len(content))):
-            raise ConnectionError("closed")
-        content += part
-    return content
-
-
 def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
-    deadline, reason = time.monotonic() + timeout_s, ""
-    while not serve:  # until rank 0 listens; torch would also wait, but end with a page of output
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            break
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if isinstance(error, socket.gaierror):
-                reason = f"the name does not resolve: {reason}"
-        if time.monotonic() > deadline:
-            text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s"
-            raise LaunchError(f"{text} ({reason}): is rank 0 running and reachable from this host?")
-        time.sleep(0.05)
+    if not serve:  # torch would also wait for rank 0, but end with a page of output
+        _dial(lambda left_s: socket.create_connection((host, port), left_s), place, timeout_s, f"{host}:{port}").close()
     limit = timedelta(seconds=timeout_s)
     try:
         # `await_ranks` waits for the others and names the missing ranks.
@@ -508,8 +470,7 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
-            text = "is taken, probably by another job: choose another MASTER_PORT, or use `torchrun --standalone`"
-            raise LaunchError(f"port {port} on {host} {text}") from None
+            raise _describe_taken(f"port {port} on {host} is taken, probably by another job") from None
         raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
 
 

@@ -7,9 +7,11 @@ This file needs only the standard library: rank 0 runs it as a separate process,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import selectors
@@ -24,38 +26,88 @@ SET, GET, ADD, CHECK, WAIT, DELETE, COMPARE_SET, APPEND, COUNT, MULTI_SET = rang
 DONE, LATE = 0, 1
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_S = 5.0  # handshake timeout
-_MOST_UNKNOWN = 256  # maximum number of unauthenticated connections
-_HEAD, _LENGTH = struct.Struct("<IB"), struct.Struct("<I")
+MOST_UNKNOWN = 256  # maximum number of unauthenticated connections
+_LENGTH = struct.Struct("<I")
 _MOST_REPORTED = 5
-_CHUNK = 1 << 18
+_LOOK_S = 0.5  # how often to check whether a client that waits for a key is still there
+_PAUSE_S = 0.05
+_PROBES = (1, 1, 4, 5000)  # while the server waits for the last connection to end
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def pack(kind: int, fields: Sequence[bytes]) -> bytes:
     """A request or an answer: its length, its kind, and its length-prefixed fields."""
     parts = [part for field in fields for part in (_LENGTH.pack(len(field)), field)]
-    return b"".join([_HEAD.pack(1 + sum(map(len, parts)), kind), *parts])
+    return b"".join([_LENGTH.pack(1 + sum(map(len, parts))), bytes([kind]), *parts])
 
 
-def unpack(buffer: bytes | bytearray) -> tuple[int, list[bytes], int] | None:
-    """The kind and fields of the first message in a buffer, and its size; None while it is incomplete."""
-    if len(buffer) < _HEAD.size:
-        return None
-    length, kind = _HEAD.unpack_from(buffer)
-    end = _LENGTH.size + length
-    if len(buffer) < end:
-        return None
-    at, fields = _HEAD.size, []
-    while at < end:
-        (size,) = _LENGTH.unpack_from(buffer, at)
+def receive(link: socket.socket, num_bytes: int, until_s: float = math.inf) -> bytearray:
+    """Exactly so many bytes; OSError if they do not arrive in time."""
+    content = bytearray(num_bytes)
+    left = memoryview(content)
+    while left:
+        if until_s < math.inf:
+            link.settimeout(max(0.001, until_s - time.monotonic()))
+        if not (count := link.recv_into(left)):
+            raise ConnectionError("closed")
+        left = left[count:]
+    return content
+
+
+def receive_message(link: socket.socket, until_s: float = math.inf) -> tuple[int, list[bytes]]:
+    """The kind and fields of the next message; OSError, or ValueError, IndexError or struct.error if it is
+    malformed."""
+    content = receive(link, _LENGTH.unpack(receive(link, _LENGTH.size, until_s))[0], until_s)
+    at = 1
+    fields = []
+    while at < len(content):
+        (size,) = _LENGTH.unpack_from(content, at)
         at += _LENGTH.size
-        fields.append(bytes(buffer[at : at + size]))
+        fields.append(bytes(content[at : at + size]))
         at += size
-    if at != end:
+    if at != len(content):
         raise ValueError("malformed message")
-    return kind, fields, end
+    return content[0], fields
 
 
-def prove(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
+# -- who is there ------------------------------------------------------------------------------------------------------
+
+
+def check_client(link: socket.socket, secret: bytes) -> str:
+    """The server's half of the handshake: why the client is refused, or ""; OSError if it is gone. Waits for at most
+    HELLO_S."""
+    until_s = time.monotonic() + HELLO_S
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        link.settimeout(HELLO_S)
+        link.sendall(nonce)
+        hello = bytes(receive(link, NONCE_BYTES + PROOF_BYTES, until_s))
+        theirs, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(secret, b"rank", nonce, theirs)):
+            return "does not know the secret of the job"
+        link.sendall(_prove(secret, b"store", nonce, theirs))
+        link.settimeout(None)
+    except TimeoutError:
+        return f"did not authenticate within {HELLO_S:g} s"
+    return ""
+
+
+def check_server(link: socket.socket, secret: bytes) -> bool:
+    """The client's half of the handshake: whether the server knows the secret. Waits for at most HELLO_S."""
+    until_s = time.monotonic() + HELLO_S
+    mine = secrets.token_bytes(NONCE_BYTES)
+    try:
+        nonce = bytes(receive(link, NONCE_BYTES, until_s))
+        link.sendall(mine + _prove(secret, b"rank", nonce, mine))
+        answer = bytes(receive(link, PROOF_BYTES, until_s))
+    except OSError:
+        return False
+    return hmac.compare_digest(answer, _prove(secret, b"store", nonce, mine))
+
+
+def _prove(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
     """The answer to these nonces that requires knowing the secret."""
     return hmac.new(secret, b"\0".join([b"paceline", who, *nonces]), hashlib.sha256).digest()
 
@@ -85,19 +137,143 @@ def bind(name: str) -> socket.socket:
     return listener
 
 
-class _Peer:
-    """One connection: unparsed input and unsent output."""
+def connect(name: str) -> socket.socket:
+    """A connection to the Unix socket of this name."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.connect(address(name))
+    except OSError:
+        link.close()
+        raise
+    return link
 
-    def __init__(self, link: socket.socket, is_known: bool) -> None:
-        self.link, self.is_known = link, is_known
-        self.read, self.unsent = bytearray(), bytearray()
-        self.nonce, self.until_s = secrets.token_bytes(NONCE_BYTES), time.monotonic() + HELLO_S
+
+def keep_alive(link: socket.socket, values: tuple[int, int, int, int]) -> None:
+    """Probe a connection to another host while it is silent: idle seconds, interval, number of probes, timeout in
+    ms."""
+    if link.family != socket.AF_UNIX:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in zip(("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT"), values, strict=True):
+            if hasattr(socket, f"TCP_{name}"):  # all exist on Linux
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
-class _Waiter:
-    def __init__(self, peer: _Peer, keys: list[bytes], missing: set[bytes], until_s: float, gives_values: bool) -> None:
-        self.peer, self.keys, self.missing = peer, keys, missing
-        self.until_s, self.gives_values = until_s, gives_values
+class Gate:
+    """Accepts connections and authenticates each in its own thread, so that a silent one delays nobody. `serve` is
+    called there with those of this job, which are closed after it."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, serve: Callable[[socket.socket], None],
+        report: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._listener = listener
+        self._secret = secret
+        self._serve = serve
+        self._report = report or _print
+        self._lock = threading.Lock()
+        self._num_refused = 0
+        self._is_closing = False
+        self._near, self._far = socket.socketpair()  # closing one wakes the thread
+        listener.setblocking(False)
+        self.num_unknown = 0
+        self.links: dict[socket.socket, threading.Thread] = {}
+        self._thread = threading.Thread(target=self._accept_all, name="paceline-gate", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the listener and all connections, and wait for their threads."""
+        self._is_closing = True
+        self._near.close()
+        self._thread.join()
+        self._far.close()
+        self._listener.close()
+        with self._lock:
+            links = list(self.links.items())
+        for link, _ in links:
+            _hang_up(link)
+        for _, thread in links:
+            thread.join()
+
+    def _accept_all(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._far, selectors.EVENT_READ)
+            while not self._is_closing:
+                selector.select()
+                try:
+                    link, where = self._listener.accept()
+                except BlockingIOError:  # it is gone, or the gate closes
+                    continue
+                except OSError:  # too many files are open
+                    time.sleep(_PAUSE_S)
+                else:
+                    link.setblocking(True)
+                    self._accept(link, where)
+
+    def _accept(self, link: socket.socket, where: tuple[str, ...]) -> None:
+        is_known = link.family == socket.AF_UNIX
+        if is_known:
+            found = peer_user(link)
+            if found is not None and found[0] != os.geteuid():
+                self._refuse(link, f"a process of another user (uid {found[0]}, pid {found[1]})")
+                return
+        elif self.num_unknown >= MOST_UNKNOWN:
+            self._refuse(link, f"{where[0]}: too many unauthenticated connections")
+            return
+        thread = threading.Thread(target=self._run, args=(link, is_known), name="paceline-link", daemon=True)
+        with self._lock:
+            self.num_unknown += not is_known
+            self.links[link] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self.num_unknown -= not is_known
+                del self.links[link]
+            link.close()
+            self._report(f"cannot serve a connection: {error}")
+
+    def _run(self, link: socket.socket, is_known: bool) -> None:
+        try:
+            with contextlib.suppress(OSError):  # it is gone
+                if is_known or self._is_known(link):
+                    self._serve(link)
+        finally:
+            with self._lock:
+                del self.links[link]
+            link.close()
+
+    def _is_known(self, link: socket.socket) -> bool:
+        try:
+            problem = check_client(link, self._secret)
+        finally:
+            with self._lock:
+                self.num_unknown -= 1
+        if problem:
+            self._refuse(link, f"a connection from {link.getpeername()[0]}, which {problem}")
+        return not problem
+
+    def _refuse(self, link: socket.socket, who: str) -> None:
+        link.close()
+        with self._lock:
+            self._num_refused += 1
+            number = self._num_refused
+        if number <= _MOST_REPORTED:
+            more = "; further refusals are not reported" if number == _MOST_REPORTED else ""
+            self._report(f"refused {who}: it is not a rank of this job{more}")
+
+
+def _hang_up(link: socket.socket) -> None:
+    """Close a connection for whoever waits in it."""
+    with contextlib.suppress(OSError):  # it is already closed
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def _print(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
 
 
 class Server:
@@ -106,233 +282,97 @@ class Server:
     def __init__(
         self, listener: socket.socket, secret: bytes = b"", report: Callable[[str], None] | None = None
     ) -> None:
-        self._listener = listener
-        self._secret = secret
-        self._report = report or _print
+        self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
-        self._waiters: dict[bytes, list[_Waiter]] = {}
-        self._selector = selectors.DefaultSelector()
-        self._num_refused = 0
-        self._peers: set[_Peer] = set()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, None)
-        self._near, self._far = socket.socketpair()
-        self._selector.register(self._far, selectors.EVENT_READ, None)
+        self._awaited: dict[bytes, threading.Event] = {}  # keys for which clients wait
+        self._gate = Gate(listener, secret, self._serve_link, report)
 
-    def start(self) -> threading.Thread:
-        """Serve from a thread of this process, until `stop`."""
-        thread = threading.Thread(target=self.serve, name="paceline-store", daemon=True)
-        thread.start()
-        return thread
+    def linger(self) -> None:
+        """Wait until nobody is connected. Keepalive detects a host that was cut off: it does not close its
+        connections."""
+        probed = set[socket.socket]()
+        while links := set(self._gate.links):
+            for link in links - probed:
+                with contextlib.suppress(OSError):  # it is already closed
+                    keep_alive(link, _PROBES)
+            probed |= links
+            time.sleep(_PAUSE_S)
 
     def stop(self) -> None:
-        self._near.close()
+        with self._lock:
+            for event in self._awaited.values():
+                event.set()
+        self._gate.close()
 
-    def serve(self, lingers: bool = False) -> None:
-        """Serve until `stop` and, if it `lingers`, until nobody is connected."""
-        is_stopped = False
+    def _serve_link(self, link: socket.socket) -> None:
+        """Answer one request after another, in the thread of their connection."""
         try:
-            while not is_stopped or (lingers and self._peers):
-                for key, events in self._selector.select(self._next_s()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is self._far:
-                        is_stopped = True
-                        self._selector.unregister(self._far)
-                        for peer in self._peers:
-                            _probe(peer.link)
-                    elif key.data in self._peers:
-                        self._serve_peer(key.data, events)
-                self._end_late()
-        finally:
-            for peer in list(self._peers):
-                self._drop(peer)
-            self._selector.close()
-            self._listener.close()
-            self._far.close()
-            self._near.close()
-
-    def _next_s(self) -> float | None:
-        limits = [peer.until_s for peer in self._peers if not peer.is_known]
-        limits += [waiter.until_s for waiters in self._waiters.values() for waiter in waiters]
-        return max(0.0, min(limits) - time.monotonic()) if limits else None
-
-    def _accept(self) -> None:
-        try:
-            link, address = self._listener.accept()
-        except OSError:
+            if link.family != socket.AF_UNIX:
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                kind, fields = receive_message(link)
+                link.sendall(pack(*self._answer(link, kind, fields)))
+        except (ValueError, IndexError, struct.error):  # malformed
             return
-        is_known = False
-        if link.family == socket.AF_UNIX:
-            found = peer_user(link)
-            if found is not None and found[0] != os.geteuid():
-                self._refuse(link, f"a process of another user (uid {found[0]}, pid {found[1]})")
-                return
-            is_known = True
-        elif sum(not peer.is_known for peer in self._peers) >= _MOST_UNKNOWN:
-            self._refuse(link, f"{address[0]}: too many unauthenticated connections")
-            return
-        link.setblocking(False)
-        peer = _Peer(link, is_known)
-        self._peers.add(peer)
-        self._selector.register(link, selectors.EVENT_READ, peer)
-        if not is_known:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._send(peer, peer.nonce)
 
-    def _refuse(self, link: socket.socket, who: str) -> None:
-        link.close()
-        self._num_refused += 1
-        if self._num_refused <= _MOST_REPORTED:
-            more = "; further refusals are not reported" if self._num_refused == _MOST_REPORTED else ""
-            self._report(f"refused {who}: it is not a rank of this job{more}")
-
-    def _drop(self, peer: _Peer) -> None:
-        if peer in self._peers:
-            self._peers.discard(peer)
-            self._selector.unregister(peer.link)
-            peer.link.close()
-
-    def _serve_peer(self, peer: _Peer, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._send(peer, b"")
-            if not events & selectors.EVENT_READ:
-                return
-            content = peer.link.recv(_CHUNK if peer.is_known else NONCE_BYTES + PROOF_BYTES - len(peer.read))
-            if not content:
-                self._drop(peer)
-                return
-            peer.read += content
-            if not peer.is_known:
-                self._greet(peer)
-            while peer.is_known and (found := unpack(peer.read)) is not None:
-                del peer.read[: found[2]]
-                self._answer(peer, *found[:2])
-        except BlockingIOError:
-            return
-        except (OSError, ValueError, IndexError, struct.error):
-            self._drop(peer)
-
-    def _greet(self, peer: _Peer) -> None:
-        if len(peer.read) < NONCE_BYTES + PROOF_BYTES:
-            return
-        nonce, proof = bytes(peer.read[:NONCE_BYTES]), bytes(peer.read[NONCE_BYTES:])
-        peer.read.clear()
-        if hmac.compare_digest(proof, prove(self._secret, b"rank", peer.nonce, nonce)):
-            peer.is_known = True
-            self._send(peer, prove(self._secret, b"store", peer.nonce, nonce))
-        else:
-            self._turn_away(peer, "does not know the secret of the job")
-
-    def _turn_away(self, peer: _Peer, why: str) -> None:
-        try:
-            who = f"a connection from {peer.link.getpeername()[0]}, which {why}"
-        except OSError:
-            who = f"a connection that {why}"
-        self._peers.discard(peer)
-        self._selector.unregister(peer.link)
-        self._refuse(peer.link, who)
-
-    def _send(self, peer: _Peer, content: bytes) -> None:
-        peer.unsent += content
-        try:
-            while peer.unsent:
-                del peer.unsent[: peer.link.send(peer.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(peer)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        self._selector.modify(peer.link, wanted, peer)
+    def _answer(self, link: socket.socket, kind: int, fields: list[bytes]) -> tuple[int, list[bytes]]:
+        if kind in (GET, WAIT) and not self._await(link, fields[1:], time.monotonic() + float(fields[0])):
+            return LATE, []
+        values, answer = self._values, list[bytes]()
+        with self._lock:
+            if kind == GET:
+                answer = [values.get(key, b"") for key in fields[1:]]
+            elif kind in (SET, MULTI_SET):
+                for key, value in zip(fields[::2], fields[1::2], strict=True):
+                    self._put(key, value)
+            elif kind == APPEND:
+                self._put(fields[0], values.get(fields[0], b"") + fields[1])
+            elif kind == ADD:
+                self._put(fields[0], b"%d" % (int(values.get(fields[0], b"0")) + int(fields[1])))
+                answer = [values[fields[0]]]
+            elif kind == CHECK:
+                answer = [b"1" if all(key in values for key in fields) else b""]
+            elif kind == DELETE:
+                answer = [b"" if values.pop(fields[0], None) is None else b"1"]
+            elif kind == COMPARE_SET:
+                key, expected, desired = fields
+                if values.get(key, b"") == expected:
+                    self._put(key, desired)
+                answer = [values.get(key, expected)]
+            elif kind == COUNT:
+                answer = [b"%d" % len(values)]
+            elif kind != WAIT:
+                raise ValueError(f"request {kind}")
+        return DONE, answer
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        for waiter in self._waiters.pop(key, []):
-            waiter.missing.discard(key)
-            if not waiter.missing and waiter.peer in self._peers:
-                self._finish(waiter)
+        if (event := self._awaited.pop(key, None)) is not None:
+            event.set()
 
-    def _finish(self, waiter: _Waiter) -> None:
-        found = [self._values.get(key, b"") for key in waiter.keys] if waiter.gives_values else []
-        self._send(waiter.peer, pack(DONE, found))
-
-    def _answer(self, peer: _Peer, kind: int, fields: list[bytes]) -> None:
-        values, answer = self._values, list[bytes]()
-        if kind in (GET, WAIT):
-            limit_s, keys = float(fields[0]), fields[1:]
-            missing = {key for key in keys if key not in values}
-            waiter = _Waiter(peer, keys, missing, time.monotonic() + limit_s, kind == GET)
-            for key in missing:
-                self._waiters.setdefault(key, []).append(waiter)
-            if not missing:
-                self._finish(waiter)
-            return
-        if kind in (SET, MULTI_SET):
-            for key, value in zip(fields[::2], fields[1::2], strict=True):
-                self._put(key, value)
-        elif kind == APPEND:
-            self._put(fields[0], values.get(fields[0], b"") + fields[1])
-        elif kind == ADD:
-            self._put(fields[0], b"%d" % (int(values.get(fields[0], b"0")) + int(fields[1])))
-            answer = [values[fields[0]]]
-        elif kind == CHECK:
-            answer = [b"1" if all(key in values for key in fields) else b""]
-        elif kind == DELETE:
-            answer = [b"" if values.pop(fields[0], None) is None else b"1"]
-        elif kind == COMPARE_SET:
-            key, expected, desired = fields
-            current = values.get(key, b"")
-            if current == expected:
-                self._put(key, desired)
-            answer = [values.get(key, expected)]
-        elif kind == COUNT:
-            answer = [b"%d" % len(values)]
-        else:
-            raise ValueError(f"request {kind}")
-        self._send(peer, pack(DONE, answer))
-
-    def _end_late(self) -> None:
-        """Answer waiters that timed out, and refuse connections that missed the handshake timeout."""
-        now_s = time.monotonic()
-        for peer in [peer for peer in self._peers if not peer.is_known and peer.until_s <= now_s]:
-            self._turn_away(peer, f"did not authenticate within {HELLO_S:g} s")
-        late = {waiter for waiters in self._waiters.values() for waiter in waiters if waiter.until_s <= now_s}
-        gone = {w for waiters in self._waiters.values() for w in waiters if w.peer not in self._peers}
-        for key in list(self._waiters) if late or gone else ():
-            kept = [waiter for waiter in self._waiters.pop(key) if waiter not in late and waiter not in gone]
-            if kept:
-                self._waiters[key] = kept
-        for waiter in late - gone:
-            self._send(waiter.peer, pack(LATE, []))
-
-
-def _probe(link: socket.socket) -> None:
-    """Enable keepalive: a host that was cut off does not close its connections."""
-    if link.family != socket.AF_UNIX:
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("KEEPIDLE", 1), ("KEEPINTVL", 1), ("KEEPCNT", 4), ("USER_TIMEOUT", 5000)):
-            if hasattr(socket, f"TCP_{name}"):
-                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
-
-
-def _print(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    def _await(self, link: socket.socket, keys: list[bytes], until_s: float) -> bool:
+        """Wait until all keys are there; False if they are late, OSError if the client is gone."""
+        for key in keys:
+            with self._lock:
+                if key in self._values:
+                    continue
+                event = self._awaited.setdefault(key, threading.Event())
+            while not event.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
+                if time.monotonic() >= until_s:
+                    return False
+                with contextlib.suppress(BlockingIOError):
+                    if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                        raise ConnectionError("closed")
+        return True
 
 
 def main() -> None:
     """Serve the socket given in the first line of stdin, until stdin is closed and all ranks are gone."""
     about = json.loads(sys.stdin.readline())
     server = Server(socket.socket(fileno=about["listener"]), bytes.fromhex(about["secret"]))
-
-    def wait_for_end() -> None:
-        while sys.stdin.buffer.read(1 << 10):
-            pass
-        server.stop()
-
-    threading.Thread(target=wait_for_end, daemon=True).start()
-    server.serve(lingers=True)
+    while sys.stdin.buffer.read(1 << 10):
+        pass
+    server.linger()
 
 
 if __name__ == "__main__":

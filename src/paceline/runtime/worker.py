@@ -20,69 +20,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError
 from paceline.runtime import pulse
-
-# Phrases that gloo, NCCL and torch's stores use for a peer that is gone or late. They have no error codes.
-_BACKENDS = ("gloo", "c10d", "NCCL", "Store")
-_PEER_LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting",
-    "Application timeout caused pair closure", "Connection refused", "communicator was aborted",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank returned no value, in a form that outlives the rank."""
-
-    rank: int | None  # None if no single rank is to blame
-    when_s: float
-    summary: str
-    trace: str = ""
-    error: PacelineError | None = None
-    is_secondary: bool = False  # only reports that another rank failed
-    code: str = ""
-
-
-def find_code(error: BaseException | None) -> str:
-    """The code of an error or its cause; "peer-lost" for messages of torch's backends about a lost peer."""
-    while error is not None:
-        if isinstance(error, PacelineError) and error.code:
-            return error.code
-        text = str(error) if isinstance(error, RuntimeError) else ""
-        if any(name in text for name in _BACKENDS) and any(phrase in text for phrase in _PEER_LOST):
-            return "peer-lost"
-        error = error.__cause__
-    return ""
-
-
-def describe_failure(rank: int, error: BaseException) -> Failure:
-    when_s = time.monotonic()  # first: the rest takes time, and the earliest failure is the one to report
-    trace, lines = "".join(traceback.format_exception(error)), str(error).splitlines()
-    summary = f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
-    ours = error if isinstance(error, PacelineError) else None
-    try:
-        pickle.loads(pickle.dumps(ours))
-    except Exception:  # report an error that cannot be pickled only by its traceback
-        ours = None
-    return Failure(rank, when_s, summary, trace, ours, find_code(error) in ("peer-lost", "timeout"))
-
-
-def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
-    """The error of the rank that failed first; if it only lost a peer, that may be a rank that `returned`."""
-    lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
-    if failure.error is not None and not lost:
-        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
-        return failure.error
-    trace = f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}" if failure.trace else ""
-    who = "" if failure.rank is None else f"rank {failure.rank} of {num_ranks} "
-    message = f"{who}{failure.summary}{lost}{trace}"
-    return LaunchError(message, failure.rank, failure.trace, failure.code)
-
+from paceline.runtime.processes import describe_failure
 
 _JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime import messages, pulse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.worker import describe_failure
+from paceline.runtime.processes import describe_failure
 from paceline.torch_internals import abort_process_group, get_default_store, list_groups
 from paceline.transport import proof, register, why_not
 from paceline.units import format_number_of

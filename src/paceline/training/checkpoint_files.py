@@ -1,6 +1,5 @@
 """Checkpoints on disk: nested state as JSON and safetensors, in folders that are written atomically and verified."""
 
-import collections
 import contextlib
 import errno
 import fcntl
@@ -24,69 +23,11 @@ import torch
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.store import write_new
+from paceline.runtime.messages import pack, unpack
 from paceline.units import format_bytes
 
 # Errors raised by malformed files or structures; running out of memory (RuntimeError, MemoryError) is not among them.
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError, struct.error)
-
-# Tags for values that JSON lacks, each written as an object with this one key. A dict that itself has a key starting
-# with "$" is written as pairs, so it cannot be mistaken for a tag.
-_TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
-
-
-def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | int, ...] = ()) -> Any:
-    """Turn a state into a structure that `json` can write. Tensors go into `tensors` under flat names, uncopied.
-
-    Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
-    subclasses; an OrderedDict comes back as a dict.
-    """
-    kind, place = type(value), ".".join(map(str, path)) or "state"
-    if len(path) > 100:  # far deeper than any real state
-        raise ConfigError(f"{place[:60]}... is nested more than 100 levels deep: it may contain itself")
-    if value is None or kind in (bool, str, int):
-        return value
-    if kind is float:
-        # json writes the shortest digits that round-trip exactly, but cannot represent inf and nan.
-        return value if math.isfinite(value) else {_FLOAT: struct.pack(">d", value).hex()}
-    if kind in (list, tuple):
-        items = [pack_state(item, tensors, (*path, number)) for number, item in enumerate(value)]
-        return items if kind is list else {_TUPLE: items}
-    if kind in (dict, collections.OrderedDict):
-        if odd := [key for key in value if type(key) not in (str, int)]:
-            raise ConfigError(f"{place} has the key {odd[0]!r} of type {type(odd[0]).__name__}: use str or int")
-        pairs = [[key, pack_state(item, tensors, (*path, key))] for key, item in value.items()]
-        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
-        return dict(pairs) if is_plain else {_DICT: pairs}
-    is_tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if is_tensor and value.layout is torch.strided and not value.is_meta:
-        while place in tensors:  # {"a.b": x, "a": {"b": y}}
-            place += "'"
-        tensors[place] = value.detach()
-        return {_TENSOR: place}
-    found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
-    kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
-    raise ConfigError(f"{place} is {found}: a checkpoint can only hold {kinds}; convert it")
-
-
-def unpack_state(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `pack_state`; raises one of `_INVALID` if the structure is malformed."""
-    if isinstance(structure, list):
-        return [unpack_state(item, tensors) for item in structure]
-    if not isinstance(structure, dict):
-        return structure
-    if not next(iter(structure), "").startswith("$"):
-        return {key: unpack_state(item, tensors) for key, item in structure.items()}
-    ((tag, content),) = structure.items()
-    if tag == _TENSOR:
-        return tensors[content]
-    if tag == _FLOAT:
-        return struct.unpack(">d", bytes.fromhex(content))[0]
-    if tag == _TUPLE:
-        return tuple(unpack_state(item, tensors) for item in content)
-    if tag == _DICT:
-        return {key: unpack_state(item, tensors) for key, item in content}
-    raise ValueError(f"unknown tag {tag!r}")
-
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -330,7 +271,7 @@ def load_checkpoint(path: Path) -> Loaded:
             raise RecordError(f"does not describe the tensors in {MODEL_FILE}")
         if path.name.startswith("step-") and path.name != f"step-{document['step']:08}":
             raise RecordError(f"belongs to step {document['step']}")
-        state, meta = unpack_state(document["state"], tensors), unpack_state(document["meta"], {})
+        state, meta = unpack(document["state"], tensors), unpack(document["meta"], {})
         return Loaded(document["step"], model, state, meta, path)
     except ConfigError:
         raise
@@ -373,7 +314,7 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint of this step; returns once the tensors are copied, or the copies are queued on the GPU.
 
-        Waits for the previous save, and raises its error. `pack_state` says what `state` and `meta` may contain;
+        Waits for the previous save, and raises its error. `messages.pack` says what `state` and `meta` may contain;
         `meta` must not contain tensors.
         """
         self.remove_leftovers()
@@ -384,8 +325,8 @@ class CheckpointStore:
         kept, aliases = _split_tied(model_state)
         tensors: dict[str, torch.Tensor] = {}
         document = {
-            "step": step, "meta": pack_state(dict(meta), {}), "model": fingerprint(model_state), "aliases": aliases,
-            "state": pack_state(dict(state), tensors),
+            "step": step, "meta": pack(dict(meta), {}), "model": fingerprint(model_state), "aliases": aliases,
+            "state": pack(dict(state), tensors),
         }  # fmt: skip
         files: dict[str, bytes | memoryview] = {
             STATE_FILE: json.dumps(document, allow_nan=False).encode(),

@@ -20,7 +20,8 @@ from paceline.errors import PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
 from paceline.runtime import pulse
-from paceline.runtime.worker import find_code
+from paceline.runtime.messages import pack, unpack
+from paceline.runtime.processes import find_code
 from paceline.runtime.world import World, has_lost_rank
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job, Sets, build_job, open_world
@@ -138,14 +139,14 @@ class Carried:
         if world.rank == source:
             assert self.snapshot is not None
             parts = {name: getattr(self.snapshot, name) for name in ("model", "state", "meta")}
-            mine = disk.pack_state(parts, tensors)
+            mine = pack(parts, tensors)
             tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         structure, about = world.share((mine, about))[source]
         if world.rank != source:
             tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in about.items()}
         Channel(world.control, torch.device("cpu")).broadcast(tensors.values(), source)
-        found = disk.unpack_state(structure, tensors)
+        found = unpack(structure, tensors)
         state, meta = found["state"], found["meta"]
         state["strategy"] = [*state["strategy"], *state["strategy"] * (world.world_size - 1)]
         return disk.Loaded(meta["step"], found["model"], state, meta, _IN_MEMORY)
