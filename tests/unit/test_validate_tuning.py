@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.predict.tuning import Judged, TuneSettings, judge_tuning, score_differences, score_predictions
+from paceline.predict.predictor import Prediction
+from paceline.predict.tuning import TuneSettings, judge_tuning, score_differences, score_predictions
 from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
@@ -19,12 +20,13 @@ from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "validate_tuning.py"
+JOB = MadeJob(alpha_s=0.010, disturbed=((MIB, 1.0, 1.0),))
 CALM = tuple(1 + 0.001 * turn for turn in range(-4, 5))
 
 
 def judged(predicted_s, measured_s, half_s=0.1, shares=CALM):
-    turns_s = tuple(measured_s * share for share in shares)
-    return Judged(predicted_s, predicted_s - half_s, predicted_s + half_s, measured_s, turns_s)
+    measured = JOB.build_plan_step("judged", [measured_s * share for share in shares])
+    return Prediction(step_s=predicted_s, low_s=predicted_s - half_s, high_s=predicted_s + half_s, measured=measured)
 
 
 def test_errors_and_coverage_with_the_width_of_the_intervals():
@@ -65,7 +67,6 @@ def script():
     del sys.modules[spec.name]
 
 
-JOB = MadeJob(alpha_s=0.010, disturbed=((MIB, 1.0, 1.0),))
 ORDER = range(7, -1, -1)
 
 
@@ -80,10 +81,10 @@ def make_run(script, place, kind="real", slower=1.0, at_s=0.0):
     for point in calibrated.points:
         sizes = tuple(plan_by_cap(JOB.gradients, ORDER, point.cap_bytes).bucket_bytes)
         more = {"cap_bytes": point.cap_bytes, "bucket_bytes": sizes}
-        records.append(JOB.build_plan_step(f"cap {point.cap_bytes}", take(point.estimate), **more))
+        records.append(JOB.build_plan_step(f"cap {point.cap_bytes}", take(point), **more))
     for candidate in calibrated.candidates:
         more = {"note": "confirmed", "cap_bytes": candidate.cap_bytes, "bucket_bytes": candidate.plan.bucket_bytes}
-        records.append(JOB.build_plan_step(candidate.label, take(candidate.estimate), **more))
+        records.append(JOB.build_plan_step(candidate.label, take(candidate), **more))
     config = calibrated.settings.to_json(JOB.gradients, default, calibrated.predictions)
     result = TuneResult(Run("tune", config, capture_environment(), tuple(records)))
     return script.Measured(script.Case(kind, "made", ""), place, result, at_s)

@@ -202,8 +202,9 @@ class MachineCosts:
     """Costs of messages. Times are for a rank that does nothing else, unless stated otherwise. `servers` is the number
     of concurrent messages (1 on NCCL and shm, 2 on gloo). `launch_s` is the host time per bucket. `gather_s_per_byte`
     covers the copies into and out of a bucket. `pair_rate` is the speed of each of two concurrent messages. `finish_s`
-    follows the last message. Without `sending`, each bucket is one all-reduce. `inside` is the curve for messages
-    inside a host if there are two levels; `curve` is then for messages between hosts."""
+    follows the last message; if it is negative, communication ends sooner, but not before backward. Without `sending`,
+    each bucket is one all-reduce. `inside` is the curve for messages inside a host if there are two levels; `curve` is
+    then for messages between hosts."""
 
     curve: CostCurve
     servers: int = 1
@@ -296,7 +297,9 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     for rows in tail:
         run.hand_over(rows, (Load(rows.num_bytes),), 0.0)
     run.drain()
-    over_s, after_s = max([backward_s, *(span.done_s for span in (*done, *tail))]) + costs.finish_s, job.after_s
+    over_s = max([backward_s, *(span.done_s for span in (*done, *tail))])
+    over_s = max(job.backward_s, over_s + costs.finish_s)
+    after_s = job.after_s
     if sending is not None:
         over_s += 0.0 if sending.is_plain else costs.curve.estimate_s(_WORDS_BYTES)
         if sending.strategy.is_sharded:
