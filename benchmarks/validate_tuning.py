@@ -35,16 +35,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from paceline import load_result
 from paceline.predict.curves import MeasuredCurve, fit_line
 from paceline.predict.job import Job
 from paceline.predict.predictor import Prediction
+from paceline.predict.race import estimate_ratio
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.tuning import (
     PREDICTIONS,
-    Differences,
     hash_predictions,
-    score_differences,
     score_predictions,
 )
 from paceline.records.doubts import is_busy
@@ -69,6 +70,11 @@ KINDS = ("real", "link", "emulated", "gpu", "nccl")
 ON_NCCL = {"gpt2-mini": 16, "resnet18": 64, "gpt2": 4}  # samples per rank
 # Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and what is emulated.
 FIRST, SECOND, LOADED, EMULATED = "pass-1", "pass-2", "loaded", "emulated"
+
+
+# Two measured steps differ clearly if the interval of their paired ratios excludes 1, with this error probability on
+# each side.
+_CLEAR = 0.005
 
 
 @dataclass(frozen=True)
@@ -252,6 +258,37 @@ def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
     firsts = [run for run in runs if run.place == FIRST and (SECOND, run.case.name) in by_case]
     pairs = [(run, by_case[SECOND, run.case.name]) for run in firsts]
     return [*pairs, *((second, first) for first, second in pairs)]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
+    is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
+    measured mean. `num_pairs` pairs of plans clearly differ as measured; `num_right` of them are predicted in that
+    order."""
+
+    r2: float | None
+    num_pairs: int
+    num_right: int
+
+
+def score_differences(cases: Sequence[Sequence[Prediction]]) -> Differences:
+    """Score all cases; the plans of each case were interleaved in one run."""
+    wrong = total = 0.0
+    num_pairs = num_right = 0
+    for points in cases:
+        measured, predicted = np.array([(point.best_s, point.step_s) for point in points]).T
+        here, there = measured - measured.mean(), predicted - predicted.mean()
+        wrong += float(((there - here) ** 2).sum() / measured.mean() ** 2)
+        total += float((here**2).sum() / measured.mean() ** 2)
+        for one, other in itertools.combinations(points, 2):
+            if one.measured is None or other.measured is None:
+                continue
+            ratio = estimate_ratio(one.measured.turns_s, other.measured.turns_s, _CLEAR)
+            if ratio.is_clear:
+                num_pairs += 1
+                num_right += (one.step_s < other.step_s) == (ratio.high < 1)
+    return Differences(1 - wrong / total if total else None, num_pairs, num_right)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

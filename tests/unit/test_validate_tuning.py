@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.predict.predictor import Prediction
-from paceline.predict.tuning import TuneSettings, judge_tuning, score_differences, score_predictions
+from paceline.predict.tuning import TuneSettings, judge_tuning, score_predictions
 from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
@@ -35,7 +35,8 @@ def test_errors_and_coverage_with_the_width_of_the_intervals():
     assert scores == pytest.approx({"mape": 0.1, "max_error": 0.2, "coverage": 2 / 3, "width": 0.2})
 
 
-def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case():
+def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case(script):
+    score_differences = script.score_differences
     # Twice the mean, but the right differences; then half of the differences: 1 - (0.25 + 0.25) / (1 + 1).
     assert score_differences([[judged(21, 11), judged(19, 9)]]).r2 == pytest.approx(1.0)
     assert score_differences([[judged(10.5, 11), judged(9.5, 9)]]).r2 == pytest.approx(0.75)
@@ -47,7 +48,8 @@ def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case():
     assert score_differences([]).r2 is None and score_differences([[judged(1, 2), judged(3, 2)]]).r2 is None
 
 
-def test_pairs_that_differ_clearly_are_ordered_right_or_not():
+def test_pairs_that_differ_clearly_are_ordered_right_or_not(script):
+    score_differences = script.score_differences
     points = [judged(1.0, 1.0), judged(1.2, 1.1), judged(1.1, 1.3)]
     found = score_differences([points])
     assert (found.num_pairs, found.num_right) == (3, 2)

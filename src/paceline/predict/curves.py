@@ -55,7 +55,8 @@ class Resample:
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
     an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
     busy machine. Errors that no repetition shows are in standard deviations, and 0 if nothing is drawn: `error` is the
-    model's own, `noise` that of the measured median, and `shift` that of the network."""
+    model's own, `noise` that of the measured median, `shift` that of the network, and `slowdown` that of ranks next to
+    each other."""
 
     def __init__(
         self,
@@ -64,11 +65,13 @@ class Resample:
         error: float = 0.0,
         noise: float = 0.0,
         shift: float = 0.0,
+        slowdown: float = 0.0,
     ) -> None:
         self.source = source
         self.error = error
         self.noise = noise
         self.shift = shift
+        self.slowdown = slowdown
         self._is_unstable = is_unstable
         self._drawn: dict[int, Sequence[int]] = {}
 
@@ -105,7 +108,7 @@ def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]
     equally spaced quantiles in random order: few draws would hardly reach the tails."""
     source = random.Random(_SEED)
     quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
-    errors = zip(*(source.sample(quantiles, count) for _ in range(3)), strict=True)
+    errors = zip(*(source.sample(quantiles, count) for _ in range(4)), strict=True)
     return build(Resample()), [build(Resample(source, False, *one)) for one in errors]
 
 

@@ -7,7 +7,6 @@ strategy (`Sending`) determines a bucket's messages and what its codec computes 
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import random
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient, Plan, find_late
-from paceline.predict.curves import CostCurve
+from paceline.predict.curves import CostCurve, interpolate_sizes
 from paceline.predict.job import Job
 from paceline.strategy import Strategy
 
@@ -104,13 +103,11 @@ class Contention:
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
         """The speed of compute while such a message is in flight, and the speed of the message meanwhile."""
-        right = bisect.bisect_right(self.sizes, num_bytes)
-        left, right = max(0, right - 1), min(right, len(self.sizes) - 1)
-        if left == right:
-            return self.compute_rates[left], self.message_rates[left]
-        share = math.log(num_bytes / self.sizes[left]) / math.log(self.sizes[right] / self.sizes[left])
+        if len(self.sizes) == 1:
+            return self.compute_rates[0], self.message_rates[0]
         compute, message = (
-            rates[left] + share * (rates[right] - rates[left]) for rates in (self.compute_rates, self.message_rates)
+            interpolate_sizes(list(zip(self.sizes, rates, strict=True)), num_bytes)
+            for rates in (self.compute_rates, self.message_rates)
         )
         return compute, message
 

@@ -4,7 +4,6 @@ Pure, so a saved run always gives the same answer; the measurements are taken in
 """
 
 import hashlib
-import itertools
 import json
 import math
 import statistics
@@ -23,7 +22,7 @@ from paceline.predict.curves import CostCurve, Resample, median_noise
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Evidence, Prediction, Predictor
-from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
+from paceline.predict.race import Interval, Race, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.strategy_costs import (
@@ -43,9 +42,6 @@ from paceline.units import MIB, format_bytes
 DEFAULT, RECOMMENDED, PREDICTIONS = "default", "recommended", "predictions.json"
 # Maximum number of plans to confirm.
 _MOST_CANDIDATES = 6
-# Two measured steps differ clearly if the interval of their paired ratios excludes 1, with this error probability on
-# each side.
-_CLEAR = 0.005
 
 
 @dataclass(frozen=True)
@@ -147,37 +143,6 @@ def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
         "coverage": statistics.fmean(bool(point.is_covered) for point in points),
         "width": statistics.median((point.high_s - point.low_s) / 2 / point.step_s for point in points),
     }
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
-    is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
-    measured mean. `num_pairs` pairs of plans clearly differ as measured; `num_right` of them are predicted in that
-    order."""
-
-    r2: float | None
-    num_pairs: int
-    num_right: int
-
-
-def score_differences(cases: Sequence[Sequence[Prediction]]) -> Differences:
-    """Score all cases; the plans of each case were interleaved in one run."""
-    wrong = total = 0.0
-    num_pairs = num_right = 0
-    for points in cases:
-        measured, predicted = np.array([(point.best_s, point.step_s) for point in points]).T
-        here, there = measured - measured.mean(), predicted - predicted.mean()
-        wrong += float(((there - here) ** 2).sum() / measured.mean() ** 2)
-        total += float((here**2).sum() / measured.mean() ** 2)
-        for one, other in itertools.combinations(points, 2):
-            if one.measured is None or other.measured is None:
-                continue
-            ratio = estimate_ratio(one.measured.turns_s, other.measured.turns_s, _CLEAR)
-            if ratio.is_clear:
-                num_pairs += 1
-                num_right += (one.step_s < other.step_s) == (ratio.high < 1)
-    return Differences(1 - wrong / total if total else None, num_pairs, num_right)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def simulate_what_if(
         there = fabric if resample.source is None else fabric.draw(resample.source, resample.shift)
         rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, resample)
         rank = _fill_contention(alone, there, rank, resample.source)
-        return _Known(alone, there, rank, MODEL_ERROR * resample.error, resample.gauss(), number or None)
+        return _Known(alone, there, rank, MODEL_ERROR * resample.error, resample.slowdown, number or None)
 
     best, drawn = draw(build, len(draws))
     rows = []
